@@ -1,0 +1,77 @@
+"""thinwire: mixture-of-experts tokens between GPUs in int8, both ways.
+
+The public names load on first use, so that importing one part pulls in nothing above it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from thinwire.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from thinwire import testing as testing
+    from thinwire.comm import Communicator as Communicator
+    from thinwire.comm import init as init
+    from thinwire.errors import CapacityError as CapacityError
+    from thinwire.errors import CheckpointError as CheckpointError
+    from thinwire.errors import ConfigMismatch as ConfigMismatch
+    from thinwire.errors import CountsError as CountsError
+    from thinwire.errors import LaneError as LaneError
+    from thinwire.errors import PeerTimeout as PeerTimeout
+    from thinwire.errors import RoutingError as RoutingError
+    from thinwire.errors import ThinwireError as ThinwireError
+    from thinwire.errors import TransportUnavailable as TransportUnavailable
+    from thinwire.errors import WireFormatError as WireFormatError
+    from thinwire.fused.all_to_all import Pending as Pending
+    from thinwire.fused.all_to_all import all_to_all_v as all_to_all_v
+    from thinwire.fused.codec import WireRows as WireRows
+    from thinwire.fused.codec import dequantize as dequantize
+    from thinwire.fused.codec import quantize as quantize
+    from thinwire.moe.dispatched import Dispatched as Dispatched
+    from thinwire.moe.layer import MoELayer as MoELayer
+    from thinwire.moe.parallel import ExpertParallel as ExpertParallel
+    from thinwire.wire import WireFormat as WireFormat
+
+_PUBLIC = {
+    "Communicator": "thinwire.comm",
+    "Dispatched": "thinwire.moe.dispatched",
+    "ExpertParallel": "thinwire.moe.parallel",
+    "MoELayer": "thinwire.moe.layer",
+    "Pending": "thinwire.fused.all_to_all",
+    "WireFormat": "thinwire.wire",
+    "WireRows": "thinwire.fused.codec",
+    "all_to_all_v": "thinwire.fused.all_to_all",
+    "dequantize": "thinwire.fused.codec",
+    "init": "thinwire.comm",
+    "quantize": "thinwire.fused.codec",
+} | dict.fromkeys(
+    (
+        "CapacityError",
+        "CheckpointError",
+        "ConfigMismatch",
+        "CountsError",
+        "LaneError",
+        "PeerTimeout",
+        "RoutingError",
+        "ThinwireError",
+        "TransportUnavailable",
+        "WireFormatError",
+    ),
+    "thinwire.errors",
+)
+
+__all__ = ["__version__", "testing", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("thinwire.testing")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,60 @@
+"""Every error thinwire raises on purpose.
+
+Each derives from :class:`ThinwireError` and from the nearest builtin, so that callers may catch either. Each message
+says what was wrong, where, and what would be accepted; all but :class:`PeerTimeout` are raised before anything is sent.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigMismatch",
+    "CountsError",
+    "LaneError",
+    "PeerTimeout",
+    "RoutingError",
+    "ThinwireError",
+    "TransportUnavailable",
+    "WireFormatError",
+]
+
+
+class ThinwireError(Exception):
+    """Base of all of them."""
+
+
+class WireFormatError(ThinwireError, ValueError):
+    """An unknown wire format, or one that cannot carry the tensor it was asked to carry."""
+
+
+class RoutingError(ThinwireError, ValueError):
+    """Tokens, expert ids or router weights that a dispatch or combine cannot take."""
+
+
+class CountsError(ThinwireError, ValueError):
+    """Counts or displacements that do not fit the tensors, each other, or the peers' own."""
+
+
+class CapacityError(ThinwireError, ValueError):
+    """More rows than the space that was set aside for them."""
+
+
+class ConfigMismatch(ThinwireError, RuntimeError):
+    """Ranks constructed the same object with different settings."""
+
+
+class LaneError(ThinwireError, RuntimeError):
+    """A round was used after its lane had moved on, or twice."""
+
+
+class PeerTimeout(ThinwireError, TimeoutError):
+    """A peer did not answer in time, or is gone."""
+
+
+class TransportUnavailable(ThinwireError, RuntimeError):
+    """What would carry out the request is not installed or not supported on this device."""
+
+
+class CheckpointError(ThinwireError, ValueError):
+    """A checkpoint file that lacks a tensor, or holds one of another shape or dtype."""

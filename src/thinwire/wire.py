@@ -1,0 +1,164 @@
+"""How a row looks on the wire: names, bytes, offsets.
+
+One row of a tensor travels as one *record*::
+
+    [ payload ][ scales ]
+
+Each section begins on a 16-byte boundary, the record is padded to `alignment` bytes, and pad bytes are zero.
+
+Every launcher, reference and test takes its offsets from :class:`WireFormat` and from nowhere else.
+
+The numerics, equal to the last bit in every backend, for a group `x` of finite values::
+
+    amax  = the largest |x|, found as an integer maximum of the float32 bit patterns (a float maximum loses NaN)
+    s     = round_to_scale_dtype(amax * float32(1 / qmax))          qmax = 127 (int8), 7 (int4), 448 (fp8)
+    q     = clamp(round_half_even(x * (1 / s)), -qmax, qmax)        for fp8: rounded to e4m3
+    x'    = q * s in float32, rounded once to the output's dtype, saturating at its largest finite value
+
+A group with `amax < 2**-110` gets `s = 0` and an all-zero payload; one that holds a NaN or an infinity gets `s = NaN`
+and an all-zero payload, and every element of it comes out as NaN. For the integer formats, before the last rounding,
+`|x' - x| <= s * (1/2 + 2**-15)`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from thinwire.errors import WireFormatError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WIRE_VERSION", "WireFormat"]
+
+#: Raised when the bytes of any format change; ranks compare it before a row moves.
+WIRE_VERSION = 1
+
+_SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
+_GROUP_LIMITS = (16, 1024)
+# name -> (bits per element, largest quantised magnitude, default group)
+_QUANTIZED = {"int8": (8, 127.0, 128), "int4": (4, 7.0, 32), "fp8": (8, 448.0, 128)}
+_WHOLE_ROW = 0
+_SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]+))?")
+_ACCEPTED = "accepted: none, int8, int8:row, int8:N, int4, int4:N, fp8, fp8:N with N a power of two from 16 to 1024"
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """The layout of one row in transit.
+
+    Args:
+        name: `"none"`, `"int8"`, `"int4"` or `"fp8"` (e4m3).
+        group: elements that share a scale; 0 means the whole row (int8 only) or, for `none`, that there is no scale.
+        alignment: every record is a multiple of this many bytes; a power of two, at least 16.
+
+    Raises:
+        WireFormatError: for a combination that no backend implements.
+
+    >>> wire = WireFormat.parse("int8")
+    >>> wire.num_groups(7168), wire.scales_offset(7168), wire.row_bytes(7168)
+    (56, 7168, 7296)
+    >>> str(WireFormat.parse("int8:64")), str(WireFormat.parse("int8:128"))
+    ('int8:64', 'int8')
+    """
+
+    name: str
+    group: int = _WHOLE_ROW
+    alignment: int = 32
+
+    def __post_init__(self) -> None:
+        if self.name not in (*_QUANTIZED, "none"):
+            raise WireFormatError(f"unknown wire format {self.name!r}; {_ACCEPTED}")
+        if self.alignment < _SECTION_ALIGNMENT or self.alignment & (self.alignment - 1):
+            raise WireFormatError(f"alignment {self.alignment} is not a power of two of at least {_SECTION_ALIGNMENT}")
+        low, high = _GROUP_LIMITS
+        whole_row = self.group == _WHOLE_ROW and self.name in ("int8", "none")
+        grouped = low <= self.group <= high and self.group & (self.group - 1) == 0 and self.name != "none"
+        if not (whole_row or grouped):
+            raise WireFormatError(f"wire format {self.name!r} cannot have groups of {self.group}; {_ACCEPTED}")
+
+    @classmethod
+    def parse(cls, spec: str | WireFormat) -> WireFormat:
+        """Reads `name[:row|:N]`; a WireFormat passes through.
+
+        Raises:
+            WireFormatError: naming what was passed and what is accepted.
+        """
+        if isinstance(spec, WireFormat):
+            return spec
+        match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
+        if match is None or match["name"] not in (*_QUANTIZED, "none"):
+            raise WireFormatError(f"unknown wire format {spec!r}; {_ACCEPTED}")
+        name, group = match["name"], match["group"]
+        if name == "none":
+            if group is not None:
+                raise WireFormatError(f"wire format {spec!r}: 'none' has no groups; {_ACCEPTED}")
+            return cls("none")
+        if group is None:
+            return cls(name, _QUANTIZED[name][2])
+        if group == "row":
+            return cls(name, _WHOLE_ROW)
+        if int(group) == _WHOLE_ROW:
+            raise WireFormatError(f"wire format {spec!r} has groups of no elements; {_ACCEPTED}")
+        return cls(name, int(group))
+
+    def __str__(self) -> str:
+        if self.name == "none" or self.group == _QUANTIZED[self.name][2]:
+            return self.name
+        return f"{self.name}:{self.group or 'row'}"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether rows lose precision in transit."""
+        return self.name != "none"
+
+    @property
+    def qmax(self) -> float:
+        """Largest magnitude of a quantised element: 127, 7 or 448."""
+        return _QUANTIZED[self.name][1]
+
+    @property
+    def row_scale(self) -> bool:
+        """Whether one float32 scale serves the whole row; otherwise scales are bfloat16, one a group."""
+        return self.quantized and self.group == _WHOLE_ROW
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one scale."""
+        return 0 if not self.quantized else 4 if self.row_scale else 2
+
+    def num_groups(self, hidden: int) -> int:
+        """Scales in a record of `hidden` elements; the last group may be short."""
+        _check_hidden(hidden)
+        if not self.quantized:
+            return 0
+        return 1 if self.row_scale else -(-hidden // self.group)
+
+    def payload_bytes(self, hidden: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of the elements alone. `dtype` is needed, and looked at, for `none` only."""
+        _check_hidden(hidden)
+        if not self.quantized:
+            if dtype is None:
+                raise WireFormatError("the record of wire format 'none' depends on the tensor's dtype: pass dtype")
+            return hidden * dtype.itemsize
+        return -(-hidden * _QUANTIZED[self.name][0] // 8)
+
+    def scales_offset(self, hidden: int, dtype: torch.dtype | None = None) -> int:
+        """Where the scales begin in a record, in bytes."""
+        return _round_up(self.payload_bytes(hidden, dtype), _SECTION_ALIGNMENT)
+
+    def row_bytes(self, hidden: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of one whole record, padding included."""
+        scales = _round_up(self.num_groups(hidden) * self.scale_bytes, _SECTION_ALIGNMENT)
+        return _round_up(self.scales_offset(hidden, dtype) + scales, self.alignment)
+
+
+def _check_hidden(hidden: int) -> None:
+    if hidden < 1:
+        raise WireFormatError(f"a row of {hidden} elements cannot be put on the wire; hidden must be at least 1")

@@ -1,0 +1,391 @@
+"""The codec: rows of float32, float16 or bfloat16 to wire records and back, and the plain-torch reference of it.
+
+The device functions here are what every other kernel quantises and dequantises with. Their arithmetic is chosen so that
+compiled Triton, interpreted Triton, numba and torch agree to the last bit (the rules are in `thinwire.wire`):
+
+* The largest magnitude is an integer maximum over bit patterns. `tl.max` on floats drops NaN.
+* Rounding half to even is done by adding 12582912.0 = 1.5 * 2**23: the sum's unit in the last place is 1, so the adder
+  itself rounds, and the low bits of the sum's pattern are q in two's complement. `.to(tl.int8)` truncates instead.
+* bfloat16 is made and read with integer arithmetic. The interpreter's own cast to bfloat16 truncates.
+* 1/s is `tl.div_rn`; a plain `/` compiles to an approximation. Launchers pass `enable_fp_fusion=False`, since a fused
+  multiply-add would round once where the other backends round twice.
+* e4m3 is encoded and decoded with integer arithmetic: hardware casts differ between GPU generations.
+
+The clamp of the definition needs no instruction: s is at most half a unit in the last place of its dtype below
+amax/qmax, so |x / s| <= qmax * (1 + 2**-8) * (1 + 2**-22), less than qmax + 1/2 for 127 and 7, and below 464, where
+e4m3 would round up from 448.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.record import FP8, INT4, NONE, RecordLayout
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "decode_tile",
+    "dequantize_reference",
+    "dequantize_row",
+    "dequantize_rows",
+    "encode_tile",
+    "load_float32",
+    "load_record_tile",
+    "quantize_reference",
+    "quantize_row",
+    "quantize_rows",
+    "round_reference",
+    "scaled_reference",
+    "store_float32",
+    "store_record_tail",
+    "store_record_tile",
+    "tile_columns",
+]
+
+_MAGIC = tl.constexpr(12582912.0)
+_SIGNLESS = tl.constexpr(0x7FFFFFFF)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
+_BF16_NAN_BITS = tl.constexpr(0x7FC0)
+_LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+_LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
+_LARGEST_FLOAT16 = tl.constexpr(65504.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device functions
+
+
+@triton.jit
+def load_float32(ptr, mask):
+    """Loads float32, float16 or bfloat16 as float32; masked elements are +0.0."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        bits = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0)
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def bfloat16_bits(y):
+    """float32 to the bits of the nearest bfloat16, half to even, as int32; NaN becomes 0x7FC0."""
+    bits = y.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & _SIGNLESS) > _INFINITY_BITS, _BF16_NAN_BITS, rounded)
+
+
+@triton.jit
+def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
+    """Stores float32 in the pointer's dtype, rounded once; SATURATE keeps what is not NaN finite."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if SATURATE:
+        largest: tl.constexpr = (
+            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else _LARGEST_FLOAT32
+        )
+        # Comparisons, not tl.clamp: NaN fails both and stays.
+        y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
+    if dtype == tl.bfloat16:
+        tl.store(ptr.to(tl.pointer_type(tl.int16)), bfloat16_bits(y).to(tl.int16), mask=mask)
+    else:
+        tl.store(ptr, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def encode_e4m3(v):
+    """float32 of magnitude below 464 to e4m3 codes (int32), half to even."""
+    bits = v.to(tl.int32, bitcast=True)
+    magnitude = bits & _SIGNLESS
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponent bias 127 -> 7, in eighths
+    # Below 2**-6 codes count multiples of 2**-9; code 8 is 2**-6 itself.
+    scaled = magnitude.to(tl.float32, bitcast=True) * 512.0 + _MAGIC
+    subnormal = scaled.to(tl.int32, bitcast=True) & 0xF
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """e4m3 codes (any integer, the low byte counts) to float32; exact."""
+    code = code.to(tl.int32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    absolute = tl.where(magnitude < 8, subnormal, normal)
+    # The sign goes in as a bit: Triton negates as 0 - x, which loses -0.0.
+    return (absolute.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_tile(x, LAYOUT: tl.constexpr):
+    """Quantises x [groups, group] float32 (masked elements +0.0).
+
+    Returns the payload, int8 [groups, group] (or [groups, group / 2] for int4), and each group's scale as int32 bits
+    (bfloat16 bits, or float32 bits with ROW_SCALE).
+    """
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _SIGNLESS, axis=1)
+    finite = amax_bits < _INFINITY_BITS
+    live = finite & (amax_bits >= _TINY_BITS)
+    s = amax_bits.to(tl.float32, bitcast=True) * (1.0 / LAYOUT.QMAX)
+    if LAYOUT.ROW_SCALE:
+        scale_bits = tl.where(live, s.to(tl.int32, bitcast=True), tl.where(finite, 0, 0x7FC00000))
+    else:
+        short = bfloat16_bits(s)
+        s = (short << 16).to(tl.float32, bitcast=True)
+        scale_bits = tl.where(live, short, tl.where(finite, 0, _BF16_NAN_BITS))
+    inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
+    v = x * inverse[:, None]
+    if LAYOUT.KIND == FP8:
+        q = encode_e4m3(v)
+    else:
+        q = (v + _MAGIC).to(tl.int32, bitcast=True)
+    q = tl.where(live[:, None], q, 0)
+    if LAYOUT.KIND == INT4:
+        pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
+        even, odd = tl.split(pairs)
+        q = (even & 0xF) | (odd << 4)
+    return q.to(tl.int8), scale_bits
+
+
+@triton.jit
+def decode_tile(payload, LAYOUT: tl.constexpr):
+    """Payload int8 [groups, bytes] to unscaled float32 [groups, group]."""
+    if LAYOUT.KIND == FP8:
+        return decode_e4m3(payload)
+    elif LAYOUT.KIND == INT4:
+        wide = payload.to(tl.int32)
+        pairs = tl.join((wide << 28) >> 28, wide >> 4)
+        return tl.reshape(pairs, (payload.shape[0], payload.shape[1] * 2)).to(tl.float32)
+    else:
+        return payload.to(tl.float32)
+
+
+@triton.jit
+def tile_columns(tile, LAYOUT: tl.constexpr):
+    """Column numbers of one tile, int32 [TILE_GROUPS, GROUP]."""
+    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+    return groups[:, None] * LAYOUT.GROUP + tl.arange(0, LAYOUT.GROUP)[None, :]
+
+
+@triton.jit
+def store_record_tile(base, x, tile, LAYOUT: tl.constexpr):
+    """Quantises one tile of a row, x float32 [TILE_GROUPS, GROUP] with +0.0 past the row's end, into its record.
+
+    `base` points, as int8, to where the record begins, on a 16-byte boundary. Pad bytes among what the tile covers are
+    written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
+    """
+    if LAYOUT.KIND == NONE:
+        columns = tile_columns(tile, LAYOUT)
+        elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
+        store_float32(elements + columns, x, columns < LAYOUT.ELEMENTS, False)
+    else:
+        payload, scale_bits = encode_tile(x, LAYOUT)
+        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+        tl.store(base + offsets, payload, mask=offsets < LAYOUT.SCALES_OFFSET)
+        if LAYOUT.ROW_SCALE:
+            tl.store((base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32)) + groups, scale_bits)
+        else:
+            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+            room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
+            tl.store(scales + groups, scale_bits.to(tl.int16), mask=groups < room)
+
+
+@triton.jit
+def store_record_tail(base, LAYOUT: tl.constexpr):
+    """Zeroes the pad at a record's end that no tile covers."""
+    if LAYOUT.TAIL_WORDS > 0:
+        block: tl.constexpr = LAYOUT.TAIL_BLOCK
+        words = tl.arange(0, block)
+        tail = (base + (LAYOUT.ROW_BYTES - 2 * LAYOUT.TAIL_WORDS)).to(tl.pointer_type(tl.int16))
+        tl.store(tail + words, tl.zeros((block,), tl.int16), mask=words < LAYOUT.TAIL_WORDS)
+
+
+@triton.jit
+def load_record_tile(base, tile, present, LAYOUT: tl.constexpr):
+    """One tile of a record as float32 [TILE_GROUPS, GROUP], q * s before any rounding to an output dtype.
+
+    `base` points, as int8, to where the record begins; `present` is a scalar: where it is false nothing is read and the
+    tile is zeros.
+    """
+    if LAYOUT.KIND == NONE:
+        columns = tile_columns(tile, LAYOUT)
+        elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
+        return load_float32(elements + columns, (columns < LAYOUT.HIDDEN) & present)
+    else:
+        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+        payload = tl.load(base + offsets, mask=(offsets < LAYOUT.SCALES_OFFSET) & present, other=0)
+        known = (groups < LAYOUT.NUM_GROUPS) & present
+        if LAYOUT.ROW_SCALE:
+            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.float32))
+            s = tl.load(scales + groups, mask=known, other=0.0)
+        else:
+            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+            s = (tl.load(scales + groups, mask=known, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return decode_tile(payload, LAYOUT) * s[:, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole rows, and the codec alone: one program a row
+
+
+@triton.jit
+def quantize_row(x_row, base, LAYOUT: tl.constexpr):
+    """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        if LAYOUT.KIND == NONE:
+            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+            tl.store(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, mask=columns < LAYOUT.ELEMENTS)
+        else:
+            store_record_tile(base, load_float32(x_row + columns, columns < LAYOUT.HIDDEN), tile, LAYOUT)
+    store_record_tail(base, LAYOUT)
+
+
+@triton.jit
+def dequantize_row(base, out_row, LAYOUT: tl.constexpr):
+    """The record at `base` into one row, `out_row` pointing to its first element. `none` copies bit for bit."""
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        mask = columns < LAYOUT.HIDDEN
+        if LAYOUT.KIND == NONE:
+            tl.store(out_row + columns, tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=mask), mask=mask)
+        else:
+            store_float32(out_row + columns, load_record_tile(base, tile, True, LAYOUT), mask, True)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    x_row_stride,
+    records_ptr,
+    record_stride,
+    LAYOUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    quantize_row(x_ptr + row * x_row_stride, tl.multiple_of(records_ptr + row * record_stride, 16), LAYOUT)
+
+
+@triton.jit
+def dequantize_kernel(
+    records_ptr,
+    record_stride,
+    out_ptr,
+    out_row_stride,
+    LAYOUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dequantize_row(tl.multiple_of(records_ptr + row * record_stride, 16), out_ptr + row * out_row_stride, LAYOUT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
+    """Writes x [rows, hidden] as records, uint8 [rows, row_bytes]; their row stride is a multiple of 16."""
+    if x.shape[0] == 0:
+        return
+    layout = RecordLayout.of(wire, x.shape[1], x.dtype)
+    quantize_kernel[(x.shape[0],)](
+        x,
+        x.stride(0),
+        records.view(torch.int8),
+        records.stride(0),
+        LAYOUT=layout,
+        num_warps=layout.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+    """Writes records, uint8 [rows, row_bytes], as out [rows, hidden] float32, float16 or bfloat16."""
+    if out.shape[0] == 0:
+        return
+    layout = RecordLayout.of(wire, out.shape[1], out.dtype)
+    dequantize_kernel[(out.shape[0],)](
+        records.view(torch.int8),
+        records.stride(0),
+        out,
+        out.stride(0),
+        LAYOUT=layout,
+        num_warps=layout.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reference: plain torch, on any device
+
+
+def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """Records of x [rows, hidden], uint8 [rows, row_bytes], by torch's own arithmetic and casts.
+
+    >>> quantize_reference(torch.tensor([[1.0, -0.5, 0.25]]), WireFormat.parse("int8"))[0, :4].view(torch.int8).tolist()
+    [127, -64, 32, 0]
+    """
+    rows, hidden = x.shape
+    records = torch.zeros(rows, wire.row_bytes(hidden, x.dtype), dtype=torch.uint8, device=x.device)
+    if not wire.quantized:
+        raw = x.contiguous().view(torch.uint8).reshape(rows, hidden * x.dtype.itemsize)
+        records[:, : raw.shape[1]] = raw
+        return records
+    group, groups = wire.group or hidden, wire.num_groups(hidden)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - hidden)).view(rows, groups, group)
+    amax_bits = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1) if rows else padded.new_zeros(0, groups).int()
+    amax = amax_bits.view(torch.float32)
+    scale = amax * torch.tensor(1.0 / wire.qmax, dtype=torch.float32, device=x.device)
+    scale = scale.to(torch.float32 if wire.row_scale else torch.bfloat16)
+    scale = scale.masked_fill(amax < 2.0**-110, 0.0)
+    scale = scale.masked_fill(~amax.isfinite(), torch.nan)
+    live = (scale > 0).unsqueeze(-1)
+    scaled = torch.where(live, padded * (1.0 / scale.float()).unsqueeze(-1), 0.0)
+    if wire.name == "fp8":
+        payload = scaled.clamp(-wire.qmax, wire.qmax).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        payload = scaled.round().clamp(-wire.qmax, wire.qmax).to(torch.int8).view(torch.uint8)
+    payload = payload.reshape(rows, groups * group)
+    if wire.name == "int4":
+        payload = (payload[:, 0::2] & 0xF) | (payload[:, 1::2] << 4)
+    payload = payload[:, : wire.payload_bytes(hidden)]
+    records[:, : payload.shape[1]] = payload
+    # A NaN's pattern is fixed on the wire, whatever the hardware's own is.
+    nan_pattern = torch.tensor(0x7FC00000 if wire.row_scale else 0x7FC0, dtype=torch.int32, device=x.device)
+    integer = torch.int32 if wire.row_scale else torch.int16
+    scale_bits = torch.where(scale.isnan(), nan_pattern.to(integer), scale.view(integer)).contiguous()
+    start = wire.scales_offset(hidden)
+    records[:, start : start + groups * wire.scale_bytes] = scale_bits.view(torch.uint8)
+    return records
+
+
+def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """q * s of records, float32 [rows, hidden]; `dtype` is the elements' for `none`."""
+    rows = records.shape[0]
+    payload = records[:, : wire.payload_bytes(hidden, dtype)].contiguous()
+    if not wire.quantized:
+        return payload.view(dtype).float()
+    group, groups, start = wire.group or hidden, wire.num_groups(hidden), wire.scales_offset(hidden)
+    scales = records[:, start : start + groups * wire.scale_bytes].contiguous()
+    scale = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float()
+    if wire.name == "fp8":
+        q = payload.view(torch.float8_e4m3fn).float()
+    elif wire.name == "int4":
+        even = (payload << 4).view(torch.int8) >> 4
+        q = torch.stack((even, payload.view(torch.int8) >> 4), -1).reshape(rows, -1).float()
+    else:
+        q = payload.view(torch.int8).float()
+    return q[:, :hidden] * scale.repeat_interleave(group, dim=1)[:, :hidden]
+
+
+def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
+    """float32 to `dtype`, half to even; `saturate` keeps what is not NaN finite."""
+    if saturate:
+        largest = torch.finfo(dtype).max
+        y = y.clamp(-largest, largest)
+    return y.to(dtype)
+
+
+def dequantize_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of records, [rows, hidden] in `dtype`; for `none`, bit for bit."""
+    if not wire.quantized:
+        return records[:, : wire.payload_bytes(hidden, dtype)].contiguous().view(dtype)
+    return round_reference(scaled_reference(records, wire, hidden, dtype), dtype, saturate=True)

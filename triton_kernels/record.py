@@ -1,0 +1,85 @@
+"""What kernels know of a wire format at compile time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.wire import WireFormat
+
+__all__ = ["FP8", "INT4", "INT8", "NONE", "RecordLayout"]
+
+# What the kernels call a wire format.
+NONE, INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_KINDS = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
+# Columns that one program holds at a time; a whole-row scale needs the whole row at once, whatever its length.
+_MAX_TILE = 8192
+# The narrowest tile: 16 bytes of the narrowest payload, so that tiles always reach the scales.
+_MIN_TILE = 32
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """What a kernel must know of a record at compile time: passed whole, as one constexpr."""
+
+    KIND: int
+    QMAX: float
+    ROW_SCALE: bool
+    HIDDEN: int
+    GROUP: int  # columns that share a scale; for `none`, the columns of a tile
+    GROUP_BYTES: int
+    TILE_GROUPS: int
+    NUM_TILES: int
+    NUM_GROUPS: int
+    SCALES_OFFSET: int  # bytes
+    ROW_BYTES: int
+    ELEMENTS: int  # of DTYPE that fill a record, for `none`
+    TAIL_WORDS: int  # 2-byte words of padding behind what the tiles write
+    TAIL_BLOCK: int
+    DTYPE: Any  # of the record's elements, for `none`
+
+    @classmethod
+    def of(cls, wire: WireFormat, hidden: int, dtype: torch.dtype) -> RecordLayout:
+        """The layout of `wire` for rows of `hidden` elements; `dtype` is the rows' own, which `none` keeps."""
+        row_bytes = wire.row_bytes(hidden, dtype)
+        scales_offset = wire.scales_offset(hidden, dtype)
+        block = max(_MIN_TILE, triton.next_power_of_2(hidden))
+        if wire.quantized and not wire.row_scale:
+            group = wire.group
+            tile_groups = max(1, min(block, _MAX_TILE) // group)
+        else:
+            group = block if wire.row_scale else min(block, _MAX_TILE)
+            tile_groups = 1
+        num_tiles = triton.cdiv(hidden, group * tile_groups)
+        tail_words = 0
+        if wire.quantized:
+            covered = scales_offset + num_tiles * tile_groups * wire.scale_bytes
+            tail_words = max(0, row_bytes - covered) // 2
+        elif (elements := row_bytes // dtype.itemsize) > num_tiles * group:
+            tail_words = (elements - num_tiles * group) * dtype.itemsize // 2
+        return cls(
+            KIND=_KINDS[wire.name],
+            QMAX=wire.qmax if wire.quantized else 1.0,
+            ROW_SCALE=wire.row_scale,
+            HIDDEN=hidden,
+            GROUP=group,
+            GROUP_BYTES=group // 2 if wire.name == "int4" else group,
+            TILE_GROUPS=tile_groups,
+            NUM_TILES=num_tiles,
+            NUM_GROUPS=wire.num_groups(hidden),
+            SCALES_OFFSET=scales_offset,
+            ROW_BYTES=row_bytes,
+            ELEMENTS=0 if wire.quantized else row_bytes // dtype.itemsize,
+            TAIL_WORDS=tail_words,
+            TAIL_BLOCK=triton.next_power_of_2(max(1, tail_words)),
+            DTYPE=_TRITON_DTYPES[dtype],
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """32 columns a thread: 16-byte loads with registers left for a second operand."""
+        return max(1, min(32, self.GROUP * self.TILE_GROUPS // 1024))
