@@ -325,13 +325,15 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """
     rows, hidden = x.shape
     records = torch.zeros(rows, wire.row_bytes(hidden, x.dtype), dtype=torch.uint8, device=x.device)
+    if not rows:
+        return records
     if not wire.quantized:
         raw = x.contiguous().view(torch.uint8).reshape(rows, hidden * x.dtype.itemsize)
         records[:, : raw.shape[1]] = raw
         return records
     group, groups = wire.group or hidden, wire.num_groups(hidden)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group - hidden)).view(rows, groups, group)
-    amax_bits = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1) if rows else padded.new_zeros(0, groups).int()
+    amax_bits = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     amax = amax_bits.view(torch.float32)
     scale = amax * torch.tensor(1.0 / wire.qmax, dtype=torch.float32, device=x.device)
     scale = scale.to(torch.float32 if wire.row_scale else torch.bfloat16)
@@ -360,6 +362,8 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """q * s of records, float32 [rows, hidden]; `dtype` is the elements' for `none`."""
     rows = records.shape[0]
+    if not rows:
+        return torch.empty(0, hidden, dtype=torch.float32, device=records.device)
     payload = records[:, : wire.payload_bytes(hidden, dtype)].contiguous()
     if not wire.quantized:
         return payload.view(dtype).float()
@@ -386,6 +390,6 @@ def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torc
 
 def dequantize_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows of records, [rows, hidden] in `dtype`; for `none`, bit for bit."""
-    if not wire.quantized:
+    if not wire.quantized and records.shape[0]:
         return records[:, : wire.payload_bytes(hidden, dtype)].contiguous().view(dtype)
     return round_reference(scaled_reference(records, wire, hidden, dtype), dtype, saturate=True)

@@ -1,0 +1,1 @@
+"""Quantised communication: each file joins the kernels of one operation to a transport."""

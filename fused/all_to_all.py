@@ -1,0 +1,288 @@
+"""All-to-all-v: every rank sends each peer its own number of rows, exactly or quantised.
+
+`none` moves the bytes straight out of the input and into the output; quantised rows take the staged transport, as
+records (`thinwire.fused.staged`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from thinwire.comm import Communicator, default_communicator
+from thinwire.errors import CountsError
+from thinwire.fused.backend import select_backend
+from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.counts import (
+    Counts,
+    Segments,
+    equal_split,
+    parse_integers,
+    receive_segments,
+    send_segments,
+)
+from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.wire import WireFormat
+
+__all__ = ["Pending", "all_to_all_v"]
+
+#: Elements to a row when a 1-D tensor is quantised.
+_FLAT_ROW = 1024
+
+
+class Pending:
+    """An all-to-all-v under way; `wait()` completes it.
+
+    On CUDA `wait()` makes the current stream wait and does not block the host.
+    """
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The output, filled. May be called again.
+
+        Raises:
+            PeerTimeout: a peer did not answer within the communicator's timeout.
+        """
+        if self._result is None:
+            if self._finish is None:
+                raise RuntimeError("this all_to_all_v failed when it was waited for before")
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+def all_to_all_v(
+    x: torch.Tensor,
+    send_counts: Counts | None = None,
+    recv_counts: Counts | None = None,
+    *,
+    send_displs: Counts | None = None,
+    recv_displs: Counts | None = None,
+    out: torch.Tensor | None = None,
+    wire: str | WireFormat | None = None,
+    comm: Communicator | None = None,
+    async_op: bool = False,
+    check: bool = False,
+) -> torch.Tensor | Pending:
+    """Sends `send_counts[r]` rows of x to each rank r and returns the rows that all ranks sent here.
+
+    Args:
+        x: [rows, ...]; a row is everything but dim 0. In a 1-D tensor counts are in elements, as in MPI's Alltoallv;
+            quantised, its segments travel in rows of 1024 elements. Quantised wires take float32, float16 and bfloat16;
+            `none` any dtype.
+        send_counts: rows for each rank, list of ints or integer tensor [size]. Neither this nor recv_counts: the rows
+            are split equally.
+        recv_counts: rows from each rank. None with send_counts given: counts are exchanged first, which on CUDA
+            synchronises with the host.
+        send_displs: first row of x for each rank; None means one after the other.
+        recv_displs: first row of the output for each rank; None means one after the other.
+        out: filled in place; rows that no segment covers stay as they are. Without it the output has
+            `max(displ + count)` rows, and gaps are zero.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8.
+        comm: None means the communicator that `init` made.
+        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before.
+        check: also compare counts, row length, dtype and wire with every peer, at the cost of one small exchange.
+
+    Returns:
+        The output, or a Pending.
+
+    Raises:
+        CountsError: counts or displacements that do not fit the tensors or overlap; with check, on every rank, those
+            that disagree between two ranks.
+        WireFormatError: a dtype that the wire cannot carry.
+        PeerTimeout: a peer did not answer within the communicator's timeout.
+
+    Source: the semantics of MPI_Alltoallv, MPI standard 4.1, section 6.8.
+
+    >>> import thinwire as tw
+    >>> comm = tw.init()
+    >>> tw.all_to_all_v(torch.arange(6.0).view(3, 2), [2], recv_displs=[1], wire="none", comm=comm).tolist()
+    [[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]
+    >>> comm.close()
+    """
+    comm = comm if comm is not None else default_communicator()
+    wire = resolve_wire(wire)
+    require_float(x, wire, "all_to_all_v")
+    comm.check_device("x", x)
+    if x.dim() < 1:
+        raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
+    sends, recv_counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
+    receives = None if recv_counts is None else _receives(x, recv_counts, recv_displs, out, comm)
+    if recv_counts is None:
+        recv_counts = comm.exchange_counts(sends.counts)
+        receives = _receives(x, recv_counts, recv_displs, out, comm)
+    assert receives is not None
+    if sends.counts[comm.rank] != receives.counts[comm.rank]:
+        raise CountsError(
+            f"rank {comm.rank} sends itself {sends.counts[comm.rank]} rows but expects {receives.counts[comm.rank]}"
+        )
+    if check:
+        _compare_with_peers(x, sends, receives, wire, comm)
+    if out is None:
+        out = x.new_zeros((receives.rows, *x.shape[1:]))
+    if x[:1].numel() == 0 and x.dim() > 1:
+        pending = Pending(lambda: out)
+    elif wire.quantized:
+        pending = _post_quantized(x, sends, out, receives, wire, comm)
+    else:
+        pending = _post_exact(x, sends, out, receives, comm)
+    return pending if async_op else pending.wait()
+
+
+def _resolve_counts(
+    x: torch.Tensor,
+    send_counts: Counts | None,
+    recv_counts: Counts | None,
+    send_displs: Counts | None,
+    recv_displs: Counts | None,
+    comm: Communicator,
+) -> tuple[Segments, list[int] | None]:
+    """The send segments, and the receive counts unless they must be asked for."""
+    if send_counts is None:
+        if recv_counts is not None or send_displs is not None or recv_displs is not None:
+            raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
+        counts = equal_split(x.shape[0], comm.size)
+        return send_segments(counts, None, x.shape[0]), counts
+    sends = send_segments(parse_integers(send_counts, comm.size, "send_counts"), send_displs, x.shape[0])
+    if recv_displs is not None:
+        parse_integers(recv_displs, comm.size, "recv_displs")
+    return sends, None if recv_counts is None else parse_integers(recv_counts, comm.size, "recv_counts")
+
+
+def _receives(
+    x: torch.Tensor, counts: list[int], displs: Counts | None, out: torch.Tensor | None, comm: Communicator
+) -> Segments:
+    if out is None:
+        return receive_segments(counts, displs, None)
+    comm.check_device("out", out)
+    if out.dtype != x.dtype or out.shape[1:] != x.shape[1:] or out.dim() != x.dim():
+        raise CountsError(
+            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(x.shape[1:])}"
+        )
+    if not out.is_contiguous():
+        raise CountsError(f"out must be contiguous; its strides are {list(out.stride())} for shape {list(out.shape)}")
+    if _overlap(x, out):
+        raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
+    return receive_segments(counts, displs, out.shape[0])
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+
+    def extent(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+
+    (a_start, a_stop), (b_start, b_stop) = extent(a), extent(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _compare_with_peers(
+    x: torch.Tensor, sends: Segments, receives: Segments, wire: WireFormat, comm: Communicator
+) -> None:
+    row = (tuple(x.shape[1:]), str(x.dtype), str(wire))
+    everyone = comm.all_gather_object((sends.counts, receives.counts, row))
+    for source, (sent, _, source_row) in enumerate(everyone):
+        if source_row != everyone[0][2]:
+            raise CountsError(
+                f"rank {source} moves rows of {source_row[0]} {source_row[1]} as {source_row[2]}, rank 0 rows of "
+                f"{everyone[0][2][0]} {everyone[0][2][1]} as {everyone[0][2][2]}"
+            )
+        for target, (_, received, _) in enumerate(everyone):
+            if sent[target] != received[source]:
+                raise CountsError(
+                    f"rank {source} sends rank {target} {sent[target]} rows, but rank {target} expects "
+                    f"{received[source]} from rank {source}"
+                )
+
+
+def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, comm: Communicator) -> Pending:
+    """Rows travel as the bytes they are, straight out of x and into out."""
+    source = x.resolve_conj().resolve_neg().contiguous()
+
+    def byte_views(tensor: torch.Tensor, segments: Segments) -> list[torch.Tensor | None]:
+        views: list[torch.Tensor | None] = []
+        for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
+            rows = tensor[displ : displ + count]
+            views.append(rows.view(-1).view(torch.uint8) if count and peer != comm.rank else None)
+        return views
+
+    work = comm.post(byte_views(source, sends), byte_views(out, receives))
+    own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
+    out[own_receive : own_receive + own] = source[own_send : own_send + own]
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return out
+
+    return Pending(finish)
+
+
+def _post_quantized(
+    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
+) -> Pending:
+    if x.dim() == 1:
+        return _post_flat(x, sends, out, receives, wire, comm)
+    hidden = math.prod(x.shape[1:])
+    rows = x.reshape(x.shape[0], hidden)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    unpack = _post_rows(rows, sends, receives, wire, comm)
+
+    def finish() -> torch.Tensor:
+        unpack(out.view(out.shape[0], hidden))
+        return out
+
+    return Pending(finish)
+
+
+def _post_rows(
+    rows: torch.Tensor, sends: Segments, receives: Segments, wire: WireFormat, comm: Communicator
+) -> Callable[[torch.Tensor], None]:
+    """Posts rows [n, hidden] as records; what is returned waits for the peers' and unpacks them into its argument."""
+    backend = select_backend(rows.device, wire)
+
+    def pack(start: int, stop: int, records: torch.Tensor) -> None:
+        backend.pack_rows(rows, wire, sends.row_index(start, stop).to(rows.device), records)
+
+    row_bytes = wire.row_bytes(rows.shape[1], rows.dtype)
+    exchange = StagedExchange.post(comm, sends.counts, receives.counts, row_bytes, pack)
+    slots = dense_segments(receives.counts)
+
+    def unpack(out: torch.Tensor) -> None:
+        for start, stop in exchange.arrivals():
+            record_index = slots.row_index(start, stop).to(out.device)
+            row_index = receives.row_index(start, stop).to(out.device)
+            backend.unpack_rows(exchange.received, wire, record_index, row_index, out)
+
+    return unpack
+
+
+def _post_flat(
+    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
+) -> Pending:
+    """A 1-D tensor: each segment travels as rows of _FLAT_ROW elements, the last one padded with zeros."""
+    row_sends = dense_segments([-(-count // _FLAT_ROW) for count in sends.counts])
+    row_receives = dense_segments([-(-count // _FLAT_ROW) for count in receives.counts])
+    rows = x.new_zeros((row_sends.rows, _FLAT_ROW))
+    for (count, displ), first in zip(_pairs(sends), row_sends.displs, strict=True):
+        rows.view(-1)[first * _FLAT_ROW : first * _FLAT_ROW + count] = x[displ : displ + count]
+    unpack = _post_rows(rows, row_sends, row_receives, wire, comm)
+
+    def finish() -> torch.Tensor:
+        arrived = x.new_empty((row_receives.rows, _FLAT_ROW))
+        unpack(arrived)
+        for (count, displ), first in zip(_pairs(receives), row_receives.displs, strict=True):
+            out[displ : displ + count] = arrived.view(-1)[first * _FLAT_ROW : first * _FLAT_ROW + count]
+        return out
+
+    return Pending(finish)
+
+
+def _pairs(segments: Segments) -> list[tuple[int, int]]:
+    return list(zip(segments.counts, segments.displs, strict=True))

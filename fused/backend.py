@@ -1,0 +1,114 @@
+"""Which implementation of the kernels runs where: Triton on GPUs, numba on CPUs, plain torch when asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import TransportUnavailable
+from thinwire.fused.cpu import HAS_NUMBA
+from thinwire.triton_kernels import combine, pack
+from thinwire.triton_kernels.compat import HAS_TRITON
+from thinwire.triton_kernels.support import require_wire_support
+from thinwire.wire import WireFormat
+
+__all__ = ["BACKEND_VARIABLE", "Backend", "select_backend"]
+
+#: Environment variable that overrides the choice: `triton`, `numba` or `torch` (slow; the reference).
+BACKEND_VARIABLE = "THINWIRE_BACKEND"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the kernels, and why it was chosen.
+
+    The functions have the contracts of the launchers of the same names in `thinwire.triton_kernels`.
+    """
+
+    name: str
+    reason: str
+    pack_rows: Callable[..., None]
+    unpack_rows: Callable[..., None]
+    pack_weighted_sums: Callable[..., None]
+    sum_records: Callable[..., None]
+
+
+def select_backend(device: torch.device, wire: WireFormat) -> Backend:
+    """The backend for tensors on `device` in format `wire`.
+
+    Raises:
+        TransportUnavailable: it is not installed (the message names the extra), the variable names none of them, or
+            the GPU does not take the format.
+    """
+    if device.type == "cuda":
+        require_wire_support(wire, torch.cuda.get_device_capability(device))
+    requested = os.environ.get(BACKEND_VARIABLE)
+    if requested:
+        name, reason = requested, f"{BACKEND_VARIABLE}={requested}"
+    else:
+        name = "numba" if device.type == "cpu" else "triton"
+        reason = f"tensors on {device.type}"
+    if name == "triton":
+        return _triton(device, reason)
+    if name == "numba":
+        return _numba(device, reason)
+    if name == "torch":
+        return _reference(reason)
+    raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
+
+
+def _triton(device: torch.device, reason: str) -> Backend:
+    if not HAS_TRITON:
+        raise TransportUnavailable(f"tensors on {device} need Triton: pip install 'thinwire[triton]'")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise TransportUnavailable(
+            "Triton runs on CPU tensors only under its interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
+            f"or choose {BACKEND_VARIABLE}=numba"
+        )
+    return Backend(
+        "triton", reason, pack.pack_rows, pack.unpack_rows, combine.pack_weighted_sums, combine.sum_records
+    )
+
+
+def _numba(device: torch.device, reason: str) -> Backend:
+    if device.type != "cpu":
+        raise TransportUnavailable(f"the numba backend takes CPU tensors, not tensors on {device}")
+    if not HAS_NUMBA:
+        raise TransportUnavailable(
+            f"CPU tensors need numba: pip install 'thinwire[cpu]' (or set {BACKEND_VARIABLE}=torch, many times slower)"
+        )
+    # Here, not above: loading numba takes a while, and GPU ranks do without it.
+    from thinwire.fused.cpu import combine as cpu_combine
+    from thinwire.fused.cpu import pack as cpu_pack
+
+    return Backend(
+        "numba",
+        reason,
+        cpu_pack.pack_rows,
+        cpu_pack.unpack_rows,
+        cpu_combine.pack_weighted_sums,
+        cpu_combine.sum_records,
+    )
+
+
+def _reference(reason: str) -> Backend:
+    def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
+        records.copy_(pack.pack_rows_reference(x[: records.shape[0]] if row_index is None else x, wire, row_index))
+
+    def pack_weighted_sums(
+        expert_out: torch.Tensor,
+        positions: torch.Tensor,
+        weights: torch.Tensor,
+        wire: WireFormat,
+        dtype: torch.dtype,
+        records: torch.Tensor,
+    ) -> None:
+        records.copy_(combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, dtype))
+
+    def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+        out.copy_(combine.sum_records_reference(records, record_index, wire, out.shape[1], out.dtype))
+
+    return Backend("torch", reason, pack_rows, pack.unpack_rows_reference, pack_weighted_sums, sum_records)

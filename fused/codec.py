@@ -1,0 +1,105 @@
+"""Quantise and dequantise, for users who move the bytes themselves."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import WireFormatError
+from thinwire.fused.backend import select_backend
+from thinwire.wire import WireFormat
+
+__all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize", "resolve_wire"]
+
+#: Environment variable that names the wire format of calls that pass none.
+WIRE_VARIABLE = "THINWIRE_WIRE"
+#: What a quantised wire carries.
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class WireRows:
+    """Rows as they travel.
+
+    Attributes:
+        records: uint8 [rows, row_bytes], one record a row.
+        wire: their format.
+        shape: of the tensor they came from; its last dimension is one row.
+        dtype: of the tensor they came from.
+    """
+
+    records: torch.Tensor
+    wire: WireFormat
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
+    """The format a call uses: its argument, else the variable THINWIRE_WIRE, else int8.
+
+    Raises:
+        WireFormatError: for a name that is not a format.
+    """
+    return WireFormat.parse(wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8")
+
+
+def require_float(x: torch.Tensor, wire: WireFormat, what: str) -> None:
+    """Raises WireFormatError unless a quantised wire can carry x."""
+    if wire.quantized and x.dtype not in FLOAT_DTYPES:
+        raise WireFormatError(
+            f"{what}: a {x.dtype} tensor cannot travel as {wire}, which takes float32, float16 and bfloat16; "
+            'pass wire="none" to move it exactly'
+        )
+
+
+def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
+    """Quantises the rows of a tensor into wire records.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., hidden].
+        wire: the format; None means THINWIRE_WIRE, else int8.
+
+    Returns:
+        WireRows with one record for every row of x.
+
+    Raises:
+        WireFormatError: for an unknown format, or a dtype or shape it cannot carry.
+
+    >>> rows = quantize(torch.ones(2, 256), "int8")
+    >>> rows.records.shape, float((dequantize(rows) - 1).abs().max()) < 0.004
+    (torch.Size([2, 288]), True)
+    """
+    wire = resolve_wire(wire)
+    require_float(x, wire, "quantize")
+    if x.dtype not in FLOAT_DTYPES or x.dim() < 1:
+        raise WireFormatError(
+            f"quantize takes float32, float16 or bfloat16 [..., hidden]; got {x.dtype} {list(x.shape)}"
+        )
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    records = torch.empty(rows.shape[0], wire.row_bytes(rows.shape[1], x.dtype), dtype=torch.uint8, device=x.device)
+    select_backend(x.device, wire).pack_rows(rows, wire, None, records)
+    return WireRows(records, wire, x.shape, x.dtype)
+
+
+def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor that wire records stand for.
+
+    Args:
+        rows: what `quantize` returned.
+        dtype: float32, float16 or bfloat16; None means the original's. `none` keeps the original's.
+
+    Returns:
+        A tensor of the original's shape, rounded once, saturating at the dtype's largest finite value.
+
+    Raises:
+        WireFormatError: for another dtype.
+    """
+    dtype = dtype or rows.dtype
+    if dtype not in FLOAT_DTYPES or (not rows.wire.quantized and dtype != rows.dtype):
+        accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
+        raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
+    out = torch.empty(rows.records.shape[0], rows.shape[-1], dtype=dtype, device=rows.records.device)
+    select_backend(out.device, rows.wire).unpack_rows(rows.records, rows.wire, None, None, out)
+    return out.view(rows.shape)

@@ -1,0 +1,119 @@
+"""Counts and displacements of an all-to-all-v, checked before anything is sent. Pure arithmetic, in rows of dim 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import CountsError
+
+__all__ = ["Counts", "Segments", "equal_split", "parse_integers", "receive_segments", "send_segments"]
+
+Counts = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where each peer's rows lie: `counts[r]` rows from row `displs[r]` on."""
+
+    counts: list[int]
+    displs: list[int]
+
+    @property
+    def rows(self) -> int:
+        """Rows from the tensor's start to the end of the last segment that is not empty."""
+        return max((d + c for c, d in zip(self.counts, self.displs, strict=True) if c), default=0)
+
+    def row_index(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start ... stop - 1 of every segment, in order of peers: int64, on the CPU.
+
+        >>> Segments([2, 0, 3], [4, 0, 7]).row_index(1, 3).tolist()
+        [5, 8, 9]
+        """
+        pieces = [
+            torch.arange(displ + min(start, count), displ + min(stop, count))
+            for count, displ in zip(self.counts, self.displs, strict=True)
+        ]
+        return torch.cat(pieces)
+
+
+def parse_integers(values: Counts, size: int, name: str) -> list[int]:
+    """A list of `size` non-negative ints from a list, a tuple or an integer tensor.
+
+    Raises:
+        CountsError: naming the argument and the entry that is wrong.
+    """
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.dim() != 1:
+            raise CountsError(f"{name} must be a 1-D integer tensor; got {values.dtype} {list(values.shape)}")
+        values = values.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise CountsError(f"{name} must be a list of {size} ints or a 1-D integer tensor; got {type(values).__name__}")
+    if len(values) != size:
+        raise CountsError(f"{name} has {len(values)} entries; this group has {size} ranks, and each needs one")
+    parsed = []
+    for peer, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise CountsError(f"{name}[{peer}] is {value!r}; an int of at least 0 is needed")
+        if int(value) < 0:
+            raise CountsError(f"{name}[{peer}] is {int(value)}; counts and displacements are at least 0")
+        parsed.append(int(value))
+    return parsed
+
+
+def equal_split(rows: int, size: int) -> list[int]:
+    """The counts when none are given.
+
+    Raises:
+        CountsError: when the rows cannot be dealt out evenly.
+    """
+    if rows % size:
+        raise CountsError(f"{rows} rows cannot be split equally among {size} ranks; pass send_counts and recv_counts")
+    return [rows // size] * size
+
+
+def _segments(counts: list[int], displs: Counts | None, name: str) -> Segments:
+    if displs is None:
+        return Segments(counts, [sum(counts[:peer]) for peer in range(len(counts))])
+    return Segments(counts, parse_integers(displs, len(counts), name))
+
+
+def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segments:
+    """What is read of the input. Segments may overlap: reading twice is no fault.
+
+    Raises:
+        CountsError: when a segment ends past the input's last row.
+    """
+    segments = _segments(counts, displs, "send_displs")
+    _check_bounds(segments, rows, "send", "the input has")
+    return segments
+
+
+def receive_segments(counts: list[int], displs: Counts | None, rows: int | None) -> Segments:
+    """What is written of the output, which has `rows` rows; None means as many as are needed.
+
+    Raises:
+        CountsError: when a segment ends past the output's last row, or two overlap.
+    """
+    segments = _segments(counts, displs, "recv_displs")
+    if rows is not None:
+        _check_bounds(segments, rows, "recv", "out has")
+    filled = sorted((d, d + c, peer) for peer, (c, d) in enumerate(zip(counts, segments.displs, strict=True)) if c)
+    for (start, stop, peer), (next_start, next_stop, next_peer) in zip(filled, filled[1:], strict=False):
+        if next_start < stop:
+            raise CountsError(
+                f"received rows overlap: {start}:{stop} from rank {peer} and {next_start}:{next_stop} from rank "
+                f"{next_peer}; give recv_displs that keep them apart"
+            )
+    return segments
+
+
+def _check_bounds(segments: Segments, rows: int, side: str, owner: str) -> None:
+    for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
+        if count and displ + count > rows:
+            raise CountsError(
+                f"{side}_displs[{peer}] + {side}_counts[{peer}] = {displ} + {count} is past the end: "
+                f"{owner} {rows} rows"
+            )

@@ -1,0 +1,1 @@
+"""Expert parallelism: routing, dispatch and combine, experts, the MoE layer, checkpoints."""

@@ -1,0 +1,150 @@
+"""Saving and loading a model with MoE layers; a rank reads only its own experts' bytes.
+
+The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, under the name they have in
+the model, so that the experts of a rank are one contiguous piece of each of them. Floating-point tensors are stored in
+bf16.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from thinwire.errors import CheckpointError
+from thinwire.moe.layer import MoELayer
+
+__all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
+
+
+def _expert_tensors(model: nn.Module) -> dict[str, MoELayer]:
+    """The names of all stacked expert tensors, each with its layer."""
+    return {
+        f"{prefix}.experts.{name}" if prefix else f"experts.{name}": layer
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, MoELayer)
+        for name, _ in layer.experts.named_parameters()
+    }
+
+
+def _stored_shapes(model: nn.Module, expert_tensors: Mapping[str, MoELayer]) -> dict[str, tuple[int, ...]]:
+    """The shape that every tensor of ``model`` has in a file, which holds all experts."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, layer in expert_tensors.items():
+        shapes[name] = (layer.num_experts, *shapes[name][1:])
+    return shapes
+
+
+def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+    """Write the parameters and persistent buffers of an unsharded model to a safetensors file.
+
+    Floating-point tensors are rounded to bf16, others stored as they are. The file appears under ``path`` only when it
+    is complete.
+
+    Args:
+        model: any module; its :class:`MoELayer` children hold all their experts.
+        path: the file to write; an existing one is replaced.
+        metadata: strings stored in the file's header, such as a model's configuration as JSON.
+
+    Raises:
+        CheckpointError: a layer of ``model`` is sharded and so lacks the other ranks' experts.
+    """
+    for name, layer in _expert_tensors(model).items():
+        if len(layer.local_experts) != layer.num_experts:
+            raise CheckpointError(
+                f"{name} holds experts {layer.local_experts} only; a checkpoint needs all {layer.num_experts}: "
+                "save from an unsharded model"
+            )
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    target = Path(path)
+    unfinished = target.with_name(target.name + ".unfinished")
+    try:
+        # safetensors creates files that only their owner may read; keep what the umask gives any other new file.
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
+        save_file(tensors, unfinished, metadata=dict(metadata))
+        unfinished.chmod(mode)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The metadata strings of a checkpoint; no tensor is read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is not a safetensors file.
+    """
+    with _open(path) as file:
+        return dict(file.metadata() or {})
+
+
+def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: range | None = None) -> dict[str, str]:
+    """Fill ``model`` from a file that :func:`save_checkpoint` wrote, and return the file's metadata.
+
+    Of each stacked expert tensor only the slice ``experts.start:experts.stop`` is read. Values are converted to the
+    dtype and device of the model's own tensors. Names, shapes and kinds of dtype are compared before the first value is
+    copied, so that a file that does not fit leaves the model as it was.
+
+    Args:
+        model: a module with the names and shapes of the saved one, its expert tensors ``[len(experts), ...]``.
+        path: the safetensors file.
+        experts: global ids of the experts that every MoE layer of ``model`` holds; None for all.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is not a safetensors file; it lacks a tensor, or has one too many or of another shape
+            or kind of dtype; or the model's layers do not hold the experts asked for.
+    """
+    expert_tensors = _expert_tensors(model)
+    for name, layer in expert_tensors.items():
+        wanted = range(layer.num_experts) if experts is None else experts
+        if wanted != layer.local_experts:
+            raise CheckpointError(f"{name} holds experts {layer.local_experts}, but {wanted} were asked for")
+    with _open(path) as file:
+        _check_names_and_shapes(file, path, _stored_shapes(model, expert_tensors))
+        values = {}
+        for name, tensor in model.state_dict().items():
+            if name in expert_tensors:
+                owned = expert_tensors[name].local_experts
+                values[name] = file.get_slice(name)[owned.start : owned.stop]
+            else:
+                values[name] = file.get_tensor(name)
+            if values[name].is_floating_point() != tensor.is_floating_point():
+                raise CheckpointError(f"{path}: {name} is {values[name].dtype}, expected a kind of {tensor.dtype}")
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(values[name])
+        return dict(file.metadata() or {})
+
+
+def _open(path: str | os.PathLike[str]) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _check_names_and_shapes(
+    file: Any, path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    problems = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in found]
+    problems += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in expected]
+    problems += [
+        f"{name} is {found[name]}, expected {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems))

@@ -1,0 +1,138 @@
+"""The experts of one rank: two-layer MLPs with stacked weights, run on rows that are sorted by expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from thinwire.errors import RoutingError
+
+__all__ = ["GroupedExperts"]
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+class GroupedExperts(nn.Module):
+    """``num_experts`` two-layer MLPs without biases, held as stacked tensors.
+
+    Expert e computes ``act(x @ w_in[e]) @ w_out[e]``, or, gated, ``(act(x @ w_gate[e]) * (x @ w_in[e])) @ w_out[e]``
+    (Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202). On a rank of an expert-parallel group,
+    ``num_experts`` counts that rank's experts; it may be 0.
+
+    Parameters: ``w_in`` and, if gated, ``w_gate`` [num_experts, hidden_size, ff_size]; ``w_out`` [num_experts, ff_size,
+    hidden_size]; all drawn from N(0, 1 / fan-in).
+
+    Raises:
+        ValueError: a negative ``num_experts``, a size below 1, or an unknown activation.
+
+    >>> experts = GroupedExperts(2, hidden_size=4, ff_size=8)
+    >>> experts(torch.zeros(3, 4), torch.tensor([1, 2])).shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ff_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_experts < 0 or hidden_size < 1 or ff_size < 1:
+            raise ValueError(
+                f"num_experts must be >= 0, hidden_size and ff_size >= 1, got {num_experts}, {hidden_size}, {ff_size}"
+            )
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        self.hidden_size = hidden_size
+        self.ff_size = ff_size
+        self.activation = activation
+        inward = (num_experts, hidden_size, ff_size)
+        outward = (num_experts, ff_size, hidden_size)
+        self.w_in = nn.Parameter(torch.empty(inward, dtype=dtype, device=device))
+        self.w_gate = nn.Parameter(torch.empty(inward, dtype=dtype, device=device)) if gated else None
+        self.w_out = nn.Parameter(torch.empty(outward, dtype=dtype, device=device))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return self.w_in.shape[0]
+
+    def forward(
+        self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run each expert on its own rows. Reads the counts on the host (a synchronisation on an accelerator).
+
+        Args:
+            tokens: [N, hidden_size], sorted by expert, in the dtype of the weights.
+            expert_counts: integer [num_experts], rows of each expert, padding excluded.
+            expert_offsets: integer [num_experts + 1], the row at which each expert begins, and the end of the last; may
+                leave padding rows between experts. Without it the experts follow each other without gaps.
+
+        Returns:
+            [N, hidden_size] in the order of ``tokens``; rows of no expert are zero.
+
+        Raises:
+            RoutingError: counts or offsets of another length, negative, overlapping, or beyond N; tokens of another
+                width.
+        """
+        if tokens.dim() != 2 or tokens.shape[1] != self.hidden_size:
+            raise RoutingError(f"tokens must be [rows, {self.hidden_size}], got {tuple(tokens.shape)}")
+        counts, starts = self._segments(tokens.shape[0], expert_counts, expert_offsets)
+        # Concatenation instead of writes into a zero tensor: autograd then keeps no version of the whole output.
+        pieces = [tokens[:0]]
+        end = 0
+        for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            pieces.append(tokens.new_zeros(start - end, self.hidden_size))
+            end = start + count
+            # Also for no rows: the weights then get a zero gradient, and the output stays attached to the tokens.
+            pieces.append(self._expert(expert, tokens[start:end]))
+        pieces.append(tokens.new_zeros(tokens.shape[0] - end, self.hidden_size))
+        return torch.cat(pieces)
+
+    def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        activate = _ACTIVATIONS[self.activation]
+        inner = rows @ self.w_in[expert]
+        inner = activate(inner) if self.w_gate is None else activate(rows @ self.w_gate[expert]) * inner
+        return inner @ self.w_out[expert]
+
+    def _segments(
+        self, num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Counts and first rows as checked host integers."""
+        if tuple(expert_counts.shape) != (self.num_experts,):
+            raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
+        counts = expert_counts.tolist()
+        if expert_offsets is None:
+            bounds = [0]
+            for count in counts:
+                bounds.append(bounds[-1] + count)
+            if bounds[-1] != num_rows:
+                raise RoutingError(f"expert_counts {counts} sum to {bounds[-1]}, but there are {num_rows} token rows")
+        elif tuple(expert_offsets.shape) != (self.num_experts + 1,):
+            raise RoutingError(f"expert_offsets must be [{self.num_experts + 1}], got {tuple(expert_offsets.shape)}")
+        else:
+            bounds = expert_offsets.tolist()
+        ordered = all(
+            count >= 0 and 0 <= start and start + count <= stop
+            for count, start, stop in zip(counts, bounds[:-1], bounds[1:], strict=True)
+        )
+        if not ordered or bounds[-1] > num_rows:
+            raise RoutingError(
+                f"expert_offsets {bounds} do not hold expert_counts {counts} one after another within {num_rows} rows"
+            )
+        return counts, bounds[:-1]
+
+    def extra_repr(self) -> str:
+        gate = ", gated" if self.w_gate is not None else ""
+        return f"{self.num_experts} experts, {self.hidden_size} -> {self.ff_size}, {self.activation}{gate}"

@@ -1,0 +1,148 @@
+"""The MoE feed-forward layer: a router and its experts, all in one process or spread over an expert-parallel group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from thinwire.errors import RoutingError
+from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.routing import top_k_route
+
+if TYPE_CHECKING:
+    from thinwire.moe.parallel import ExpertParallel
+
+__all__ = ["MoELayer", "Routing"]
+
+
+class Routing(NamedTuple):
+    """What the router decided for T tokens: the input of :func:`thinwire.moe.routing.load_balancing_loss`."""
+
+    router_logits: torch.Tensor  # floating point [T, E]
+    topk_ids: torch.Tensor  # int32 [T, K]
+    topk_weights: torch.Tensor  # fp32 [T, K]
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts feed-forward layer: ``y = sum over the top-k experts e of weight_e * expert_e(x)``.
+
+    Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and tokens
+    travel to the ranks that own their experts and back; the layer is then collective: every rank of the group calls it
+    as often as the others, with any number of tokens, also none. Gradients flow as far as ``ep`` lets them; if it has
+    no backward pass, call the layer under ``torch.no_grad()``. A layer built with ``ep`` draws its own random experts;
+    to spread existing ones, load them with :func:`thinwire.moe.checkpoint.load_checkpoint` or use :meth:`shard`.
+
+    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded), so that it is
+    the same from run to run.
+
+    Raises:
+        ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, or an ``ep`` whose
+            local experts are not among ``num_experts``.
+
+    >>> layer = MoELayer(hidden_size=8, ff_size=16, num_experts=4, top_k=2)
+    >>> layer(torch.zeros(2, 3, 8)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ff_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "silu",
+        gated: bool = False,
+        ep: ExpertParallel | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k}")
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.ep = ep
+        self.local_experts = range(num_experts) if ep is None else self._owned(ep)
+        self.router = nn.Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
+        self.experts = GroupedExperts(
+            len(self.local_experts),
+            hidden_size,
+            ff_size,
+            activation=activation,
+            gated=gated,
+            dtype=dtype,
+            device=device,
+        )
+
+    def _owned(self, ep: ExpertParallel) -> range:
+        owned = ep.local_experts
+        if owned.step != 1 or not 0 <= owned.start <= owned.stop <= self.num_experts:
+            raise ValueError(f"ep.local_experts must be a contiguous range within 0..{self.num_experts}, got {owned}")
+        return owned
+
+    def shard(self, ep: ExpertParallel) -> MoELayer:
+        """Keep only the experts in ``ep.local_experts``, in place, and use ``ep`` from now on. Returns the layer.
+
+        The kept weights are copies, so that the memory of the others is freed. They are new parameters: an optimiser
+        has to be built afterwards.
+
+        Raises:
+            ValueError: the layer is sharded already, or ``ep`` does not fit it.
+        """
+        if self.ep is not None:
+            raise ValueError(f"this layer is sharded already and holds only experts {self.local_experts}")
+        owned = self._owned(ep)
+        for name, weight in list(self.experts.named_parameters()):
+            kept = weight.detach()[owned.start : owned.stop].clone()
+            setattr(self.experts, name, nn.Parameter(kept, requires_grad=weight.requires_grad))
+        self.local_experts = owned
+        self.ep = ep
+        return self
+
+    def route(self, x: torch.Tensor) -> Routing:
+        """The router's decision for tokens [T, hidden_size]."""
+        router_logits = self.router(x)
+        topk_ids, topk_weights = top_k_route(router_logits, self.top_k)
+        return Routing(router_logits, topk_ids, topk_weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape and dtype.
+
+        Raises:
+            RoutingError: the last dimension of ``x`` is not ``hidden_size``.
+        """
+        return self.forward_with_routing(x)[0]
+
+    def forward_with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """Like :meth:`forward`, and the routing besides, which a load-balancing loss needs."""
+        if x.dim() < 1 or x.shape[-1] != self.hidden_size:
+            raise RoutingError(f"x must be [..., {self.hidden_size}], got {tuple(x.shape)}")
+        x2d = x.reshape(-1, self.hidden_size)
+        routing = self.route(x2d)
+        if self.ep is None:
+            y = self._forward_local(x2d, routing)
+        else:
+            dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights)
+            expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
+            y = self.ep.combine(expert_out, dispatched)
+        return y.reshape(x.shape), routing
+
+    def _forward_local(self, x2d: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ids = routing.topk_ids.long()
+        by_expert = ids.argsort(dim=1)
+        weights = routing.topk_weights.gather(1, by_expert)
+        # Stable: the rows of one expert stay in token order, which is also the order of a sharded layer's rows.
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts)
+        expert_out = self.experts(x2d.index_select(0, order // self.top_k), counts)
+        row_of = torch.empty_like(order)
+        row_of[order] = torch.arange(order.numel(), device=order.device)
+        row_of = row_of.view(-1, self.top_k).gather(1, by_expert)
+        y = torch.zeros(x2d.shape, dtype=torch.float32, device=x2d.device)
+        for choice in range(self.top_k):
+            y = y + weights[:, choice, None] * expert_out.index_select(0, row_of[:, choice]).float()
+        return y.to(x2d.dtype)

@@ -1,0 +1,128 @@
+"""Who gets which token, and where it lies on arrival: the index arithmetic of a dispatch, in torch on the ids' device.
+
+Everything is a pure function of expert ids, so both ends of a pair derive the same order without exchanging it: the
+records from rank s to rank r are those tokens of s that have an expert on r, in ascending order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.moe.routing import expert_range
+
+__all__ = ["ArrivalPlan", "SendPlan", "merge_repeated_experts"]
+
+
+def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes every expert of a token unique: the first mention keeps the sum of the weights, the others become -1.
+
+    Args:
+        topk_ids: integer [tokens, top_k], -1 for none.
+        topk_weights: [tokens, top_k], any float dtype.
+
+    Returns:
+        int32 ids and float32 weights of the same shape; weights are added in ascending k, and are 0 where the id is -1.
+
+    >>> ids, weights = merge_repeated_experts(torch.tensor([[3, 3, -1]]), torch.tensor([[0.5, 0.25, 9.0]]))
+    >>> ids.tolist(), weights.tolist()
+    ([[3, -1, -1]], [[0.75, 0.0, 0.0]])
+    """
+    ids, weights = topk_ids.int(), topk_weights.float()
+    first_mention = (ids.unsqueeze(2) == ids.unsqueeze(1)).int().argmax(2)
+    total = torch.zeros_like(weights)
+    for k in range(ids.shape[1]):
+        # One target a row, so that scatter_add_ has nothing to reorder.
+        total.scatter_add_(1, first_mention[:, k : k + 1], weights[:, k : k + 1])
+    own = torch.arange(ids.shape[1], device=ids.device)
+    kept = (first_mention == own) & (ids >= 0)
+    return torch.where(kept, ids, -1), torch.where(kept, total, 0.0)
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """The sender's side of a dispatch.
+
+    Attributes:
+        tokens: int64 [records], the token of each record, by destination rank, then token.
+        counts: records for each rank.
+        record_index: int64 [tokens, slots]: a token's records, in ascending rank, -1 behind them. On the way back, the
+            sum that belongs to record i comes home as record i.
+    """
+
+    tokens: torch.Tensor
+    counts: list[int]
+    record_index: torch.Tensor
+
+    @classmethod
+    def of(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
+        """The plan for ids [tokens, top_k] within -1 ... num_experts - 1. Synchronises with the host on CUDA."""
+        num_tokens, top_k = topk_ids.shape
+        firsts = [expert_range(num_experts, world_size, rank).start for rank in range(1, world_size)]
+        boundaries = torch.tensor(firsts, dtype=topk_ids.dtype, device=topk_ids.device)
+        owner = torch.bucketize(topk_ids, boundaries, right=True)
+        wanted = torch.zeros(num_tokens, world_size + 1, dtype=torch.bool, device=topk_ids.device)
+        wanted.scatter_(1, torch.where(topk_ids >= 0, owner, world_size).long(), True)
+        wanted = wanted[:, :world_size]
+        by_rank = wanted.t().nonzero()
+        ranks, tokens = by_rank[:, 0], by_rank[:, 1]
+        ordinal = wanted.int().cumsum(1) - 1
+        record_index = torch.full((num_tokens, min(top_k, world_size)), -1, dtype=torch.int64, device=topk_ids.device)
+        record_index[tokens, ordinal[tokens, ranks]] = torch.arange(tokens.shape[0], device=topk_ids.device)
+        return cls(tokens, wanted.sum(0).tolist(), record_index)
+
+
+@dataclass(frozen=True)
+class ArrivalPlan:
+    """The experts' side of a dispatch, for records in order of arrival (by source rank, then token).
+
+    Attributes:
+        index: int64 [entries], the record of each expert-sorted row: by expert, then record.
+        rows: int64 [entries], where that row lies among rows padded to the alignment; 0, 1, 2, ... without padding.
+        expert_counts: int64 [local experts], rows of each expert, without padding.
+        expert_offsets: int64 [local experts + 1], where each expert's rows begin, with padding.
+        positions: int64 [records, top_k], the rows of each record in ascending expert id, -1 behind them.
+        weights: float32 [records, top_k], their weights.
+        num_rows: the last of expert_offsets, on the host.
+    """
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, weights: torch.Tensor, local_experts: range, align: int) -> ArrivalPlan:
+        """The plan for the ids and weights [records, top_k] that came with the records.
+
+        Ids that are not this rank's, whatever they are, match nothing: they never become an address. Synchronises with
+        the host on CUDA.
+        """
+        local = ids.long() - local_experts.start
+        here = (local >= 0) & (local < len(local_experts))
+        entries = here.nonzero()
+        expert = local[here]
+        order = expert.argsort(stable=True)
+        counts = torch.bincount(expert, minlength=len(local_experts))
+        padded = (counts + align - 1) // align * align
+        offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        sorted_expert = expert[order]
+        rows = torch.arange(expert.shape[0], device=ids.device) - starts[sorted_expert] + offsets[sorted_expert]
+        sorted_entries = entries[order]
+        positions = torch.full(ids.shape, -1, dtype=torch.int64, device=ids.device)
+        positions[sorted_entries[:, 0], sorted_entries[:, 1]] = rows
+        ascending = torch.where(here, local, len(local_experts)).argsort(dim=1, stable=True)
+        return cls(
+            index=sorted_entries[:, 0].contiguous(),
+            rows=rows,
+            expert_counts=counts,
+            expert_offsets=offsets,
+            positions=positions.gather(1, ascending),
+            weights=torch.where(here, weights, 0.0).gather(1, ascending),
+            num_rows=int(offsets[-1]),
+        )

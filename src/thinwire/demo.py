@@ -1,0 +1,273 @@
+"""`thinwire demo`: a trained MoE model split over CPU ranks, its tokens crossing between them in each wire format."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import RoutingError
+from thinwire.fused.backend import select_backend
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.moe.tiny import TinyMoE, load_tiny_moe, text_windows
+from thinwire.testing import run_ranks
+from thinwire.version import VERSION
+from thinwire.wire import WireFormat
+
+__all__ = ["WireScore", "run_demo"]
+
+#: Windows that a rank scores in one call of the model.
+_WINDOWS_PER_STEP = 4
+#: Steps over which the legs' errors are measured.
+_ERROR_STEPS = 2
+
+_USAGE = """\
+In your own model:
+
+    import thinwire as tw
+
+    comm = tw.init()                                    # torchrun, mpirun, Slurm, or a single process
+    ep = tw.ExpertParallel(comm, num_experts, top_k, hidden_size, max_tokens, wire="int8")
+
+    d = ep.dispatch(x, topk_ids, topk_weights)          # x [tokens, hidden]; in every MoE layer
+    y = ep.combine(experts(d.tokens, d.expert_counts), d)
+"""
+
+
+@dataclass(frozen=True)
+class WireScore:
+    """What the text cost under one wire format. Bytes are per token and MoE layer, of rows that change ranks."""
+
+    wire: str
+    bits_per_byte: float
+    largest_logit_difference: float
+    dispatch_logical_bytes: float
+    dispatch_wire_bytes: float
+    dispatch_error: float
+    combine_logical_bytes: float
+    combine_wire_bytes: float
+    combine_error: float
+    seconds: float
+
+
+class _CountingExpertParallel(ExpertParallel):
+    """Adds up what its rounds send."""
+
+    totals: torch.Tensor  # float64: tokens, then logical and wire bytes of dispatch, then of combine
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+    ) -> Dispatched:
+        d = super().dispatch(x, topk_ids, topk_weights, lane=lane)
+        out, back = d.dispatch_traffic, d.combine_traffic
+        self.totals += torch.tensor(
+            [x.shape[0], out.logical_bytes, out.wire_bytes, back.logical_bytes, back.wire_bytes], dtype=torch.float64
+        )
+        return d
+
+
+class _ComparingExpertParallel(ExpertParallel):
+    """Sends everything a second time, exactly, and adds up the squares of errors and values of both legs."""
+
+    exact: ExpertParallel
+    squares: torch.Tensor  # float64: dispatch error, dispatch, combine error, combine
+    _exact_round: Dispatched
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+    ) -> Dispatched:
+        d = super().dispatch(x, topk_ids, topk_weights, lane=lane)
+        self._exact_round = self.exact.dispatch(x, topk_ids, topk_weights)
+        self._add(0, d.tokens, self._exact_round.tokens)
+        return d
+
+    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().combine(expert_out, d, out=out)
+        self._add(2, y, self.exact.combine(expert_out, self._exact_round))
+        return y
+
+    def _add(self, position: int, value: torch.Tensor, exact: torch.Tensor) -> None:
+        self.squares[position] += (value.double() - exact.double()).square().sum()
+        self.squares[position + 1] += exact.double().square().sum()
+
+
+def _steps(text: bytes, context: int, rank: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's inputs and targets, step by step; every rank has as many steps, some of no windows."""
+    for inputs, targets in text_windows(text, context):
+        per_step = _WINDOWS_PER_STEP * size
+        for start in range(0, inputs.shape[0], per_step):
+            mine = slice(start + rank, min(start + per_step, inputs.shape[0]), size)
+            yield inputs[mine], targets[mine]
+
+
+def _nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    flat = logits.double().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="sum").item() if len(flat) else 0.0
+
+
+def _sum_over_ranks(comm: Communicator, values: torch.Tensor) -> torch.Tensor:
+    return torch.stack(comm.all_gather_object(values)).sum(0)
+
+
+class _Progress:
+    """A bar on standard error where that is a terminal; otherwise nothing."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown, self._done = total, shown, 0
+
+    def step(self, label: str) -> None:
+        self._done += 1
+        if self._shown:
+            filled = 40 * self._done // self._total
+            end = "\n" if self._done == self._total else ""
+            print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {label:10}", end=end, file=sys.stderr, flush=True)
+
+
+def _score_rank(
+    comm: Communicator, text: bytes, wires: list[str], show_progress: bool
+) -> tuple[float, list[WireScore]]:
+    """Runs in every rank: bits per byte of the unsharded model, and a score for each wire."""
+    unsharded = load_tiny_moe()
+    context = unsharded.config.context
+    steps = list(_steps(text, context, comm.rank, comm.size))
+    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
+    expected = []
+    with torch.inference_mode():
+        for inputs, _ in steps:
+            expected.append(unsharded(inputs))
+            progress.step("unsharded")
+        nats = torch.tensor([_nats(e, t) for e, (_, t) in zip(expected, steps, strict=True)], dtype=torch.float64)
+        to_bits = 1 / math.log(2.0) / (len(text) - 1)
+        exact_bits = float(_sum_over_ranks(comm, nats.sum())) * to_bits
+        scores = [_score_wire(comm, unsharded, wire, steps, expected, to_bits, progress.step) for wire in wires]
+    return exact_bits, scores
+
+
+def _score_wire(
+    comm: Communicator,
+    unsharded: TinyMoE,
+    wire: str,
+    steps: list[tuple[torch.Tensor, torch.Tensor]],
+    expected: list[torch.Tensor],
+    to_bits: float,
+    progress: Callable[[str], None],
+) -> WireScore:
+    config = unsharded.config
+    sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS_PER_STEP * config.context)
+    comparing = _ComparingExpertParallel(comm, *sizes, wire=wire)
+    comparing.exact = ExpertParallel(comm, *sizes, wire="none")
+    comparing.squares = torch.zeros(4, dtype=torch.float64)
+    model = load_tiny_moe(ep=comparing)
+    for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
+        model(inputs)
+    squares = _sum_over_ranks(comm, comparing.squares)
+
+    counting = _CountingExpertParallel(comm, *sizes, wire=wire)
+    counting.totals = torch.zeros(5, dtype=torch.float64)
+    model = load_tiny_moe(ep=counting)
+    comm.barrier()
+    started = time.perf_counter()
+    logits = []
+    for inputs, _ in steps:
+        logits.append(model(inputs))
+        progress(wire)
+    comm.barrier()
+    seconds = time.perf_counter() - started
+
+    pairs = zip(logits, expected, strict=True)
+    difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
+    nats = sum(_nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
+    totals = _sum_over_ranks(comm, counting.totals)
+    per_token = (totals[1:] / totals[0]).tolist()
+    return WireScore(
+        wire=wire,
+        bits_per_byte=float(_sum_over_ranks(comm, torch.tensor(nats, dtype=torch.float64))) * to_bits,
+        largest_logit_difference=max(comm.all_gather_object(difference)),
+        dispatch_logical_bytes=per_token[0],
+        dispatch_wire_bytes=per_token[1],
+        dispatch_error=float((squares[0] / squares[1]).sqrt()),
+        combine_logical_bytes=per_token[2],
+        combine_wire_bytes=per_token[3],
+        combine_error=float((squares[2] / squares[3]).sqrt()),
+        seconds=seconds,
+    )
+
+
+def format_table(exact_bits: float, scores: list[WireScore]) -> str:
+    """The demo's table: one line a wire format."""
+    lines = [
+        "                                      ------ dispatch ------   ------- combine ------",
+        "wire        bits/byte  max |dlogit|   logical    wire  error   logical    wire  error   seconds",
+        f"{'unsharded':10}{exact_bits:11.4f}",
+    ]
+    for s in scores:
+        lines.append(
+            f"{s.wire:10}{s.bits_per_byte:11.4f}{s.largest_logit_difference:14.1e}"
+            f"{s.dispatch_logical_bytes:10.0f}{s.dispatch_wire_bytes:8.0f}{s.dispatch_error:7.4f}"
+            f"{s.combine_logical_bytes:10.0f}{s.combine_wire_bytes:8.0f}{s.combine_error:7.4f}{s.seconds:10.2f}"
+        )
+    return "\n".join(lines)
+
+
+def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Path | None, timeout: float) -> None:
+    """Scores a text under each wire format on `ranks` CPU processes and prints the table.
+
+    Args:
+        ranks: processes, at least 1.
+        wires: names of formats.
+        text_path: a file to score; None means the packaged held-out text.
+        json_path: where to write the figures as well, if anywhere.
+        timeout: seconds after which everything is ended.
+
+    Raises:
+        WireFormatError: an unknown format.
+        RoutingError: fewer than 1 rank, or a text of fewer than 2 bytes.
+        TransportUnavailable: nothing to run the kernels on CPUs with.
+        OSError: a file that cannot be read or written.
+    """
+    if ranks < 1:
+        raise RoutingError(f"--ranks {ranks}: at least 1 is needed")
+    for wire in wires:
+        select_backend(torch.device("cpu"), WireFormat.parse(wire))
+    packaged = resources.files("thinwire.moe") / "tiny_moe" / "heldout.txt"
+    text = packaged.read_bytes() if text_path is None else text_path.read_bytes()
+    if len(text) < 2:
+        raise RoutingError(f"{text_path}: a text of at least 2 bytes is needed, this has {len(text)}")
+    config = load_tiny_moe().config
+    print(
+        f"A byte-level MoE transformer ({config.num_layers} MoE layers, {config.num_experts} experts, "
+        f"top-{config.top_k}, hidden {config.hidden_size}, float32)\nover {ranks} CPU ranks, scoring {len(text):,} bytes of "
+        f"{'held-out text' if text_path is None else text_path}:\n",
+        flush=True,
+    )
+    results = run_ranks(_score_rank, ranks, text, wires, sys.stderr.isatty(), timeout=timeout)
+    exact_bits, scores = results[0]
+    print(format_table(exact_bits, scores))
+    print(
+        "\nBytes are per token and MoE layer, of rows that change ranks, expert ids and router weights included.\n"
+        "Errors are relative L2, against the same round sent exactly. Seconds are of this machine: all ranks share\n"
+        f"its {os.cpu_count()} cores and no network is crossed.\n"
+    )
+    print(_USAGE)
+    if json_path is not None:
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        figures = {
+            "command": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
+            "thinwire": VERSION,
+            "machine": machine,
+            "text_bytes": len(text),
+            "unsharded_bits_per_byte": exact_bits,
+            "scores": [asdict(score) for score in scores],
+        }
+        json_path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,0 +1,249 @@
+"""All-to-all-v: exact for every dtype, quantised within the gates, and clear about what it cannot do."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+import torch
+
+from tests.wires import assert_same_bits, relative_error
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CountsError, PeerTimeout, WireFormatError
+from thinwire.fused import staged
+from thinwire.fused.all_to_all import Pending, all_to_all_v
+from thinwire.fused.codec import dequantize, quantize
+from thinwire.testing import run_ranks
+
+EXACT_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def _ascend_example(comm: Communicator) -> list[list[float]]:
+    """The worked example of Ascend's AllToAllVV2, two ranks."""
+    inputs = [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 6]][comm.rank]
+    send_counts, send_displs = [[2, 4], [2, 1]][comm.rank], [0, 2]
+    recv_counts, recv_displs = [[2, 2], [4, 1]][comm.rank], [[0, 2], [0, 4]][comm.rank]
+    results = []
+    for dtype in (
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
+        got = all_to_all_v(
+            torch.tensor(inputs, dtype=dtype),
+            send_counts,
+            recv_counts,
+            send_displs=send_displs,
+            recv_displs=recv_displs,
+            wire="none",
+            comm=comm,
+        )
+        assert isinstance(got, torch.Tensor) and got.dtype == dtype
+        results.append(got.tolist())
+    return results
+
+
+def test_the_example_of_alltoallvv2() -> None:
+    first, second = run_ranks(_ascend_example, 2)
+    assert first == [[0, 1, 0, 1]] * 7
+    assert second == [[2, 3, 4, 5, 2]] * 7
+
+
+def _random_problem(size: int, seed: int) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]:
+    """Counts [source][target], send displacements, receive displacements in shuffled order with gaps, input rows."""
+    rng = random.Random(seed)
+    counts = [[rng.choice([0, 0, 1, 2, 5, 17]) for _ in range(size)] for _ in range(size)]
+    rows = [max(1, sum(row)) + rng.randint(0, 3) for row in counts]
+    send_displs = [[rng.randint(0, rows[s] - c) if c <= rows[s] else 0 for c in counts[s]] for s in range(size)]
+    recv_displs = []
+    for target in range(size):
+        order = list(range(size))
+        rng.shuffle(order)
+        displs, position = [0] * size, rng.randint(0, 2)
+        for source in order:
+            displs[source] = position
+            position += counts[source][target] + rng.randint(0, 2)
+        recv_displs.append(displs)
+    return counts, send_displs, recv_displs, rows
+
+
+def _input(rank: int, rows: int, tail: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    values = torch.randint(-100, 100, (rows, *tail), generator=generator)
+    return (values > 0) if dtype == torch.bool else values.to(dtype)
+
+
+def _expected(
+    rank: int, problem: tuple[list[list[int]], list[list[int]], list[list[int]], list[int]], inputs: list[torch.Tensor]
+) -> torch.Tensor:
+    counts, send_displs, recv_displs, _ = problem
+    rows = max((recv_displs[rank][s] + counts[s][rank] for s in range(len(counts)) if counts[s][rank]), default=0)
+    out = torch.zeros(rows, *inputs[0].shape[1:], dtype=inputs[0].dtype)
+    for source in range(len(counts)):
+        count, start, place = counts[source][rank], send_displs[source][rank], recv_displs[rank][source]
+        out[place : place + count] = inputs[source][start : start + count]
+    return out
+
+
+def _exact_moves(comm: Communicator) -> None:
+    for seed, dtype in enumerate(EXACT_DTYPES):
+        for tail in ((), (3,), (2, 5)):
+            problem = _random_problem(comm.size, seed)
+            counts, send_displs, recv_displs, rows = problem
+            inputs = [_input(rank, rows[rank], tail, dtype, seed) for rank in range(comm.size)]
+            mine = [counts[comm.rank], [counts[s][comm.rank] for s in range(comm.size)]]
+            placed = {"send_displs": send_displs[comm.rank], "recv_displs": recv_displs[comm.rank]}
+            expected = _expected(comm.rank, problem, inputs)
+            x = inputs[comm.rank]
+            for recv_counts in (mine[1], None, torch.tensor(mine[1])):
+                got = all_to_all_v(x, mine[0], recv_counts, **placed, wire="none", comm=comm, check=True)
+                assert torch.equal(got, expected), (dtype, tail, seed)
+            # What lies between the displacements stays, and out is what is returned.
+            out = torch.ones(expected.shape[0] + 2, *tail, dtype=dtype)
+            want = out.clone()
+            for source in range(comm.size):
+                place = slice(recv_displs[comm.rank][source], recv_displs[comm.rank][source] + mine[1][source])
+                want[place] = expected[place]
+            pending = all_to_all_v(x, *mine, **placed, out=out, wire="none", comm=comm, async_op=True)
+            assert isinstance(pending, Pending) and pending.wait() is out and pending.wait() is out
+            assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_exact_moves_of_every_dtype_equal_slicing(size: int) -> None:
+    run_ranks(_exact_moves, size, timeout=120)
+
+
+def _quantized_moves(comm: Communicator, piece_bytes: int) -> None:
+    staged.PIECE_BYTES = piece_bytes
+    for seed, (spec, hidden, dtype) in enumerate(
+        [("int8", 300, torch.float32), ("int8:row", 129, torch.bfloat16), ("int4", 64, torch.float16)]
+        + [("fp8", 7, torch.float32), ("int8", 1, torch.bfloat16)]
+    ):
+        problem = _random_problem(comm.size, seed)
+        counts, send_displs, recv_displs, rows = problem
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(rows[rank], hidden, generator=generator).to(dtype) for rank in range(comm.size)]
+        expected = _expected(comm.rank, problem, [dequantize(quantize(x, spec)) for x in inputs])
+        got = all_to_all_v(
+            inputs[comm.rank],
+            counts[comm.rank],
+            send_displs=send_displs[comm.rank],
+            recv_displs=recv_displs[comm.rank],
+            wire=spec,
+            comm=comm,
+            check=True,
+        )
+        assert isinstance(got, torch.Tensor)
+        assert_same_bits(spec, expected, got)
+        equal = torch.randn(2 * comm.size, 3, 43).to(dtype)
+        split = all_to_all_v(equal, wire=spec, comm=comm)
+        assert isinstance(split, torch.Tensor) and split.shape == equal.shape
+        own = slice(2 * comm.rank, 2 * comm.rank + 2)
+        if dtype != torch.float16:  # int4 has no gate this tight
+            assert relative_error(equal[own], split[own]) < 0.04
+    # 1-D: counts are in elements, and each segment travels as rows of its own.
+    flat = torch.arange(5000.0) - 2500
+    back = all_to_all_v(flat, [1000 + 3 * comm.size] + [7] * (comm.size - 1), comm=comm, wire="int8")
+    assert isinstance(back, torch.Tensor)
+    sent = 1000 + 3 * comm.size if comm.rank == 0 else 7
+    assert back.shape == (sent * comm.size,)
+    start = 0 if comm.rank == 0 else 1000 + 3 * comm.size + 7 * (comm.rank - 1)
+    for source in range(comm.size):
+        piece = back[source * sent : (source + 1) * sent]
+        assert relative_error(flat[start : start + sent], piece) < 0.0072
+
+
+@pytest.mark.parametrize(("size", "piece_bytes"), [(1, 1 << 20), (2, 1 << 20), (4, 1 << 20), (3, 640)])
+def test_quantized_moves_equal_slicing_of_the_quantised_rows_in_any_number_of_pieces(
+    size: int, piece_bytes: int
+) -> None:
+    run_ranks(_quantized_moves, size, piece_bytes, timeout=120)
+
+
+def _bad_input(comm: Communicator) -> None:
+    x, ones = torch.zeros(4, 8), [1] * comm.size
+    out_small, wrong_dtype = torch.zeros(1, 8), torch.zeros(4, 8, dtype=torch.float64)
+    for call, error, message in (
+        (lambda: all_to_all_v(torch.zeros(5, 8), comm=comm), CountsError, "5 rows cannot be split equally"),
+        (lambda: all_to_all_v(x, recv_counts=ones, comm=comm), CountsError, "need send_counts"),
+        (lambda: all_to_all_v(x, [1], comm=comm), CountsError, "send_counts has 1 entries"),
+        (lambda: all_to_all_v(x, [5, 0], ones, comm=comm), CountsError, "past the end: the input has 4 rows"),
+        (lambda: all_to_all_v(x, ones, ones, out=out_small, comm=comm), CountsError, "past the end: out has 1 rows"),
+        (lambda: all_to_all_v(x, ones, ones, out=wrong_dtype, comm=comm), CountsError, "needs x's dtype"),
+        (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(8, 4).t(), comm=comm), CountsError, "contiguous"),
+        (lambda: all_to_all_v(x, ones, ones, out=x, comm=comm), CountsError, "shares memory"),
+        (lambda: all_to_all_v(x, ones, ones, recv_displs=[0, 0], comm=comm), CountsError, "overlap"),
+        (lambda: all_to_all_v(torch.zeros(()), comm=comm), CountsError, "at least 1 dimension"),
+        (lambda: all_to_all_v(x.long(), ones, ones, comm=comm), WireFormatError, 'wire="none"'),
+        (lambda: all_to_all_v(x, ones, ones, wire="int3", comm=comm), WireFormatError, "int3"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            call()
+    own = [2, 1] if comm.rank == 0 else [1, 2]
+    with pytest.raises(CountsError, match="sends itself 2 rows but expects 1"):
+        all_to_all_v(x, own, ones, comm=comm)
+    # Nothing was sent by any of these: the group still works.
+    y = all_to_all_v(x, ones, ones, comm=comm)
+    assert isinstance(y, torch.Tensor) and torch.equal(y, torch.zeros(2, 8))
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    run_ranks(_bad_input, 2)
+
+
+def _disagreeing(comm: Communicator) -> str:
+    recv_counts = [1, 1, 1]
+    if comm.rank == 2:
+        recv_counts = [1, 4, 1]
+    with pytest.raises(CountsError) as caught:
+        all_to_all_v(torch.zeros(3, 8), [1, 1, 1], recv_counts, comm=comm, check=True)
+    x = torch.zeros(3, 8 + (comm.rank == 1))
+    with pytest.raises(CountsError, match=r"rank 1 moves rows of \(9,\)"):
+        all_to_all_v(x, [1, 1, 1], [1, 1, 1], comm=comm, check=True)
+    return str(caught.value)
+
+
+def test_check_names_the_pair_that_disagrees_on_every_rank() -> None:
+    messages = run_ranks(_disagreeing, 3)
+    assert messages == ["rank 1 sends rank 2 1 rows, but rank 2 expects 4 from rank 1"] * 3
+
+
+def _one_rank_raises(comm: Communicator) -> float:
+    started = time.monotonic()
+    if comm.rank == 1:
+        with pytest.raises(CountsError):
+            all_to_all_v(torch.zeros(4, 8), [9, 9], [1, 1], comm=comm)
+        time.sleep(comm.timeout + 1)
+    else:
+        with pytest.raises(PeerTimeout):
+            all_to_all_v(torch.zeros(4, 8), [1, 1], [1, 1], comm=comm)
+    return time.monotonic() - started
+
+
+def _one_rank_raises_with_short_timeout(comm: Communicator) -> float:
+    return _one_rank_raises(Communicator(comm.group, timeout=2.0))
+
+
+def test_peers_of_a_rank_that_raised_time_out_instead_of_hanging() -> None:
+    waited = run_ranks(_one_rank_raises_with_short_timeout, 2, timeout=60)[0]
+    assert 1.0 <= waited <= 10.0

@@ -1,0 +1,216 @@
+"""Properties of saving and loading: exact bf16 values, only a rank's own experts are read, misfits are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from thinwire.errors import CheckpointError
+from thinwire.moe import checkpoint
+from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from thinwire.moe.layer import MoELayer
+from thinwire.moe.tiny import TinyMoE, TinyMoEConfig
+
+SMALL = TinyMoEConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=7, ff_size=12, context=32)
+
+
+class Owner:
+    """What a model asks of an ExpertParallel before its first forward pass."""
+
+    def __init__(self, local_experts: range) -> None:
+        self.local_experts = local_experts
+
+
+def new_model(seed: int, experts: range | None = None) -> TinyMoE:
+    torch.manual_seed(seed)
+    return TinyMoE(SMALL, ep=None if experts is None else Owner(experts))
+
+
+def is_expert_tensor(name: str) -> bool:
+    return ".experts." in name
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[TinyMoE, Path]:
+    model = new_model(0)
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(model, path, {"config": SMALL.to_json(), "note": "odd é"})
+    return model, path
+
+
+def test_round_trip_gives_every_tensor_rounded_to_bf16(saved):
+    model, path = saved
+    other = new_model(1)
+    metadata = load_checkpoint(other, path)
+    assert metadata == read_metadata(path) == {"config": SMALL.to_json(), "note": "odd é"}
+    for name, tensor in model.state_dict().items():
+        loaded = other.state_dict()[name]
+        assert loaded.dtype == torch.float32
+        assert torch.equal(loaded, tensor.bfloat16().float()), name
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(path).values())
+
+
+@pytest.mark.parametrize("owned", [range(0, 3), range(3, 5), range(6, 7), range(7, 7), range(0, 7)])
+def test_a_rank_gets_the_slice_of_its_own_experts(saved, owned: range):
+    model, path = saved
+    shard = new_model(1, owned)
+    load_checkpoint(shard, path, owned)
+    for name, tensor in model.state_dict().items():
+        expected = tensor[owned.start : owned.stop] if is_expert_tensor(name) else tensor
+        assert torch.equal(shard.state_dict()[name], expected.bfloat16().float()), name
+
+
+def test_a_rank_asks_the_file_for_no_other_expert(saved, monkeypatch: pytest.MonkeyPatch):
+    _, path = saved
+    elements: dict[str, int] = {}
+
+    class Slice:
+        def __init__(self, name, inner):
+            self.name, self.inner = name, inner
+
+        def get_shape(self):
+            return self.inner.get_shape()
+
+        def __getitem__(self, index):
+            value = self.inner[index]
+            elements[self.name] = elements.get(self.name, 0) + value.numel()
+            return value
+
+    class Recorder:
+        def __init__(self, *args, **kwargs):
+            self.inner = safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            self.file = self.inner.__enter__()
+            return self
+
+        def __exit__(self, *exc):
+            return self.inner.__exit__(*exc)
+
+        def keys(self):
+            return self.file.keys()
+
+        def metadata(self):
+            return self.file.metadata()
+
+        def get_slice(self, name):
+            return Slice(name, self.file.get_slice(name))
+
+        def get_tensor(self, name):
+            value = self.file.get_tensor(name)
+            elements[name] = elements.get(name, 0) + value.numel()
+            return value
+
+    monkeypatch.setattr(checkpoint, "safe_open", Recorder)
+    shard = new_model(1, range(2, 4))
+    load_checkpoint(shard, path, range(2, 4))
+    assert elements == {name: tensor.numel() for name, tensor in shard.state_dict().items()}
+
+
+def test_other_experts_bytes_may_be_garbage(saved):
+    model, path = saved
+    tensors = load_file(path)
+    for name in filter(is_expert_tensor, tensors):
+        tensors[name][:2], tensors[name][4:] = float("nan"), float("nan")
+    save_file(tensors, path, metadata=read_metadata(path))
+    shard = new_model(1, range(2, 4))
+    load_checkpoint(shard, path, range(2, 4))
+    for name in filter(is_expert_tensor, tensors):
+        assert torch.equal(shard.state_dict()[name], model.state_dict()[name][2:4].bfloat16().float())
+
+
+def damaged(tensors: dict[str, torch.Tensor], damage: str) -> str:
+    """Change ``tensors`` in place; returns what the error must say."""
+    expert = "blocks.1.moe.experts.w_in"
+    if damage == "missing":
+        del tensors[expert]
+        return f"{expert} (7, 16, 12) is missing"
+    if damage == "unexpected":
+        tensors["blocks.9.bias"] = torch.zeros(3)
+        return "blocks.9.bias (3,) is unexpected"
+    if damage == "too few experts":
+        tensors[expert] = tensors[expert][:6].clone()
+        return f"{expert} is (6, 16, 12), expected (7, 16, 12)"
+    if damage == "ill-shaped":
+        tensors["embedding.weight"] = torch.zeros(256, 15)
+        return "embedding.weight is (256, 15), expected (256, 16)"
+    tensors["embedding.weight"] = torch.zeros(256, 16, dtype=torch.int8)
+    return "embedding.weight is torch.int8"
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "too few experts", "ill-shaped", "integers"])
+@pytest.mark.parametrize("owned", [None, range(0, 2)], ids=["whole", "sharded"])
+def test_a_file_that_does_not_fit_is_refused_by_name_and_leaves_the_model_alone(saved, damage, owned):
+    _, path = saved
+    tensors = load_file(path)
+    message = damaged(tensors, damage)
+    save_file(tensors, path)
+    model = new_model(1, owned)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_checkpoint(model, path, owned)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_cut_off_or_foreign_file_is_refused(saved, tmp_path: Path):
+    _, path = saved
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(path.read_bytes()[:-1])
+    foreign = tmp_path / "foreign.safetensors"
+    foreign.write_bytes(b"not a checkpoint at all")
+    for bad in (cut, foreign):
+        with pytest.raises(CheckpointError, match=re.escape(str(bad))):
+            load_checkpoint(new_model(1), bad)
+        with pytest.raises(CheckpointError):
+            read_metadata(bad)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(new_model(1), tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("owned,asked", [(range(0, 3), None), (range(0, 3), range(3, 6)), (None, range(0, 3))])
+def test_asking_for_experts_the_model_does_not_hold_is_refused(saved, owned, asked):
+    with pytest.raises(CheckpointError, match="were asked for"):
+        load_checkpoint(new_model(1, owned), saved[1], asked)
+
+
+def test_a_sharded_model_is_not_saved(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="needs all 7"):
+        save_checkpoint(new_model(0, range(0, 3)), tmp_path / "model.safetensors", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(saved, monkeypatch: pytest.MonkeyPatch):
+    _, path = saved
+    before = path.read_bytes()
+
+    def full_disk(tensors, filename, metadata=None):
+        Path(filename).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(new_model(1), path, {})
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
+def test_the_file_has_the_mode_of_any_other_new_file(saved):
+    path = saved[1]
+    other = path.with_name("other")
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_bare_layer_can_be_saved_and_loaded_too(tmp_path: Path):
+    torch.manual_seed(0)
+    layer = MoELayer(8, 6, 4, 2, gated=True)
+    save_checkpoint(layer, tmp_path / "layer.safetensors", {})
+    shard = MoELayer(8, 6, 4, 2, gated=True, ep=Owner(range(1, 3)))
+    load_checkpoint(shard, tmp_path / "layer.safetensors", range(1, 3))
+    assert torch.equal(shard.experts.w_gate, layer.experts.w_gate[1:3].bfloat16().float())

@@ -1,0 +1,275 @@
+"""Properties of the grouped experts and of the MoE layer, unsharded and with a stand-in for expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from thinwire.errors import RoutingError
+from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.layer import MoELayer
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors on a busy machine: threads that wait for each other cost far more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def exact_expert(experts: GroupedExperts, expert: int, row: torch.Tensor) -> torch.Tensor:
+    """One row [hidden] through one expert, in float64."""
+    activate = ACTIVATIONS[experts.activation]
+    inner = row.double() @ experts.w_in[expert].double()
+    if experts.w_gate is None:
+        inner = activate(inner)
+    else:
+        inner = activate(row.double() @ experts.w_gate[expert].double()) * inner
+    return inner @ experts.w_out[expert].double()
+
+
+def exact_layer(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The layer in float64, token by token, for a given choice of experts."""
+    rows = []
+    for row, chosen in zip(x, ids.tolist(), strict=True):
+        logits = layer.router.weight.double() @ row.double()
+        weights = logits[chosen].softmax(dim=0)
+        rows.append(sum(w * exact_expert(layer.experts, e, row) for w, e in zip(weights, chosen, strict=True)))
+    return torch.stack(rows)
+
+
+class OneRank:
+    """A stand-in for one rank's ExpertParallel whose peers send and return nothing.
+
+    Rows come with padding: each expert's rows are rounded up to ``align``, and the padding holds NaN.
+    """
+
+    def __init__(self, local_experts: range, align: int = 4) -> None:
+        self.local_experts = local_experts
+        self.align = align
+        self.calls: list[str] = []
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> SimpleNamespace:
+        self.calls.append("dispatch")
+        pieces, counts, offsets, sources = [x[:0]], [], [0], []
+        for expert in self.local_experts:
+            token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+            padding = -len(token) % self.align
+            pieces += [x[token], x.new_full((padding, x.shape[1]), float("nan"))]
+            sources.append((offsets[-1], token, topk_weights[token, choice]))
+            counts.append(len(token))
+            offsets.append(offsets[-1] + len(token) + padding)
+        return SimpleNamespace(
+            tokens=torch.cat(pieces),
+            expert_counts=torch.tensor(counts, dtype=torch.int32),
+            expert_offsets=torch.tensor(offsets, dtype=torch.int32),
+            sources=sources,
+            like=x,
+        )
+
+    def combine(self, expert_out: torch.Tensor, dispatched: SimpleNamespace) -> torch.Tensor:
+        self.calls.append("combine")
+        y = torch.zeros(dispatched.like.shape, dtype=torch.float32)
+        for start, token, weights in dispatched.sources:
+            y = y.index_add(0, token, weights[:, None] * expert_out[start : start + len(token)].float())
+        return y.to(dispatched.like.dtype)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_experts_equal_a_float64_loop_over_rows(activation: str, gated: bool):
+    torch.manual_seed(0)
+    experts = GroupedExperts(5, 6, 42, activation=activation, gated=gated)
+    counts = [3, 0, 7, 1, 0]
+    tokens = torch.randn(11, 6)
+    owner = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    expected = torch.stack([exact_expert(experts, expert, row) for expert, row in zip(owner, tokens, strict=True)])
+    torch.testing.assert_close(experts(tokens, torch.tensor(counts)).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_rows_come_out_zero_and_do_not_touch_the_others():
+    torch.manual_seed(1)
+    experts = GroupedExperts(3, 8, 16)
+    tokens, counts = torch.randn(9, 8), torch.tensor([4, 0, 5])
+    packed = experts(tokens, counts)
+    padded = torch.full((20, 8), float("nan"))
+    padded[2:6], padded[11:16] = tokens[:4], tokens[4:]
+    out = experts(padded, counts, torch.tensor([2, 8, 11, 18]))
+    assert torch.equal(out[2:6], packed[:4]) and torch.equal(out[11:16], packed[4:])
+    rest = torch.cat([out[:2], out[6:11], out[16:]])
+    assert torch.equal(rest, torch.zeros_like(rest))
+
+
+@pytest.mark.parametrize("num_experts,rows", [(0, 0), (3, 0), (0, 2)])
+def test_no_experts_or_no_rows_give_zero_rows(num_experts: int, rows: int):
+    experts = GroupedExperts(num_experts, 4, 8)
+    tokens = torch.randn(rows, 4, requires_grad=True)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int64)
+    out = experts(tokens, torch.zeros(num_experts, dtype=torch.int64), offsets)
+    assert torch.equal(out, torch.zeros(rows, 4))
+    out.sum().backward()  # A rank without rows takes part in the backward pass all the same.
+    assert tokens.grad is not None
+    if num_experts:
+        assert all(torch.equal(weight.grad, torch.zeros_like(weight)) for weight in experts.parameters())
+
+
+@pytest.mark.parametrize(
+    "counts,offsets",
+    [
+        ([3, 2], None),
+        ([3, 2, 1], None),
+        ([-1, 7], None),
+        ([3, 3], [0, 3]),
+        ([3, 3], [0, 2, 6]),
+        ([3, 3], [0, 3, 7]),
+        ([3, 3], [0, 4, 6]),
+        ([2, 2], [-1, 2, 4]),
+    ],
+)
+def test_experts_refuse_segments_that_do_not_fit_the_rows(counts: list[int], offsets: list[int] | None):
+    experts = GroupedExperts(2, 4, 8)
+    with pytest.raises(RoutingError, match="expert_(counts|offsets)"):
+        experts(torch.zeros(6, 4), torch.tensor(counts), None if offsets is None else torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("arguments", [(-1, 4, 8), (2, 0, 8), (2, 4, 0)])
+def test_experts_refuse_impossible_sizes(arguments: tuple[int, int, int]):
+    with pytest.raises(ValueError, match="got"):
+        GroupedExperts(*arguments)
+    with pytest.raises(ValueError, match="gelu"):
+        GroupedExperts(2, 4, 8, activation="relu6")
+
+
+@pytest.mark.parametrize("tokens,hidden,experts,top_k", [(123, 31, 7, 3), (1, 8, 4, 1), (6, 42, 5, 5)])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_unsharded_layer_equals_a_float64_loop_over_tokens(tokens, hidden, experts, top_k, gated):
+    torch.manual_seed(2)
+    layer = MoELayer(hidden, 24, experts, top_k, gated=gated)
+    x = torch.randn(tokens, hidden)
+    y, routing = layer.forward_with_routing(x)
+    torch.testing.assert_close(y.double(), exact_layer(layer, x, routing.topk_ids), rtol=1e-5, atol=1e-6)
+
+
+def test_unsharded_gradients_equal_those_of_the_float64_loop():
+    torch.manual_seed(3)
+    layer = MoELayer(10, 12, 6, 2, gated=True)
+    x = torch.randn(37, 10, requires_grad=True)
+    upstream = torch.randn(37, 10)
+    inputs = [x, *layer.parameters()]
+    y, routing = layer.forward_with_routing(x)
+    got = torch.autograd.grad(y, inputs, upstream)
+    expected = torch.autograd.grad(exact_layer(layer, x, routing.topk_ids), inputs, upstream.double())
+    for value, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=2e-5, atol=2e-6)
+
+
+def test_unsharded_layer_is_bit_identical_from_run_to_run():
+    torch.manual_seed(4)
+    layer = MoELayer(64, 32, 8, 2)
+    x = torch.randn(200, 64)
+    results = []
+    for _ in range(3):
+        inputs = [x.clone().requires_grad_(), *layer.parameters()]
+        y = layer(inputs[0])
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), inputs)])
+    assert all(torch.equal(a, b) for run in results[1:] for a, b in zip(results[0], run, strict=True))
+
+
+def test_outputs_are_summed_in_fp32_in_ascending_expert_id():
+    class Constants(nn.Module):
+        values = torch.tensor([1.0, 1e8, -1e8, 3.0])
+
+        def forward(self, tokens, expert_counts, expert_offsets=None):
+            return self.values.repeat_interleave(expert_counts)[:, None].expand(-1, tokens.shape[1])
+
+    torch.manual_seed(5)
+    layer = MoELayer(4, 4, 4, 4)
+    layer.experts = Constants()
+    x = torch.randn(50, 4)
+    y, routing = layer.forward_with_routing(x)
+    weights = torch.empty(50, 4).scatter(1, routing.topk_ids.long(), routing.topk_weights)
+
+    def in_order(order):
+        total = torch.zeros(50)
+        for expert in order:
+            total = total + weights[:, expert] * Constants.values[expert]
+        return total[:, None].expand(-1, 4)
+
+    assert torch.equal(y, in_order([0, 1, 2, 3]))
+    assert not torch.equal(y, in_order([3, 2, 1, 0]))  # The data can tell one order from another.
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16), (0, 16), (2, 0, 16), (16,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_layer_keeps_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype):
+    layer = MoELayer(16, 8, 4, 2, dtype=dtype)
+    y = layer(torch.randn(shape).to(dtype))
+    assert y.shape == shape and y.dtype == dtype
+
+
+def test_layer_refuses_tokens_of_another_width_and_an_impossible_top_k():
+    with pytest.raises(RoutingError, match="16"):
+        MoELayer(16, 8, 4, 2)(torch.zeros(3, 15))
+    for top_k in (0, 5):
+        with pytest.raises(ValueError, match="top_k"):
+            MoELayer(16, 8, 4, top_k)
+
+
+def test_layer_on_a_group_of_one_equals_the_unsharded_layer_bit_for_bit():
+    torch.manual_seed(6)
+    layer = MoELayer(32, 24, 8, 2)
+    x = torch.randn(2, 45, 32)
+    expected = layer(x)
+    ep = OneRank(range(8))
+    assert torch.equal(layer.shard(ep)(x), expected)
+    assert ep.calls == ["dispatch", "combine"]
+
+
+def test_shards_hold_only_their_own_experts_and_their_outputs_add_up_to_the_unsharded_layer():
+    torch.manual_seed(7)
+    whole = MoELayer(32, 24, 7, 3, gated=True)
+    x = torch.randn(61, 32)
+    total = torch.zeros(61, 32)
+    for owned in (range(0, 3), range(3, 5), range(5, 7), range(7, 7)):
+        shard = MoELayer(32, 24, 7, 3, gated=True)
+        shard.load_state_dict(whole.state_dict())
+        shard.shard(OneRank(owned))
+        assert shard.local_experts == owned
+        for name, weight in shard.experts.named_parameters():
+            assert torch.equal(weight, whole.experts.get_parameter(name)[owned.start : owned.stop])
+            assert weight.untyped_storage().nbytes() == weight.numel() * 4
+        total += shard(x)
+    torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-6)
+
+
+def test_layer_built_with_ep_allocates_only_local_experts():
+    layer = MoELayer(16, 8, 6, 2, ep=OneRank(range(2, 5)))
+    assert layer.experts.num_experts == 3 and layer.local_experts == range(2, 5)
+    assert layer.router.weight.shape == (6, 16)
+
+
+def test_rank_without_tokens_still_takes_part_forward_and_backward():
+    ep = OneRank(range(0, 2))
+    layer = MoELayer(16, 8, 4, 2, ep=ep)
+    x = torch.zeros(0, 16, requires_grad=True)
+    layer(x).sum().backward()
+    assert ep.calls == ["dispatch", "combine"]
+    assert x.grad is not None and x.grad.shape == (0, 16)
+
+
+def test_sharding_twice_or_beyond_the_experts_is_refused():
+    layer = MoELayer(16, 8, 4, 2).shard(OneRank(range(0, 2)))
+    with pytest.raises(ValueError, match="already"):
+        layer.shard(OneRank(range(0, 1)))
+    for owned in (range(2, 5), range(0, 4, 2)):
+        with pytest.raises(ValueError, match="local_experts"):
+            MoELayer(16, 8, 4, 2, ep=OneRank(owned))

@@ -1,0 +1,286 @@
+"""Dispatch and combine against a float64 oracle and against themselves on other group sizes."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+
+from tests.wires import assert_same_bits, relative_error
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CapacityError, ConfigMismatch, LaneError, PeerTimeout, RoutingError, TransportUnavailable
+from thinwire.fused import staged
+from thinwire.fused.codec import dequantize, quantize
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.moe.plan import merge_repeated_experts
+from thinwire.testing import run_ranks
+
+TOP_K, HIDDEN = 3, 200
+NUM_EXPERTS = 7  # divides by no group size that is tested but 1
+
+
+def _tokens(rank: int, kind: str, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's tokens: x, ids, weights. Some ranks have none; ids repeat and are missing."""
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    count = {"ragged": (5 * rank + 3) % 11, "empty_first": 0 if rank == 0 else 6, "one_expert": 8}[kind]
+    x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
+    ids = torch.randint(-1, NUM_EXPERTS, (count, TOP_K), generator=generator, dtype=torch.int32)
+    if kind == "one_expert":
+        ids = torch.full_like(ids, NUM_EXPERTS - 1)
+    if count > 2:
+        ids[1] = -1  # a token without experts
+        ids[2, 1] = ids[2, 0]  # an expert named twice
+    return x, ids, torch.rand(count, TOP_K, generator=generator)
+
+
+def _expert_matrices(dtype: torch.dtype) -> torch.Tensor:
+    """Random experts: with identity experts a second quantisation would go unseen."""
+    return torch.randn(NUM_EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype) / HIDDEN**0.5
+
+
+def _apply(tokens: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(tokens)
+    for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
+        # Row by row: a matrix product's rounding depends on how many rows it has.
+        for row in range(start, start + count):
+            out[row] = tokens[row] @ experts[expert]
+    return out
+
+
+def _oracle(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            if expert >= 0:
+                y[token] += weight * (x[token].double() @ experts[expert].double())
+    return y
+
+
+def _rounds(comm: Communicator, spec: str, combine_spec: str, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Runs rounds, checks their structure, and returns each one's squared error and norm."""
+    experts = _expert_matrices(dtype)
+    figures = []
+    for align in (1, 4):
+        ep = ExpertParallel(
+            comm, NUM_EXPERTS, TOP_K, HIDDEN, 16, wire=spec, combine_wire=combine_spec, align=align, lanes=2
+        )
+        mine = experts[ep.local_experts.start : ep.local_experts.stop]
+        for seed, kind in enumerate(("ragged", "empty_first", "one_expert")):
+            x, ids, weights = _tokens(comm.rank, kind, dtype, seed)
+            d = ep.dispatch(x, ids, weights, lane=seed % 2)
+            _check_arrivals(comm, ep, d, kind, dtype, seed, spec)
+            expert_out = _apply(d.tokens, d.expert_counts, d.expert_offsets, mine)
+            y = ep.combine(expert_out, d)
+            again = ep.dispatch(x, ids.long(), weights.double())
+            assert torch.equal(again.rows, d.rows)
+            out = torch.full_like(y, 7.0)
+            assert ep.combine(expert_out, again, out=out) is out
+            assert_same_bits("a second run", y, out)
+            expected = _oracle(x, ids, weights, experts)
+            assert not y[(ids < 0).all(1)].any()
+            figures.append((float((y.double() - expected).square().sum()), float(expected.square().sum())))
+        ep.close()
+    return figures
+
+
+def _check_arrivals(
+    comm: Communicator, ep: ExpertParallel, d: object, kind: str, dtype: torch.dtype, seed: int, spec: str
+) -> None:
+    """d.tokens are the quantised tokens, by expert, then source rank, then token."""
+    rows, counts = [], []
+    for expert in ep.local_experts:
+        arrived = []
+        for rank in range(comm.size):
+            x, ids, _ = _tokens(rank, kind, dtype, seed)
+            arrived.append(x[(ids == expert).any(1)])
+        merged = torch.cat(arrived)
+        counts.append(merged.shape[0])
+        rows.append(torch.nn.functional.pad(merged, (0, 0, 0, -merged.shape[0] % ep.align)))
+    expected = dequantize(quantize(torch.cat([*rows, torch.zeros(0, HIDDEN, dtype=dtype)]), spec))
+    assert d.expert_counts.tolist() == counts  # type: ignore[attr-defined]
+    assert d.expert_offsets.tolist() == [0, *torch.tensor([len(r) for r in rows]).cumsum(0).tolist()]  # type: ignore[attr-defined]
+    assert_same_bits("tokens", expected, d.tokens)  # type: ignore[attr-defined]
+
+
+def _total(results: list[list[tuple[float, float]]]) -> float:
+    errors = [figure for rank in results for figure in rank]
+    return (sum(e for e, _ in errors) / sum(n for _, n in errors)) ** 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_exact_wires_give_the_oracle(size: int) -> None:
+    results = run_ranks(_rounds, size, "none", "none", torch.float32, timeout=120)
+    assert _total(results) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("spec", "combine_spec", "dtype", "gate"),
+    [
+        ("none", "int8", torch.bfloat16, 0.0080),  # .0070 for the combine, .0035 for products of bfloat16 rows
+        ("none", "int8", torch.float32, 0.0070),
+        ("int8", "none", torch.float32, 0.0072),
+        ("int8", "int8", torch.float16, 0.0100),
+        ("int8:row", "int4", torch.float32, 0.110),
+    ],
+)
+def test_quantised_wires_stay_within_the_gates(
+    spec: str, combine_spec: str, dtype: torch.dtype, gate: float
+) -> None:
+    error = _total(run_ranks(_rounds, 3, spec, combine_spec, dtype, timeout=120))
+    print(f"{spec} out, {combine_spec} back, {dtype}: relative error {error:.5f}")
+    assert 0.6 * gate < error <= gate
+
+
+def _in_small_pieces(comm: Communicator) -> list[tuple[float, float]]:
+    staged.PIECE_BYTES = 1024
+    return _rounds(comm, "int8", "int8", torch.float32)
+
+
+def test_pieces_change_nothing() -> None:
+    assert run_ranks(_in_small_pieces, 3) == run_ranks(_rounds, 3, "int8", "int8", torch.float32)
+
+
+def _gather(comm: Communicator) -> None:
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 16, wire="none") as ep:
+        x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
+        d = ep.dispatch(x, ids, weights)
+        full, rows = d.tokens, int(d.expert_offsets[-1])
+        tokens, overflow = d.gather(rows + 5)
+        assert not overflow and torch.equal(tokens[:rows], full) and not tokens[rows:].any()
+        y = ep.combine(tokens, d)
+        d = ep.dispatch(x, ids, weights)
+        tokens, overflow = d.gather(rows // 2)
+        assert bool(overflow) == (rows > rows // 2) and torch.equal(tokens, full[: rows // 2])
+        dropped = ep.combine(tokens, d)
+        assert dropped.shape == y.shape
+        d = ep.dispatch(x, ids, weights)
+        with pytest.raises(CapacityError, match="-1 is negative"):
+            d.gather(-1)
+        d.abandon()
+        with pytest.raises(LaneError):
+            d.abandon()
+
+
+def test_a_fixed_capacity_gives_the_same_rows_and_reports_overflow() -> None:
+    run_ranks(_gather, 3)
+
+
+def _rounds_out_of_turn(comm: Communicator) -> None:
+    ep = ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 16, lanes=2)
+    x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
+    first, other_lane = ep.dispatch(x, ids, weights), ep.dispatch(x, ids, weights, lane=1)
+    second = ep.dispatch(x, ids, weights)
+    with pytest.raises(LaneError, match="lane 0 is over"):
+        _ = first.tokens
+    with pytest.raises(LaneError, match="lane 0 is over"):
+        ep.combine(torch.zeros(1, HIDDEN), first)
+    ep.combine(other_lane.tokens, other_lane)
+    tokens = second.tokens
+    ep.combine(tokens, second)
+    with pytest.raises(LaneError, match="lane 0 is over"):
+        ep.combine(tokens, second)
+    with pytest.raises(LaneError, match="no lane 2"):
+        ep.dispatch(x, ids, weights, lane=2)
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 16) as other, pytest.raises(LaneError, match="another"):
+        other.combine(tokens, second)
+    ep.close()
+    with pytest.raises(LaneError, match="closed"):
+        ep.dispatch(x, ids, weights)
+
+
+def test_a_round_is_used_once_and_in_its_turn() -> None:
+    run_ranks(_rounds_out_of_turn, 2)
+
+
+def _bad_tokens(comm: Communicator) -> None:
+    ep = ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 4)
+    x, ids, weights = torch.zeros(4, HIDDEN), torch.zeros(4, TOP_K, dtype=torch.int32), torch.zeros(4, TOP_K)
+    for arguments, error, message in (
+        ((x[:, :-1], ids, weights), RoutingError, f"float32, float16 or bfloat16 [tokens, {HIDDEN}] is needed"),
+        ((x.double(), ids, weights), RoutingError, "x is torch.float64"),
+        ((torch.zeros(5, HIDDEN), ids, weights), CapacityError, "5 tokens were passed; this ExpertParallel was made for 4"),
+        ((x, ids[:, :2], weights), RoutingError, "topk_ids is torch.int32 [4, 2]"),
+        ((x, ids.float(), weights), RoutingError, "topk_ids is torch.float32"),
+        ((x, ids, weights[:2]), RoutingError, "topk_weights is torch.float32 [2, 3]"),
+        ((x, ids, ids), RoutingError, "topk_weights is torch.int32"),
+        ((x, ids + NUM_EXPERTS, weights), RoutingError, "topk_ids runs from 7 to 7; experts are 0 ... 6"),
+        ((x, ids - 2, weights), RoutingError, "topk_ids runs from -2 to -2"),
+        ((x.requires_grad_(), ids, weights), RoutingError, "torch.no_grad()"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            ep.dispatch(*arguments)
+    x = x.detach()
+    d = ep.dispatch(x, ids, weights)
+    rows = d.tokens.shape[0]
+    with pytest.raises(RoutingError, match=re.escape(f"[{rows}, {HIDDEN}], a row for each")):
+        ep.combine(torch.zeros(rows + 1, HIDDEN), d)
+    with pytest.raises(RoutingError, match="out is torch.float64"):
+        ep.combine(d.tokens, d, out=torch.zeros(4, HIDDEN, dtype=torch.float64))
+    ep.combine(d.tokens, d)  # nothing was sent by any of these
+
+
+def test_bad_tokens_are_refused_before_anything_is_sent() -> None:
+    run_ranks(_bad_tokens, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"top_k": 0}, RoutingError, "top_k is 0"),
+        ({"top_k": 33}, RoutingError, "at most 32"),
+        ({"num_experts": -1}, RoutingError, "num_experts is -1"),
+        ({"max_tokens": 1.5}, RoutingError, "max_tokens is 1.5"),
+        ({"transport": "direct"}, TransportUnavailable, "accepted: auto, staged"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(change: dict[str, object], error: type, message: str) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "max_tokens": 4} | change
+    with pytest.raises(error, match=message):
+        ExpertParallel(None, **sizes)  # type: ignore[arg-type]
+
+
+def _mismatch(comm: Communicator) -> list[str]:
+    messages = []
+    for change in ({"hidden_size": 8 + comm.rank // 2}, {"wire": "int8" if comm.rank else "int4"}):
+        sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "max_tokens": 4} | change
+        with pytest.raises(ConfigMismatch) as caught:
+            ExpertParallel(comm, **sizes)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_different_settings_are_a_mismatch_on_every_rank() -> None:
+    results = run_ranks(_mismatch, 3)
+    assert all(result == results[0] for result in results)
+    assert "hidden_size" in results[0][0] and "8" in results[0][0] and "9" in results[0][0]
+    assert "wire" in results[0][1] and "int4" in results[0][1]
+
+
+def _absent_peer(comm: Communicator) -> float:
+    ep = ExpertParallel(Communicator(comm.group, timeout=2.0), NUM_EXPERTS, TOP_K, HIDDEN, 16)
+    x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
+    d = ep.dispatch(x, ids, weights)
+    started = time.monotonic()
+    if comm.rank == 1:
+        time.sleep(4)
+    else:
+        with pytest.raises(PeerTimeout):
+            ep.combine(d.tokens, d)
+    return time.monotonic() - started
+
+
+def test_a_peer_that_never_combines_is_a_timeout() -> None:
+    waited = run_ranks(_absent_peer, 2, timeout=60)[0]
+    assert 1.0 <= waited <= 10.0
+
+
+def test_repeated_experts_keep_the_sum_of_their_weights_in_order() -> None:
+    ids = torch.tensor([[5, 2, 5, 5], [-1, -1, 0, -1], [1, 2, 3, 4]])
+    weights = torch.tensor([[1e8, 0.5, 1.0, -1e8], [9.0, 9.0, 0.25, 9.0], [0.1, 0.2, 0.3, 0.4]])
+    merged_ids, merged_weights = merge_repeated_experts(ids, weights)
+    assert merged_ids.tolist() == [[5, 2, -1, -1], [-1, -1, 0, -1], [1, 2, 3, 4]]
+    # (1e8 + 1) - 1e8 is 0 in float32; in any other order of these three it would be 1 or stay so.
+    assert merged_weights[0].tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert torch.equal(merged_weights[1:], torch.tensor([[0, 0, 0.25, 0], [0.1, 0.2, 0.3, 0.4]]))

@@ -1,0 +1,66 @@
+"""The record's layout and the grammar of its names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wires import WIRES
+from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.wire import WireFormat
+
+
+@pytest.mark.parametrize(
+    ("spec", "bytes_per_element"),
+    [
+        ("int8", 1.018),
+        ("int8:row", 1.004),
+        ("int8:64", 1.031),
+        ("int8:32", 1.063),
+        ("int4", 0.563),
+        ("fp8", 1.018),
+        ("none", 2.0),
+    ],
+)
+def test_bytes_per_element_at_7168_are_those_of_the_table(spec: str, bytes_per_element: float) -> None:
+    wire = WireFormat.parse(spec)
+    assert wire.row_bytes(7168, torch.bfloat16) / 7168 == pytest.approx(bytes_per_element, abs=6e-4)
+
+
+@given(st.sampled_from(WIRES), st.integers(1, 20000), st.sampled_from([16, 32, 64, 256]))
+def test_sections_are_aligned_and_do_not_overlap(spec: str, hidden: int, alignment: int) -> None:
+    wire = WireFormat(WireFormat.parse(spec).name, WireFormat.parse(spec).group, alignment)
+    payload, scales = wire.payload_bytes(hidden, torch.bfloat16), wire.scales_offset(hidden, torch.bfloat16)
+    end = scales + wire.num_groups(hidden) * wire.scale_bytes
+    assert payload <= scales < payload + 16 and scales % 16 == 0
+    assert end <= wire.row_bytes(hidden, torch.bfloat16) < end + 16 + alignment
+    assert wire.row_bytes(hidden, torch.bfloat16) % alignment == 0
+
+
+@pytest.mark.parametrize("spec", WIRES)
+def test_a_name_survives_parsing_and_printing(spec: str) -> None:
+    assert str(WireFormat.parse(spec)) == spec
+    assert WireFormat.parse(WireFormat.parse(spec)) == WireFormat.parse(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["int7", "int8:", "int8:8", "int8:100", "int8:2048", "int8:0", "int8:row:64", "none:16", "int4:row", "fp8:row"]
+    + ["INT8", " int8", "", None, 8],
+)
+def test_an_unknown_name_is_refused_with_what_is_accepted(spec: object) -> None:
+    with pytest.raises(WireFormatError, match="accepted: none, int8, int8:row, int8:N") as caught:
+        WireFormat.parse(spec)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ThinwireError) and isinstance(caught.value, ValueError)
+    assert spec is None or str(spec).split(":")[0] in str(caught.value)
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(WireFormatError, match="hidden must be at least 1"):
+        WireFormat.parse("int8").row_bytes(0)
+    with pytest.raises(WireFormatError, match="pass dtype"):
+        WireFormat.parse("none").row_bytes(128)
+    with pytest.raises(WireFormatError, match="alignment 24"):
+        WireFormat("int8", 128, 24)

@@ -1,0 +1,123 @@
+"""The Triton kernels, run by Triton's interpreter, against the plain-torch references: equal to the last bit.
+
+`TRITON_INTERPRET=1` must be set before Triton is imported, so each test runs its checks in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from thinwire.comm.communicator import Communicator
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels import codec, combine, pack
+from thinwire.wire import WireFormat
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+POISON = 0xAB
+
+
+def _poisoned_records(rows: int, row_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Records with guard bytes behind each row, and the whole."""
+    whole = torch.full((rows, row_bytes + 32), POISON, dtype=torch.uint8)
+    return whole[:, :row_bytes], whole
+
+
+def _check_codec(spec: str, x: torch.Tensor) -> None:
+    wire = WireFormat.parse(spec)
+    expected = codec.quantize_reference(x, wire)
+    records, whole = _poisoned_records(*expected.shape)
+    codec.quantize_rows(x, wire, records)
+    assert torch.equal(records, expected), f"records of {spec} {x.dtype} {list(x.shape)}"
+    assert (whole[:, expected.shape[1] :] == POISON).all(), "bytes behind a record were written"
+    for dtype in DTYPES if wire.quantized else (x.dtype,):
+        out = torch.full((x.shape[0], x.shape[1] + 3), 7.0, dtype=dtype)
+        codec.dequantize_rows(records, wire, out[:, : x.shape[1]])
+        assert_same_bits(f"{spec} to {dtype}", codec.dequantize_reference(expected, wire, x.shape[1], dtype), out[:, :-3])
+        assert (out[:, -3:] == 7.0).all(), "elements behind a row were written"
+
+
+def _codec_properties(comm: Communicator) -> None:
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(WIRES),
+        st.one_of(st.sampled_from([1, 7, 127, 128, 129]), st.integers(1, 400)),
+        st.integers(0, 3),
+        st.sampled_from(DTYPES),
+        st.integers(0, 2**31),
+        st.lists(st.tuples(st.integers(0, 2000), st.sampled_from([float("nan"), float("inf"), -float("inf"), -0.0]))),
+    )
+    def check(
+        spec: str, hidden: int, rows: int, dtype: torch.dtype, seed: int, planted: list[tuple[int, float]]
+    ) -> None:
+        x = magnitudes(max(rows, 1), hidden, dtype, torch.Generator().manual_seed(seed))[:rows]
+        for position, value in planted if rows else ():
+            x.view(-1)[position % x.numel()] = value
+        _check_codec(spec, x)
+
+    check()
+
+
+def _codec_of_long_rows(comm: Communicator) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for spec in WIRES:
+        for hidden in (4096, 7168, 9001):  # the last takes two tiles where groups have scales of their own
+            _check_codec(spec, magnitudes(2, hidden, torch.bfloat16, generator))
+
+
+def _pack_and_unpack(comm: Communicator) -> None:
+    x = torch.randn(7, 150).bfloat16()
+    row_index = torch.tensor([6, 0, 0, 3])
+    for spec in WIRES:
+        wire = WireFormat.parse(spec)
+        expected = pack.pack_rows_reference(x, wire, row_index)
+        records, whole = _poisoned_records(*expected.shape)
+        pack.pack_rows(x, wire, row_index, records)
+        assert torch.equal(records, expected) and (whole[:, expected.shape[1] :] == POISON).all(), spec
+        for record_index, target in ((None, None), (torch.tensor([2, 2]), None), (None, torch.tensor([5, 1, 0, 2]))):
+            got = torch.full((8, 150), 7.0, dtype=x.dtype)
+            want = got.clone()
+            pack.unpack_rows(records, wire, record_index, target, got)
+            pack.unpack_rows_reference(records, wire, record_index, target, want)
+            assert_same_bits(spec, want, got)
+
+
+def _combine(comm: Communicator) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for spec in WIRES:
+        wire = WireFormat.parse(spec)
+        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)):
+            expert_out = torch.randn(9, 150, generator=generator).to(source)
+            expert_out[8, 3], expert_out[8, 4] = torch.inf, torch.nan
+            positions = torch.tensor([[0, 3, 5], [2, -1, -1], [-1, -1, -1], [8, 1, -1]])
+            weights = torch.rand(4, 3, generator=generator)
+            expected = combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
+            records, whole = _poisoned_records(*expected.shape)
+            combine.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
+            assert torch.equal(records, expected) and (whole[:, expected.shape[1] :] == POISON).all(), spec
+            record_index = torch.tensor([[0, 1, 3], [2, -1, -1], [-1, -1, -1]])
+            out = torch.full((3, 150), 7.0, dtype=target)
+            combine.sum_records(records, record_index, wire, out)
+            assert_same_bits(spec, combine.sum_records_reference(expected, record_index, wire, 150, target), out)
+
+
+def test_the_codec_equals_the_reference() -> None:
+    run_ranks(_codec_properties, 1, env=INTERPRETED, timeout=300)
+
+
+def test_the_codec_equals_the_reference_on_long_rows() -> None:
+    run_ranks(_codec_of_long_rows, 1, env=INTERPRETED, timeout=300)
+
+
+def test_pack_and_unpack_equal_their_references() -> None:
+    run_ranks(_pack_and_unpack, 1, env=INTERPRETED, timeout=300)
+
+
+def test_combine_equals_its_reference() -> None:
+    run_ranks(_combine, 1, env=INTERPRETED, timeout=300)
