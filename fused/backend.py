@@ -68,9 +68,7 @@ def _triton(device: torch.device, reason: str) -> Backend:
             "Triton runs on CPU tensors only under its interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
             f"or choose {BACKEND_VARIABLE}=numba"
         )
-    return Backend(
-        "triton", reason, pack.pack_rows, pack.unpack_rows, combine.pack_weighted_sums, combine.sum_records
-    )
+    return Backend("triton", reason, pack.pack_rows, pack.unpack_rows, combine.pack_weighted_sums, combine.sum_records)
 
 
 def _numba(device: torch.device, reason: str) -> Backend:

@@ -135,9 +135,7 @@ def _open(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _check_names_and_shapes(
-    file: Any, path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_names_and_shapes(file: Any, path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]) -> None:
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     problems = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in found]
     problems += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in expected]

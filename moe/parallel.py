@@ -95,9 +95,16 @@ class ExpertParallel:
         self._combine_backend = select_backend(comm.device, self.combine_wire)
         self._open_rounds: list[Dispatched | None] = [None] * lanes
         self._closed = False
-        settings = {**sizes, "max_tokens": max_tokens, "wire_version": WIRE_VERSION, "transport": self.transport}
-        formats = {"wire": repr(self.wire), "combine_wire": repr(self.combine_wire), "thinwire": VERSION}
-        comm.require_same("ExpertParallel", settings | formats)
+        settings: dict[str, str | int | float | bool | None] = {
+            **sizes,
+            "max_tokens": max_tokens,
+            "wire": repr(self.wire),
+            "combine_wire": repr(self.combine_wire),
+            "wire_version": WIRE_VERSION,
+            "transport": self.transport,
+            "thinwire": VERSION,
+        }
+        comm.require_same("ExpertParallel", settings)
 
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0

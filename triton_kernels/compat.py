@@ -41,5 +41,5 @@ else:
         def jit(function: Callable[..., Any]) -> Any:
             return _MissingKernel(function)
 
-    triton = _MissingTriton()  # type: ignore[assignment]
-    tl = _Missing()  # type: ignore[assignment]
+    triton = _MissingTriton()
+    tl = _Missing()

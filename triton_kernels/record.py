@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.compat import tl
 from thinwire.wire import WireFormat
 
 __all__ = ["FP8", "INT4", "INT8", "NONE", "RecordLayout"]
@@ -20,6 +20,10 @@ _KINDS = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
 _MAX_TILE = 8192
 # The narrowest tile: 16 bytes of the narrowest payload, so that tiles always reach the scales.
 _MIN_TILE = 32
+
+
+def _next_power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,14 @@ class RecordLayout:
         """The layout of `wire` for rows of `hidden` elements; `dtype` is the rows' own, which `none` keeps."""
         row_bytes = wire.row_bytes(hidden, dtype)
         scales_offset = wire.scales_offset(hidden, dtype)
-        block = max(_MIN_TILE, triton.next_power_of_2(hidden))
+        block = max(_MIN_TILE, _next_power_of_2(hidden))
         if wire.quantized and not wire.row_scale:
             group = wire.group
             tile_groups = max(1, min(block, _MAX_TILE) // group)
         else:
             group = block if wire.row_scale else min(block, _MAX_TILE)
             tile_groups = 1
-        num_tiles = triton.cdiv(hidden, group * tile_groups)
+        num_tiles = -(-hidden // (group * tile_groups))
         tail_words = 0
         if wire.quantized:
             covered = scales_offset + num_tiles * tile_groups * wire.scale_bytes
@@ -75,7 +79,7 @@ class RecordLayout:
             ROW_BYTES=row_bytes,
             ELEMENTS=0 if wire.quantized else row_bytes // dtype.itemsize,
             TAIL_WORDS=tail_words,
-            TAIL_BLOCK=triton.next_power_of_2(max(1, tail_words)),
+            TAIL_BLOCK=_next_power_of_2(max(1, tail_words)),
             DTYPE=_TRITON_DTYPES[dtype],
         )
 

@@ -41,7 +41,9 @@ def test_every_magnitude_is_equal_to_the_reference(
     st.sampled_from(WIRES),
     st.integers(1, 300),
     st.sampled_from(DTYPES),
-    st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from([float("nan"), float("inf"), -float("inf")])), min_size=1),
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.sampled_from([float("nan"), float("inf"), -float("inf")])), min_size=1
+    ),
 )
 def test_non_finite_values_at_any_position_make_their_group_nan_and_no_other(
     spec: str, hidden: int, dtype: torch.dtype, planted: list[tuple[int, float]]

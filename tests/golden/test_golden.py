@@ -42,4 +42,6 @@ def test_int8_bytes_can_be_worked_out_by_hand() -> None:
 
 def test_none_holds_the_elements_themselves() -> None:
     record = torch.tensor([list(bytes.fromhex(GOLDEN["records"]["none float32"]))], dtype=torch.uint8)
-    assert_same_bits("none", golden_row(), dequantize_reference(record, WireFormat.parse("none"), HIDDEN, torch.float32))
+    assert_same_bits(
+        "none", golden_row(), dequantize_reference(record, WireFormat.parse("none"), HIDDEN, torch.float32)
+    )

@@ -125,9 +125,7 @@ def test_exact_wires_give_the_oracle(size: int) -> None:
         ("int8:row", "int4", torch.float32, 0.110),
     ],
 )
-def test_quantised_wires_stay_within_the_gates(
-    spec: str, combine_spec: str, dtype: torch.dtype, gate: float
-) -> None:
+def test_quantised_wires_stay_within_the_gates(spec: str, combine_spec: str, dtype: torch.dtype, gate: float) -> None:
     error = _total(run_ranks(_rounds, 3, spec, combine_spec, dtype, timeout=120))
     print(f"{spec} out, {combine_spec} back, {dtype}: relative error {error:.5f}")
     assert 0.6 * gate < error <= gate
@@ -200,7 +198,11 @@ def _bad_tokens(comm: Communicator) -> None:
     for arguments, error, message in (
         ((x[:, :-1], ids, weights), RoutingError, f"float32, float16 or bfloat16 [tokens, {HIDDEN}] is needed"),
         ((x.double(), ids, weights), RoutingError, "x is torch.float64"),
-        ((torch.zeros(5, HIDDEN), ids, weights), CapacityError, "5 tokens were passed; this ExpertParallel was made for 4"),
+        (
+            (torch.zeros(5, HIDDEN), ids, weights),
+            CapacityError,
+            "5 tokens were passed; this ExpertParallel was made for 4",
+        ),
         ((x, ids[:, :2], weights), RoutingError, "topk_ids is torch.int32 [4, 2]"),
         ((x, ids.float(), weights), RoutingError, "topk_ids is torch.float32"),
         ((x, ids, weights[:2]), RoutingError, "topk_weights is torch.float32 [2, 3]"),

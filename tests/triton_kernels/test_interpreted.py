@@ -100,7 +100,13 @@ def _combine(comm: Communicator) -> None:
             expected = combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
             records, whole = _poisoned_records(*expected.shape)
             combine.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
-            assert torch.equal(records, expected) and (whole[:, expected.shape[1] :] == POISON).all(), spec
+            if wire.quantized:
+                assert torch.equal(records, expected), spec
+            else:  # which NaN a sum gives is the hardware's affair
+                rows = [codec.dequantize_reference(r, wire, 150, target) for r in (expected, records)]
+                assert_same_bits(spec, *rows)
+                assert torch.equal(records[:, 150 * target.itemsize :], expected[:, 150 * target.itemsize :])
+            assert (whole[:, expected.shape[1] :] == POISON).all(), spec
             record_index = torch.tensor([[0, 1, 3], [2, -1, -1], [-1, -1, -1]])
             out = torch.full((3, 150), 7.0, dtype=target)
             combine.sum_records(records, record_index, wire, out)

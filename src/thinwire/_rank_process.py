@@ -1,0 +1,177 @@
+"""The child's half of :func:`thinwire.testing.run_ranks`: what one rank's process does from its start to its end."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import runpy
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireError
+
+__all__ = ["InheritedFile", "Launch", "Payload", "rank_main"]
+
+_READ_AT_IMPORT = ("triton", "numba")  # packages that read their environment variables when they are imported
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a rank is told at its start. All else goes through files in `folder`:
+
+    - `payload`, a pickled :class:`Payload`, the same for all ranks;
+    - `rank<r>.result`: the pickled result;
+    - `rank<r>.failure`: a pickled pair of the time, as `time.monotonic()`, and the traceback;
+    - `rank<r>.stack`: Python stacks, written shortly before the deadline or when a fatal signal arrives.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    store_port: int
+    deadline: float  # of time.monotonic(), which all processes of a host share
+    stack_margin: float  # seconds
+    folder: Path
+
+    def file(self, kind: str) -> Path:
+        """Where this rank leaves its `kind`."""
+        return self.folder / f"rank{self.rank}.{kind}"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What the ranks run. `parts`, the pickled function and arguments, are opened after `environ` is in force."""
+
+    environ: dict[str, str]
+    main: tuple[str, str] | None  # ("module" or "path", where) of the parent's script, if parts refer to it
+    parts: list[bytes]
+
+
+class InheritedFile:
+    """A file descriptor of the parent's; it arrives in the child as an int that is valid there."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[object, ...]]:
+        return _detach, (reduction.DupFd(self.descriptor),)
+
+
+def _detach(duplicate: Any) -> int:
+    return int(duplicate.detach())
+
+
+def rank_main(launch: Launch, output: int, errors: int) -> None:
+    """Runs the payload's function and leaves its result or its failure in the folder."""
+    os.setsid()  # the parent kills the whole process group, so that nothing that fn started lives on
+    for descriptor, standard in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    with launch.file("stack").open("w") as stacks:
+        faulthandler.enable(stacks)
+        remaining = launch.deadline - launch.stack_margin - time.monotonic()
+        faulthandler.dump_traceback_later(max(remaining, 0.01), file=stacks)
+        try:
+            launch.file("result").write_bytes(_call(launch))
+        except BaseException:
+            _leave_failure(launch)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+
+
+def end_with_parent() -> None:
+    """Ends this process when the parent is gone, however that came about."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _leave_failure(launch: Launch) -> None:
+    partial = launch.file("failure.partial")
+    partial.write_bytes(pickle.dumps((time.monotonic(), traceback.format_exc())))
+    partial.rename(launch.file("failure"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # an orderly end would take the process group apart, which may wait for peers
+
+
+def _call(launch: Launch) -> bytes:
+    payload: Payload = pickle.loads((launch.folder / "payload").read_bytes())
+    _set_environment(payload.environ)
+    if payload.main is not None:
+        _load_main(*payload.main)
+    fn, *args = (pickle.loads(part) for part in payload.parts)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // launch.world_size))
+
+    from thinwire.comm import Communicator  # not at the top: the environment comes first
+
+    with Communicator(device=_join(launch)) as comm:
+        result = fn(comm, *args)
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise ThinwireError(
+            f"rank {launch.rank}'s result, a {type(result).__qualname__}, cannot be sent back: {error}"
+        ) from error
+
+
+def _set_environment(environ: dict[str, str]) -> None:
+    for package in _READ_AT_IMPORT:
+        changed = [
+            name
+            for name in {*environ, *os.environ}
+            if name.startswith(f"{package.upper()}_") and environ.get(name) != os.environ.get(name)
+        ]
+        if changed and package in sys.modules:
+            raise ThinwireError(
+                f"{', '.join(sorted(changed))} would have no effect: {package} is imported already, by what this "
+                "program told multiprocessing's fork server to preload"
+            )
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def _load_main(kind: str, source: str) -> None:
+    """Runs the parent's script under the name `__mp_main__`, as multiprocessing does, so that its guard holds."""
+    run = runpy.run_module if kind == "module" else runpy.run_path
+    main = types.ModuleType("__mp_main__")
+    main.__dict__.update(run(source, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+
+
+def _join(launch: Launch) -> torch.device:
+    limit = timedelta(seconds=max(1.0, launch.deadline - time.monotonic()))
+    store = dist.TCPStore("127.0.0.1", launch.store_port, is_master=False, timeout=limit)
+    if launch.device == "cuda":
+        device, backend = torch.device("cuda", launch.rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=limit,
+        device_id=device if backend == "nccl" else None,
+    )
+    return device

@@ -1,0 +1,334 @@
+"""Run a function on several ranks, each a fresh process, and get every rank's result, or every rank's traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
+from thinwire.errors import ThinwireError, TransportUnavailable
+
+__all__ = ["RankError", "RanksTimeout", "run_ranks"]
+
+T = TypeVar("T")
+
+_GRACE = 2.0  # seconds that the others get once a rank has failed, to fail by themselves and say how
+_STACK_MARGIN = 0.5  # seconds before the deadline at which stuck ranks write down where they are
+_PRELOAD = ["torch", "torch.distributed"]  # never triton or numba: they read their environment when they are imported
+_main_lock = threading.Lock()
+
+
+class RankError(ThinwireError, RuntimeError):
+    """A rank raised or died, or what it was given or gave back cannot be sent between processes.
+
+    Attributes:
+        failures: for each failed rank what happened, tracebacks in full; the rank that failed first comes first.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+
+
+class RanksTimeout(ThinwireError, TimeoutError):
+    """Ranks had not finished at the time limit and were killed.
+
+    Attributes:
+        ranks: those that had not finished.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: object,
+    device: str = "cpu",
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[T]:
+    """Runs `fn(comm, *args)` on `world_size` ranks, each a fresh process of this host, and returns their results.
+
+    `fn` is sent by name: it must be a function at the top level of a module that can be imported, or of the script that
+    is running. Arguments and results are sent by value, tensors too. What the ranks print appears at once.
+
+    Args:
+        fn: called with a :class:`thinwire.comm.Communicator` over all the ranks, and `args`.
+        world_size: number of ranks.
+        device: "cpu" (Gloo) or "cuda" (NCCL, GPU r for rank r).
+        timeout: seconds for everything, the start of the processes included. Then all of them are killed.
+        env: environment variables of the ranks, on top of this process's own; set before `fn`'s module is imported.
+
+    Returns:
+        Each rank's result, in rank order.
+
+    Raises:
+        RankError: a rank raised (its whole traceback is in the message) or died; the others got 2 s to end and were
+            killed. Or `fn`, an argument or a result cannot be sent; for the first two nothing is started.
+        RanksTimeout: a TimeoutError, with the ranks that had not finished and each one's Python stack.
+        TransportUnavailable: fewer GPUs than ranks.
+
+    >>> import operator
+    >>> run_ranks(operator.attrgetter("rank", "size"), 2)
+    [(0, 2), (1, 2)]
+    """
+    _check_request(world_size, device, timeout)
+    payload = _pack(fn, args, {**_loopback(), **os.environ, **(env or {})})
+    deadline = time.monotonic() + timeout
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
+        launch = Launch(0, world_size, device, store.port, deadline, min(_STACK_MARGIN, timeout / 4), Path(folder))
+        (launch.folder / "payload").write_bytes(payload)
+        launches = [replace(launch, rank=rank) for rank in range(world_size)]
+        processes: list[BaseProcess] = []
+        try:
+            _start(launches, processes)
+            failures, unfinished = _watch(processes, launches, deadline)
+        finally:
+            _kill(processes)
+        if failures:
+            raise _rank_error(failures, unfinished, world_size)
+        if unfinished:
+            raise _timeout_error([launches[rank] for rank in unfinished], timeout)
+        return [_load_result(launch) for launch in launches]
+
+
+def _check_request(world_size: int, device: str, timeout: float) -> None:
+    if world_size < 1:
+        raise ThinwireError(f"world_size is {world_size}, expected at least 1")
+    if device not in ("cpu", "cuda"):
+        raise ThinwireError(f"device is {device!r}, expected 'cpu' or 'cuda'")
+    if not 0 < timeout < float("inf"):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        raise TransportUnavailable(f"{world_size} ranks need a GPU each, but {torch.cuda.device_count()} are visible")
+
+
+def _loopback() -> dict[str, str]:
+    """Gloo would take the interface of the host's name, which may be down or filtered; these ranks share a host."""
+    interfaces = {interface for _, interface in socket.if_nameindex()}
+    known = [name for name in ("lo", "lo0") if name in interfaces]
+    return {"GLOO_SOCKET_IFNAME": known[0]} if known else {}
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def _pack(fn: Callable[..., object], args: tuple[object, ...], environ: dict[str, str]) -> bytes:
+    _require_importable(fn)
+    parts = [_dumps(fn, "the function"), *(_dumps(arg, f"argument {i}") for i, arg in enumerate(args))]
+    # Re-running the parent's script is needed only for what is defined in it, and slow where that is a test runner.
+    main = _main_source() if any(b"__main__" in part for part in parts) else None
+    return pickle.dumps(Payload(environ, main, parts))
+
+
+def _dumps(value: object, what: str) -> bytes:
+    try:
+        # Plain pickle copies tensors by value. multiprocessing's pickler would move them to shared memory.
+        return pickle.dumps(value)
+    except Exception as error:
+        raise RankError(f"{what}, a {type(value).__qualname__}, cannot be sent to the ranks: {error}") from error
+
+
+def _require_importable(fn: Callable[..., object]) -> None:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    named: Any = fn if hasattr(fn, "__qualname__") else type(fn)
+    module, name = str(named.__module__), str(named.__qualname__)
+    hint = "ranks import it by name: define it with def at the top level of a module or script file"
+    if "<lambda>" in name or "<locals>" in name:
+        raise RankError(f"{module}.{name} cannot be imported by the ranks; {hint}")
+    if module == "__main__":
+        if _main_source() is None:
+            raise RankError(f"{name} was typed in, or read from standard input or -c; {hint}")
+    elif not _can_be_found(module):
+        raise RankError(f"{module}.{name}: the ranks cannot find a module {module!r} on sys.path; {hint}")
+
+
+def _can_be_found(module: str) -> bool:
+    """Whether an import would find it from scratch; `importlib.util.find_spec` trusts what is imported already."""
+    path: Sequence[str] | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def _main_source() -> tuple[str, str] | None:
+    """How the ranks can load the parent's script: as a module or from a path; None where there is no such thing."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return "module", spec.name
+    path = getattr(main, "__file__", None)
+    return None if path is None or not os.path.isfile(path) else ("path", os.path.abspath(path))
+
+
+# --- start, watch, end ------------------------------------------------------------------------------------------------
+
+
+def _start(launches: list[Launch], processes: list[BaseProcess]) -> None:
+    # The fork server starts a rank in milliseconds, as it has imported torch; CUDA does not survive a fork.
+    start = "spawn"
+    if launches[0].device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods():
+        start = "forkserver"
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
+    # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
+    outputs = (InheritedFile(1), InheritedFile(2))
+    with _without_main():
+        for launch in launches:
+            process = context.Process(target=rank_main, args=(launch, *outputs), name=f"rank {launch.rank}")
+            process.start()
+            processes.append(process)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keeps multiprocessing from running the parent's script in the child, which it does before env could be set."""
+    with _main_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _watch(processes: list[BaseProcess], launches: list[Launch], deadline: float) -> tuple[dict[int, str], list[int]]:
+    """Waits until all ranks ended, or the deadline, or the end of the grace after a failure.
+
+    Returns:
+        What happened on the ranks that failed, the first one first, and the ranks that run on.
+    """
+    running = dict(enumerate(processes))
+    failures: list[tuple[float, int, str]] = []
+    limit = deadline
+    while running:
+        sentinels = [process.sentinel for process in running.values()]
+        ready = multiprocessing.connection.wait(sentinels, max(0.0, limit - time.monotonic()))
+        if not ready:
+            break
+        for rank in [rank for rank, process in running.items() if process.sentinel in ready]:
+            process = running.pop(rank)
+            process.join()
+            failure = _read_failure(launches[rank]) or _read_death(launches[rank], process)
+            if failure is not None:
+                failures.append((failure[0], rank, failure[1]))
+                limit = min(limit, time.monotonic() + _GRACE)
+    for rank in list(running):
+        failure = _read_failure(launches[rank])
+        if failure is not None:  # it has raised, and was only about to end
+            failures.append((failure[0], rank, failure[1]))
+            running.pop(rank)
+    return {rank: text for _, rank, text in sorted(failures)}, list(running)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            # A rank leads a process group of what it started, unless it has not come that far yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+
+
+def _read_failure(launch: Launch) -> tuple[float, str] | None:
+    """When a rank raised and its traceback, or None."""
+    file = launch.file("failure")
+    if not file.exists():
+        return None
+    when, text = pickle.loads(file.read_bytes())
+    return float(when), str(text)
+
+
+def _read_death(launch: Launch, process: BaseProcess) -> tuple[float, str] | None:
+    """How a rank ended that did not raise, or None if it ended well."""
+    returned = launch.file("result").exists()
+    code = process.exitcode or 0
+    if code == 0 and returned:
+        return None
+    how = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    parts = [f"{how}, {'after' if returned else 'before'} fn had returned", _read_stack(launch)]
+    return time.monotonic(), "\n".join(part for part in parts if part)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _read_stack(launch: Launch) -> str:
+    file = launch.file("stack")
+    blocks = file.read_text(errors="replace").strip().split("\n\n") if file.exists() else []
+    return "\n\n".join(block for block in blocks if end_with_parent.__name__ not in block)
+
+
+# --- what is reported -------------------------------------------------------------------------------------------------
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _rank_error(failures: dict[int, str], unfinished: list[int], world_size: int) -> RankError:
+    ranks = list(failures)
+    lines = [f"{_name_ranks(ranks)} of {world_size} failed" + (f", rank {ranks[0]} first" if len(ranks) > 1 else "")]
+    for rank, text in failures.items():
+        lines += ["", f"--- rank {rank} ---", text.rstrip()]
+    if unfinished:
+        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, and killed ---"]
+    return RankError("\n".join(lines), failures)
+
+
+def _timeout_error(launches: list[Launch], timeout: float) -> RanksTimeout:
+    ranks = [launch.rank for launch in launches]
+    lines = [f"{_name_ranks(ranks)} of {launches[0].world_size} had not finished after {timeout:g} s and were killed"]
+    for launch in launches:
+        state = "had not returned"
+        if launch.file("result").exists():
+            state = "fn had returned, but the process did not end"
+        elif not launch.file("stack").exists():
+            state = "the process was still starting"
+        lines += ["", f"--- rank {launch.rank}: {state} ---", _read_stack(launch) or "(no stack was recorded)"]
+    return RanksTimeout("\n".join(lines), ranks)
+
+
+def _load_result(launch: Launch) -> Any:
+    try:
+        return pickle.loads(launch.file("result").read_bytes())
+    except Exception as error:
+        raise RankError(f"rank {launch.rank}'s result cannot be read here: {type(error).__name__}: {error}") from error

@@ -1,0 +1,49 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from thinwire.demo import WireScore, format_table
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def _example() -> str:
+    block = re.search(r"```python\n(import torch, thinwire as tw\n.*?)```", README, re.DOTALL)
+    assert block is not None
+    return block[1]
+
+
+def test_the_usage_example_is_ten_lines_and_runs_alone_and_on_two_ranks(tmp_path: Path) -> None:
+    example = _example()
+    assert len(example.splitlines()) <= 10
+    script = tmp_path / "example.py"
+    script.write_text(example + "assert y.shape == (64, 256) and y.isfinite().all() and y.any()\ncomm.close()\n")
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command in ([], launcher):
+        done = subprocess.run([sys.executable, *command, str(script)], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_table_is_the_recorded_one() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "demo.json").read_text())
+    scores = [WireScore(**score) for score in recorded["scores"]]
+    table = format_table(recorded["unsharded_bits_per_byte"], scores)
+    shown = re.search(r"<!-- demo table -->\n```\n(.*?)\n```\n<!-- end -->", README, re.DOTALL)
+    assert shown is not None and shown[1] == table
+
+
+def test_every_file_the_readme_points_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target

@@ -1,0 +1,310 @@
+"""What `run_ranks` promises: fresh processes, a time limit that holds, and failures that explain themselves."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire import testing
+from thinwire.errors import ThinwireError
+from thinwire.testing import RankError, RanksTimeout, run_ranks
+
+HANG_BOUND = 60.0  # seconds; far above what anything here takes
+
+
+def facts(comm, tensor, suffix=""):
+    loaded = sorted({"triton", "numba"} & set(sys.modules))
+    return {
+        "place": (comm.rank, comm.size),
+        "pid": os.getpid(),
+        "tensor": tensor * comm.rank,
+        "suffix": suffix,
+        "threads": torch.get_num_threads(),
+        "loaded": loaded,
+        "interface": os.environ["GLOO_SOCKET_IFNAME"],
+    }
+
+
+def raise_on(comm, ranks):
+    if comm.rank in ranks:
+        time.sleep(0.3 * ranks.index(comm.rank))
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise ValueError(f"rank {comm.rank} is unhappy\nin two lines") from error
+    time.sleep(HANG_BOUND)
+
+
+def die_on(comm, rank, how):
+    if comm.rank == rank:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+    return comm.rank
+
+
+def wait_for_ever_unless(comm, rank, folder):
+    child = subprocess.Popen(["sleep", str(2 * HANG_BOUND)])
+    (Path(folder) / f"{comm.rank}.pids").write_text(f"{os.getpid()} {child.pid}")
+    if comm.rank == rank:
+        child.kill()
+        child.wait()
+        return
+    sleep_in_a_named_function()
+
+
+def sleep_in_a_named_function():
+    time.sleep(2 * HANG_BOUND)
+
+
+def start_ranks_and_be_killed(comm, folder):
+    def be_killed():
+        while len([file for file in Path(folder).glob("*.pids") if file.stat().st_size]) < 2:
+            time.sleep(0.02)
+        for file in Path(folder).glob("*.pids"):
+            os.kill(int(file.read_text().split()[1]), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=be_killed).start()
+    run_ranks(wait_for_ever_unless, 2, None, folder)
+
+
+def give_back_what_cannot_be_sent(comm):
+    return threading.Lock() if comm.rank == 1 else None
+
+
+def large_tensor(comm, tensor):
+    return tensor + comm.rank
+
+
+def say_hello(comm):
+    print(f"rank {comm.rank} says hello")
+    os.system("echo so does its child >&2")
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # a grandchild that nobody has reaped yet has ended all the same
+
+
+def assert_all_end(pids, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_fork_server():
+    """The first call of a process imports torch; the time limits below are meant for the others."""
+    run_ranks(die_on, 1, None, "")
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(testing, "_start", refuse)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_in_rank_order_from_separate_fresh_processes(world_size):
+    tensor = torch.arange(6.0).view(2, 3).t()  # strided
+    results = run_ranks(facts, world_size, tensor, "x")
+    assert [result["place"] for result in results] == [(rank, world_size) for rank in range(world_size)]
+    assert len({os.getpid(), *(result["pid"] for result in results)}) == world_size + 1
+    for rank, result in enumerate(results):
+        assert torch.equal(result["tensor"], tensor * rank)
+        assert result["suffix"] == "x"
+        assert result["loaded"] == []
+        assert 1 <= result["threads"] <= max(1, (os.cpu_count() or 1) // world_size)
+        assert result["interface"] == os.environ.get("GLOO_SOCKET_IFNAME", result["interface"]) != ""
+
+
+def test_a_partial_of_an_importable_function_is_accepted():
+    results = run_ranks(functools.partial(facts, suffix="y"), 1, torch.ones(1))
+    assert results[0]["suffix"] == "y"
+
+
+def test_environment_is_in_force_before_the_functions_module_is_imported(tmp_path, monkeypatch):
+    source = "import os\nSEEN = [os.environ.get(f'THINWIRE_TEST_{x}') for x in 'ABC']\ndef seen(comm): return SEEN\n"
+    (tmp_path / "reads_environment.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("THINWIRE_TEST_A", "from the parent")
+    monkeypatch.setenv("THINWIRE_TEST_B", "from the parent")
+    module = importlib.import_module("reads_environment")
+    results = run_ranks(module.seen, 2, env={"THINWIRE_TEST_B": "from env", "THINWIRE_TEST_C": "from env"})
+    assert results == [["from the parent", "from env", "from env"]] * 2
+    assert "THINWIRE_TEST_C" not in os.environ
+
+
+def test_repeated_runs_leave_no_shared_memory_descriptors_threads_or_processes():
+    tensor = torch.zeros(1 << 20)
+
+    def resources():
+        shared = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+        return shared, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def run():
+        results = run_ranks(large_tensor, 2, tensor)
+        assert [float(result[0]) for result in results] == [0.0, 1.0]
+
+    run()
+    before = resources()
+    for _ in range(4):
+        run()
+    assert resources() == before
+
+
+def test_the_whole_traceback_of_a_failing_rank_is_shown():
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(raise_on, 3, [1])
+    assert time.monotonic() - begin < HANG_BOUND / 2
+    message = str(caught.value)
+    assert list(caught.value.failures) == [1]
+    assert message.startswith("rank 1 of 3 failed\n")
+    assert "KeyError: 'missing'" in message
+    assert "The above exception was the direct cause of the following exception" in message
+    assert 'raise ValueError(f"rank {comm.rank} is unhappy' in message
+    assert "ValueError: rank 1 is unhappy\nin two lines" in message
+    assert "ranks 0, 2: not finished 2 s later, and killed" in message
+
+
+def test_several_failing_ranks_are_all_shown_the_first_one_first():
+    with pytest.raises(RankError) as caught:
+        run_ranks(raise_on, 2, [1, 0])
+    assert list(caught.value.failures) == [1, 0]
+    message = str(caught.value)
+    assert message.startswith("ranks 1, 0 of 2 failed, rank 1 first\n")
+    assert message.index("ValueError: rank 1 is unhappy") < message.index("ValueError: rank 0 is unhappy")
+
+
+@pytest.mark.parametrize(("how", "told"), [("signal", "killed by SIGKILL"), ("exit", "ended with exit code 3")])
+def test_a_rank_that_dies_is_named_with_how_it_died(how, told):
+    with pytest.raises(RankError) as caught:
+        run_ranks(die_on, 2, 1, how)
+    assert caught.value.failures == {1: f"{told}, before fn had returned"}
+    assert f"--- rank 1 ---\n{told}" in str(caught.value)
+
+
+def test_the_time_limit_ends_every_rank_and_what_it_started_and_shows_where_they_were(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(wait_for_ever_unless, 3, 1, str(tmp_path), timeout=4.0)
+    assert time.monotonic() - begin < HANG_BOUND / 2
+    assert isinstance(caught.value, RanksTimeout)
+    assert caught.value.ranks == [0, 2]
+    message = str(caught.value)
+    assert message.startswith("ranks 0, 2 of 3 had not finished after 4 s")
+    assert message.count("in sleep_in_a_named_function") == 2
+    pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
+    assert len(pids) == 6
+    assert_all_end(pids)
+
+
+def test_functions_that_ranks_cannot_import_are_refused_before_anything_starts(nothing_starts):
+    def nested(comm):
+        return comm.rank
+
+    for fn in (nested, lambda comm: comm.rank, functools.partial(nested)):
+        with pytest.raises(RankError, match="define it with def at the top level"):
+            run_ranks(fn, 2)
+
+
+def test_a_function_of_a_module_that_is_on_no_path_is_refused_before_anything_starts(nothing_starts, monkeypatch):
+    module = type(sys)("made_up_module")
+    exec("def fn(comm): return comm.rank", module.__dict__)
+    monkeypatch.setitem(sys.modules, "made_up_module", module)
+    with pytest.raises(RankError, match="cannot find a module 'made_up_module'"):
+        run_ranks(module.fn, 2)
+
+
+def test_arguments_that_cannot_be_sent_are_named_before_anything_starts(nothing_starts):
+    with pytest.raises(RankError, match="argument 1, a lock, cannot be sent"):
+        run_ranks(facts, 2, torch.ones(1), threading.Lock())
+
+
+def test_results_that_cannot_be_sent_are_named():
+    with pytest.raises(RankError, match="rank 1's result, a lock, cannot be sent back"):
+        run_ranks(give_back_what_cannot_be_sent, 2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "told"),
+    [
+        (0, {}, "world_size is 0"),
+        (1, {"device": "tpu"}, "device is 'tpu'"),
+        (1, {"timeout": 0.0}, "timeout is 0.0"),
+        (1, {"timeout": float("inf")}, "timeout is inf"),
+    ],
+)
+def test_unusable_requests_say_what_was_expected(nothing_starts, world_size, options, told):
+    with pytest.raises(ThinwireError, match=f"{told}, expected"):
+        run_ranks(facts, world_size, torch.ones(1), **options)
+
+
+def test_what_ranks_print_appears_where_the_parent_prints_now(capfd):
+    run_ranks(say_hello, 2)
+    captured = capfd.readouterr()
+    assert sorted(captured.out.split("\n")) == ["", "rank 0 says hello", "rank 1 says hello"]
+    assert captured.err.count("so does its child") == 2
+
+
+def test_functions_and_classes_of_a_script_work_and_its_top_level_sees_the_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            from thinwire.testing import RankError, run_ranks
+
+            SEEN = os.environ.get("THINWIRE_TEST_A")
+
+            class Box:
+                def __init__(self, value):
+                    self.value = value
+
+            def add_rank(comm, box):
+                return Box((box.value + comm.rank, SEEN))
+
+            if __name__ == "__main__":
+                results = run_ranks(add_rank, 2, Box(5), env={"THINWIRE_TEST_A": "set"})
+                print([box.value for box in results])
+            """
+        )
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=HANG_BOUND, env=environ, check=False
+    )
+    assert done.stdout == "[(5, 'set'), (6, 'set')]\n", done.stderr
+
+
+def test_a_function_that_comes_from_no_file_is_refused_before_anything_starts(nothing_starts, monkeypatch):
+    main = type(sys)("__main__")  # as for `python -c`, and where code is typed in
+    exec("def fn(comm): return comm.rank", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(RankError, match="fn was typed in, or read from standard input or -c"):
+        run_ranks(main.fn, 2)
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path):
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        run_ranks(start_ranks_and_be_killed, 1, str(tmp_path))
+    assert_all_end([int(file.read_text().split()[0]) for file in tmp_path.glob("*.pids")])
