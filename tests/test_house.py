@@ -66,7 +66,8 @@ class Block:
 sys.meta_path.insert(0, Block())
 import importlib.util
 find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] in ("triton", "numba") else find_spec(name, *rest)
+missing = ("triton", "numba")
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] in missing else find_spec(name, *rest)
 """
 
 

@@ -286,15 +286,16 @@ def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> N
     if x.shape[0] == 0:
         return
     layout = RecordLayout.of(wire, x.shape[1], x.dtype)
-    quantize_kernel[(x.shape[0],)](
-        x,
-        x.stride(0),
-        records.view(torch.int8),
-        records.stride(0),
-        LAYOUT=layout,
-        num_warps=layout.num_warps,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        quantize_kernel[(x.shape[0],)](
+            x,
+            x.stride(0),
+            records.view(torch.int8),
+            records.stride(0),
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
 def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
@@ -302,15 +303,16 @@ def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) 
     if out.shape[0] == 0:
         return
     layout = RecordLayout.of(wire, out.shape[1], out.dtype)
-    dequantize_kernel[(out.shape[0],)](
-        records.view(torch.int8),
-        records.stride(0),
-        out,
-        out.stride(0),
-        LAYOUT=layout,
-        num_warps=layout.num_warps,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        dequantize_kernel[(out.shape[0],)](
+            records.view(torch.int8),
+            records.stride(0),
+            out,
+            out.stride(0),
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -113,18 +113,19 @@ def pack_weighted_sums(
     if records.shape[0] == 0:
         return
     layout = RecordLayout.of(wire, expert_out.shape[1], dtype)
-    pack_weighted_sums_kernel[(records.shape[0],)](
-        expert_out,
-        expert_out.stride(0),
-        positions,
-        weights,
-        records.view(torch.int8),
-        records.stride(0),
-        positions.shape[1],
-        LAYOUT=layout,
-        num_warps=_sum_warps(wire, layout),
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        pack_weighted_sums_kernel[(records.shape[0],)](
+            expert_out,
+            expert_out.stride(0),
+            positions,
+            weights,
+            records.view(torch.int8),
+            records.stride(0),
+            positions.shape[1],
+            LAYOUT=layout,
+            num_warps=_sum_warps(wire, layout),
+            enable_fp_fusion=False,
+        )
 
 
 def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
@@ -140,17 +141,18 @@ def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFor
     if out.shape[0] == 0:
         return
     layout = RecordLayout.of(wire, out.shape[1], out.dtype)
-    sum_records_kernel[(out.shape[0],)](
-        records.view(torch.int8),
-        records.stride(0),
-        record_index,
-        out,
-        out.stride(0),
-        record_index.shape[1],
-        LAYOUT=layout,
-        num_warps=layout.num_warps,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        sum_records_kernel[(out.shape[0],)](
+            records.view(torch.int8),
+            records.stride(0),
+            record_index,
+            out,
+            out.stride(0),
+            record_index.shape[1],
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
 def _add_present(total: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

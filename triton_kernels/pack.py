@@ -65,16 +65,17 @@ def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None,
     if records.shape[0] == 0:
         return
     layout = RecordLayout.of(wire, x.shape[1], x.dtype)
-    pack_kernel[(records.shape[0],)](
-        x,
-        x.stride(0),
-        row_index,
-        records.view(torch.int8),
-        records.stride(0),
-        LAYOUT=layout,
-        num_warps=layout.num_warps,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        pack_kernel[(records.shape[0],)](
+            x,
+            x.stride(0),
+            row_index,
+            records.view(torch.int8),
+            records.stride(0),
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
 def unpack_rows(
@@ -97,17 +98,18 @@ def unpack_rows(
     if count == 0:
         return
     layout = RecordLayout.of(wire, out.shape[1], out.dtype)
-    unpack_kernel[(count,)](
-        records.view(torch.int8),
-        records.stride(0),
-        record_index,
-        row_index,
-        out,
-        out.stride(0),
-        LAYOUT=layout,
-        num_warps=layout.num_warps,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        unpack_kernel[(count,)](
+            records.view(torch.int8),
+            records.stride(0),
+            record_index,
+            row_index,
+            out,
+            out.stride(0),
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
 def item_count(records: torch.Tensor, record_index: torch.Tensor | None, row_index: torch.Tensor | None) -> int:

@@ -247,8 +247,8 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
     config = load_tiny_moe().config
     print(
         f"A byte-level MoE transformer ({config.num_layers} MoE layers, {config.num_experts} experts, "
-        f"top-{config.top_k}, hidden {config.hidden_size}, float32)\nover {ranks} CPU ranks, scoring {len(text):,} bytes of "
-        f"{'held-out text' if text_path is None else text_path}:\n",
+        f"top-{config.top_k}, hidden {config.hidden_size}, float32)\nover {ranks} CPU ranks, scoring "
+        f"{len(text):,} bytes of {'held-out text' if text_path is None else text_path}:\n",
         flush=True,
     )
     results = run_ranks(_score_rank, ranks, text, wires, sys.stderr.isatty(), timeout=timeout)

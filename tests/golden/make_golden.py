@@ -1,6 +1,7 @@
 """Writes records.json, the bytes that every format gives for one fixed row: `python -m tests.golden.make_golden`.
 
-The row is made from integers, so that no random number generator has a say. Run it only when the wire's version changes.
+The row is made from integers, so that no random number generator has a say. Run it only when the wire's version
+changes.
 """
 
 from __future__ import annotations

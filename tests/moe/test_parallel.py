@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.wires import assert_same_bits, relative_error
+from tests.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, ConfigMismatch, LaneError, PeerTimeout, RoutingError, TransportUnavailable
 from thinwire.fused import staged

@@ -39,7 +39,9 @@ def _check_codec(spec: str, x: torch.Tensor) -> None:
     for dtype in DTYPES if wire.quantized else (x.dtype,):
         out = torch.full((x.shape[0], x.shape[1] + 3), 7.0, dtype=dtype)
         codec.dequantize_rows(records, wire, out[:, : x.shape[1]])
-        assert_same_bits(f"{spec} to {dtype}", codec.dequantize_reference(expected, wire, x.shape[1], dtype), out[:, :-3])
+        assert_same_bits(
+            f"{spec} to {dtype}", codec.dequantize_reference(expected, wire, x.shape[1], dtype), out[:, :-3]
+        )
         assert (out[:, -3:] == 7.0).all(), "elements behind a row were written"
 
 
