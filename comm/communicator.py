@@ -1,0 +1,345 @@
+"""A process group with what thinwire needs of it: exact exchanges in bounded time, and comparison of settings."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.exchange import PeerExchange, Pending
+from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+
+__all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin"]
+
+#: Seconds that a peer may stay silent.
+DEFAULT_TIMEOUT = 30.0
+
+_LARGEST_COUNT = 2**63 - 1
+_ABSENT = "(absent)"
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
+
+    ranks: str
+    device: str
+    owns_group: bool = False
+
+
+class Communicator:
+    """Exact exchanges between the ranks of a process group.
+
+    The constructor is collective over the group: it returns once every rank has called it. Calls on one communicator
+    must come in the same order on all ranks, and from one thread at a time.
+
+    Args:
+        group: a process group that this rank belongs to; None means the default group of `torch.distributed`.
+        device: where this rank's tensors live. None means CUDA's current device when the group has NCCL and CUDA is
+            available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
+            :meth:`post` then takes CPU memory only.
+        timeout: seconds that a call may wait for a peer; None means 30.
+
+    Raises:
+        ThinwireError: there is no process group, or this rank is not in it.
+        TransportUnavailable: the group has neither Gloo nor NCCL for the device.
+        PeerTimeout: another rank did not call the constructor in time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float | None = None,
+        _origin: Origin | None = None,
+    ) -> None:
+        self._group = _member_group(group)
+        self._timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        backends = _backends(self._group)
+        self._device, device_reason = _choose_device(device, backends)
+        self._backend = _choose_backend(self._device, backends)
+        source = "torch.distributed's default group" if group is None else "the process group that was passed"
+        self._origin = _origin or Origin(source, device_reason)
+        self._closed = False
+        self._exchange = PeerExchange(self._group, self._backend, self._timeout)
+        # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
+        # exchange; later ones may leave ranks out.
+        self.barrier()
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group, 0 to size - 1."""
+        return self._exchange.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._exchange.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group itself."""
+        return self._group
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may wait for a peer."""
+        return self._timeout
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator was closed, or its process group destroyed."""
+        return self._closed or not _exists(self._group)
+
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+        """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
+
+        Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
+        Several exchanges may be under way; between two ranks they match in the order in which they were posted.
+
+        Args:
+            sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
+            receives: likewise, filled in place. The rank's own entries are None in both.
+
+        Returns:
+            What to wait for before the buffers are read or written.
+
+        Raises:
+            ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
+            PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
+        """
+        self._require_open()
+        return self._exchange.post(sends, receives)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it. Blocks the host, on CUDA too.
+
+        Raises:
+            PeerTimeout: naming the ranks that did not come.
+        """
+        self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8))
+
+    def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
+        """Tells every peer a number of its own, and returns what the peers told this rank.
+
+        One all-to-all of an int64 a pair. On CUDA it waits for the current stream and blocks the host.
+
+        Args:
+            send_counts: `send_counts[r]` is meant for rank r; 0 to 2**63 - 1.
+
+        Returns:
+            `counts[r]`, what rank r's list holds for this rank; the own entry comes back as it is.
+
+        Raises:
+            CountsError: a list of another length, or entries that are no counts; nothing was sent.
+            PeerTimeout: a peer did not answer.
+        """
+        counts = list(send_counts)
+        if len(counts) != self.size:
+            raise CountsError(f"send_counts has {len(counts)} entries, expected one for each of the {self.size} ranks")
+        for peer, count in enumerate(counts):
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
+                raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
+        rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
+        received: list[int] = self._exchange_rows(rows).view(torch.int64).view(self.size).tolist()
+        return received
+
+    def all_gather_object(self, obj: object) -> list[Any]:
+        """Every rank's object, in rank order; meant for small settings. Blocks the host.
+
+        The objects travel pickled: use it among ranks that trust each other, as one job's ranks do.
+
+        Raises:
+            PeerTimeout: a peer did not answer.
+            Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
+        """
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        lengths = self.exchange_counts([payload.numel()] * self.size)
+        memory = self._exchange_device
+        outgoing = payload.to(memory)
+        sends = [None if peer == self.rank else outgoing for peer in range(self.size)]
+        receives = [
+            None if peer == self.rank else torch.empty(length, dtype=torch.uint8, device=memory)
+            for peer, length in enumerate(lengths)
+        ]
+        self._synchronise()
+        self.post(sends, receives).wait_on_host()
+        return [pickle.loads((payload if row is None else row.cpu()).numpy().tobytes()) for row in receives]
+
+    def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
+        """Compares settings over all ranks, before anything is built on them. 32 bytes a pair unless they differ.
+
+        Args:
+            what: the thing that has these settings, for the message.
+            settings: what must agree; `1`, `1.0` and `True` are three different values.
+
+        Raises:
+            ConfigMismatch: on every rank, with the settings that differ and each rank's value.
+            TypeError: a value of another type.
+        """
+        for name, value in settings.items():
+            if not isinstance(value, str | int | float | bool | None):
+                raise TypeError(f"{what}: setting {name!r} is {value!r}, expected a str, int, float, bool or None")
+        described = {"what": repr(what)} | {name: repr(value) for name, value in settings.items()}
+        digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
+        rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
+        if bool((self._exchange_rows(rows) == rows).all()):
+            return
+        # Every rank saw all the digests, so every rank comes here.
+        raise ConfigMismatch(_describe_mismatch(what, self.all_gather_object(described)))
+
+    def check_device(self, name: str, tensor: Tensor) -> None:
+        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
+
+        Args:
+            name: what the caller knows the tensor by.
+
+        Raises:
+            TransportUnavailable: naming the tensor, and both devices.
+        """
+        if tensor.device.type != self._device.type:
+            raise TransportUnavailable(
+                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
+                f"move it, or make a communicator with device={tensor.device.type!r}"
+            )
+
+    def explain(self) -> str:
+        """What was chosen, and why, one fact a line."""
+        owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
+        return "\n".join(
+            (
+                f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else ""),
+                f"  rank and size: from {self._origin.ranks}",
+                f"  device: {self._device}, {self._origin.device}",
+                f"  backend: {self._backend}",
+                f"  process group: {owner}",
+                f"  timeout: {self._timeout:g} s",
+            )
+        )
+
+    def close(self) -> None:
+        """Ends use of the communicator; destroys the process group if `init` made it. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._exchange.close()
+        if self._origin.owns_group and _exists(self._group):
+            dist.destroy_process_group(self._group)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={self._backend!r})"
+
+    @property
+    def _exchange_device(self) -> torch.device:
+        return self._device if self._backend == "nccl" else torch.device("cpu")
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+
+    def _synchronise(self) -> None:
+        # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
+        if self._backend == "nccl":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _exchange_rows(self, rows: Tensor) -> Tensor:
+        """Row r of a CPU uint8 matrix [size, bytes] goes to rank r; row r of the result came from there."""
+        self._require_open()
+        outgoing = rows.to(self._exchange_device)
+        incoming = outgoing.clone()
+        self._synchronise()
+        peers = [peer != self.rank for peer in range(self.size)]
+        sends = [row if peer else None for row, peer in zip(outgoing, peers, strict=True)]
+        receives = [row if peer else None for row, peer in zip(incoming, peers, strict=True)]
+        self.post(sends, receives).wait_on_host()
+        return incoming.cpu()
+
+
+def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ThinwireError("torch.distributed is not initialised: call thinwire.init(), or pass a process group")
+    group = dist.group.WORLD if group is None else group
+    # torch.distributed.new_group gives ranks that are no members a placeholder that is no group.
+    if not isinstance(group, dist.ProcessGroup) or not _exists(group):
+        raise ThinwireError(f"{group!r} is no process group that this rank belongs to; only members may wrap a group")
+    return group
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # destroyed since, alone or with all of torch.distributed
+        return False
+    return True
+
+
+def _checked_timeout(timeout: float) -> float:
+    if not 0 < timeout < float("inf"):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
+    return float(timeout)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type to backend, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def _choose_device(device: torch.device | str | None, backends: dict[str, str]) -> tuple[torch.device, str]:
+    if device is None:
+        if backends.get("cuda") != "nccl":
+            return torch.device("cpu"), "as the process group has no NCCL"
+        if not torch.cuda.is_available():
+            return torch.device("cpu"), "as CUDA is not available"
+        return torch.device("cuda", torch.cuda.current_device()), "CUDA's current device, as the group has NCCL"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen, "as passed"
+
+
+def _choose_backend(device: torch.device, backends: dict[str, str]) -> str:
+    if device.type == "cuda" and backends.get("cuda") == "nccl":
+        return "nccl"
+    if device.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
+        return "gloo"
+    raise TransportUnavailable(
+        f"a process group with {backends} cannot serve {device}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
+    )
+
+
+def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:
+    lines = [f"{what}: the ranks' settings differ"]
+    for name in dict.fromkeys(name for settings in by_rank for name in settings):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, settings in enumerate(by_rank):
+            ranks_of.setdefault(settings.get(name, _ABSENT), []).append(rank)
+        if len(ranks_of) > 1:
+            parts = (
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_of.items()
+            )
+            lines.append(f"  {name}: {'; '.join(parts)}")
+    return "\n".join(lines)

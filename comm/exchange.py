@@ -1,0 +1,241 @@
+"""Non-blocking exchange of bytes with every peer of a process group, in bounded time.
+
+What the two backends do, and what follows from it:
+
+- **Gloo** matches a message to a receive by peer and tag only. One that is longer than the receive ends the receiving
+  *process* (an uncaught C++ exception in Gloo's own thread), one that is shorter fills part of the buffer and reports
+  success. The tag of every message here is therefore made from its length and its place in the sequence of its pair:
+  ranks that disagree never match, and both get :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the
+  connections to all peers, so nothing can be exchanged afterwards. A lost connection is reported at once, and leaves
+  those to the other peers alone.
+- **NCCL** ignores tags and puts a batch on a stream of its own; `Pending.wait` orders the current stream after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
+
+__all__ = ["PeerExchange", "Pending"]
+
+_POLL_SECONDS = 20e-6
+_LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
+_SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and takes 0 for "the group's own timeout"
+
+
+def _message_tag(sequence: int, num_bytes: int) -> int:
+    """A tag of 31 bits. The odd multiplier makes lengths that differ by less than 2 GiB differ in their tags."""
+    return (num_bytes * 0x9E3779B1 + sequence * 0x85EBCA77 + 0x7457) & 0x7FFFFFFF
+
+
+class Pending:
+    """An exchange under way. Made by :meth:`Communicator.post`; call :meth:`wait` before touching its buffers.
+
+    The communicator keeps the buffers alive until then, also when the Pending itself is dropped.
+    """
+
+    def __init__(self, exchange: PeerExchange, buffers: Sequence[Tensor | None], peers: Sequence[int]) -> None:
+        self._exchange = exchange
+        self._buffers = buffers
+        self._peers = peers
+        self._works: list[tuple[int, dist.Work]] = []  # on NCCL one work for all: its rank means nothing
+        self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
+
+    def wait(self) -> None:
+        """Until every send and receive of this exchange is done. Calling it again does nothing.
+
+        On CUDA this orders the current stream after the exchange and returns at once.
+
+        Raises:
+            PeerTimeout: a peer had not done its part after the communicator's timeout, or its connection was lost.
+        """
+        self._exchange.complete(self)
+
+    def wait_on_host(self) -> None:
+        """As :meth:`wait`, and blocks the host on CUDA too, for at most the communicator's timeout."""
+        self._exchange.complete(self, block_host=True)
+
+
+class PeerExchange:
+    """Sends and receives of one process group. Not thread-safe: both ranks of a pair must post in the same order.
+
+    Args:
+        group: any process group that this rank is a member of.
+        backend: `"gloo"` or `"nccl"`.
+        timeout: seconds that a wait on the host may last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, timeout: float) -> None:
+        self.group = group
+        self.backend = backend
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.timeout = timeout
+        self._num_sent = [0] * self.size
+        self._num_received = [0] * self.size
+        self._outstanding: set[Pending] = set()
+        self._failure: str | None = None
+
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+        """Starts the exchange described at :meth:`Communicator.post`."""
+        if self._failure is not None:
+            raise PeerTimeout(f"this process group cannot be used any more, make a new one; earlier: {self._failure}")
+        self._check("sends", sends)
+        self._check("receives", receives)
+        # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
+        pending = Pending(self, [*sends, *receives], active)
+        if active:
+            self._outstanding.add(pending)
+            if self.backend == "nccl":
+                self._start_batch(pending, sends, receives)
+            else:
+                self._start_each(pending, sends, receives)
+        return pending
+
+    def _check(self, name: str, buffers: Sequence[Tensor | None]) -> None:
+        if len(buffers) != self.size:
+            raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
+        if buffers[self.rank] is not None:
+            raise ThinwireError(f"{name}[{self.rank}] is this rank's own entry; expected None, copy it locally")
+        device_type = "cuda" if self.backend == "nccl" else "cpu"
+        for peer, buffer in enumerate(buffers):
+            if buffer is None:
+                continue
+            if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+                layout = "contiguous" if buffer.is_contiguous() else "strided"
+                raise ThinwireError(f"{name}[{peer}] is {layout} {buffer.dtype}, expected contiguous torch.uint8")
+            if buffer.device.type != device_type:
+                raise TransportUnavailable(
+                    f"{name}[{peer}] lives on {buffer.device}, but {self.backend} moves {device_type} memory only"
+                )
+
+    def _start_each(self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        # Receives first: a send whose receive is known at the other end starts at once.
+        for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
+            for peer in pending._peers:
+                buffer = buffers[peer]
+                if buffer is None or not buffer.numel():
+                    continue
+                tag = _message_tag(counters[peer], buffer.numel())
+                counters[peer] += 1
+                try:
+                    if receiving:
+                        work = dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
+                    else:
+                        work = dist.isend(buffer, group=self.group, group_dst=peer, tag=tag)
+                except RuntimeError as error:
+                    # The connection broke earlier. The other peers still get their part: none of them shall take this
+                    # rank for the one that was lost.
+                    pending._lost.setdefault(peer, error)
+                    continue
+                if work is not None:
+                    pending._works.append((peer, work))
+        if pending._lost:
+            self._complete_each(pending)
+
+    def _start_batch(self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        operations = []
+        for peer in pending._peers:
+            for function, buffer in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):
+                if buffer is not None and buffer.numel():
+                    operations.append(dist.P2POp(function, buffer, group=self.group, group_peer=peer))
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except dist.DistError as error:
+            raise self._fail(f"the exchange with {_name_ranks(pending._peers)} failed", {self.rank: error}) from error
+        pending._works = [(self.rank, work) for work in works]
+
+    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
+        """Ends `pending`; see :meth:`Pending.wait`."""
+        if pending not in self._outstanding:
+            return
+        if self._failure is not None:
+            raise PeerTimeout(f"this exchange was given up with its process group: {self._failure}")
+        if self.backend == "nccl":
+            self._complete_batch(pending, block_host)
+        else:
+            self._complete_each(pending)
+        self._outstanding.discard(pending)
+        pending._buffers, pending._works = (), []
+
+    def _complete_each(self, pending: Pending) -> None:
+        deadline = time.monotonic() + (_LOSS_GRACE if pending._lost else self.timeout)
+        silent: dict[int, RuntimeError] = {}
+        for peer, work in pending._works:
+            if peer in pending._lost:
+                continue
+            try:
+                work.wait(max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT))
+            except RuntimeError as error:
+                if _is_timeout(error):
+                    # Gloo has closed every connection by now. What had completed still says so, and the rest fails at
+                    # once, so going on tells who had not answered.
+                    silent.setdefault(peer, error)
+                else:
+                    pending._lost[peer] = error
+                    deadline = min(deadline, time.monotonic() + _LOSS_GRACE)
+        if pending._lost:
+            raise self._fail(
+                f"lost the connection to {_name_ranks(pending._lost)}, which ended or gave up waiting", pending._lost
+            )
+        if silent:
+            raise self._fail(
+                f"no answer from {_name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
+                "number of bytes",
+                silent,
+            )
+
+    def _complete_batch(self, pending: Pending, block_host: bool) -> None:
+        deadline = time.monotonic() + self.timeout
+        try:
+            while block_host and not all(work.is_completed() for _, work in pending._works):
+                if time.monotonic() > deadline:
+                    raise self._fail(
+                        f"the exchange with {_name_ranks(pending._peers)} was not done within {self.timeout:g} s: "
+                        "at least one of them is stuck, gone, or expecting another number of bytes",
+                        {},
+                    )
+                time.sleep(_POLL_SECONDS)
+            for _, work in pending._works:
+                work.wait()
+        except dist.DistError as error:
+            raise self._fail(f"the exchange with {_name_ranks(pending._peers)} failed", {self.rank: error}) from error
+
+    def _fail(self, reason: str, errors: dict[int, RuntimeError]) -> PeerTimeout:
+        cause = next(iter(errors.values()), None)
+        self._failure = f"rank {self.rank} of {self.size}: {reason}" + (f" ({_first_line(cause)})" if cause else "")
+        failure = PeerTimeout(self._failure)
+        failure.__cause__ = cause
+        return failure
+
+    def close(self) -> None:
+        """Lets go of the buffers of exchanges that nobody waited for."""
+        self._outstanding.clear()
+
+
+def _num_bytes(buffer: Tensor | None) -> int:
+    return 0 if buffer is None else buffer.numel()
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def _first_line(error: RuntimeError) -> str:
+    # Gloo begins with the place in its source, in brackets, and goes on with advice.
+    text = str(error).strip().partition("\n")[0]
+    return text.rpartition("] ")[2].partition(". ")[0] if text.startswith("[") else text
+
+
+def _name_ranks(ranks: Sequence[int] | dict[int, RuntimeError]) -> str:
+    names = sorted(ranks)
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"

@@ -1,0 +1,146 @@
+"""Where a process takes its rank from, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.comm import RankInfo, bootstrap, default_communicator, discover, init
+from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.testing import run_ranks
+
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}
+ADDRESS = ("10.0.0.1", 29501)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """An environment without a launcher, and no process group left behind."""
+    for names in bootstrap._LAUNCHERS:
+        for name in (*names[1:], "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bootstrap, "_default", None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1, 0, "a world of one, as no launcher is known", None)),
+        (MEETING, (0, 1, 0, "a world of one, as no launcher is known", None)),
+        (TORCHRUN | MEETING, (3, 8, 1, "torchrun (RANK, WORLD_SIZE)", ADDRESS)),
+        (OPEN_MPI | MEETING, (2, 4, 0, "Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)", ADDRESS)),
+        (SLURM | MEETING, (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ADDRESS)),
+        (SLURM | OPEN_MPI | TORCHRUN | MEETING, (3, 8, 1, "torchrun (RANK, WORLD_SIZE)", ADDRESS)),
+        (SLURM | OPEN_MPI | MEETING, (2, 4, 0, "Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)", ADDRESS)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, None, "torchrun (RANK, WORLD_SIZE)", None)),
+    ],
+    ids=["nothing", "address-only", "torchrun", "open-mpi", "slurm", "all", "mpi-in-slurm", "one-without-address"],
+)
+def test_launchers_are_found_in_their_order(environ, expected):
+    assert discover(environ) == RankInfo(*expected)
+
+
+def test_arguments_come_before_every_launcher():
+    info = discover(SLURM | TORCHRUN | MEETING, rank=1, world_size=2)
+    assert info == RankInfo(1, 2, 1, "the arguments rank and world_size", ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "told"),
+    [
+        ({"RANK": "0"}, {}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, {}, "RANK is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "OMPI_COMM_WORLD_RANK is not set"),
+        ({"SLURM_PROCID": "0"}, {}, "SLURM_NTASKS is not set"),
+        (TORCHRUN, {}, "MASTER_ADDR is not set .* torchrun .* 8 ranks"),
+        (OPEN_MPI | {"MASTER_ADDR": "h"}, {}, "MASTER_PORT is not set .* Open MPI"),
+        (OPEN_MPI | MEETING | {"MASTER_ADDR": ""}, {}, "MASTER_ADDR is not set"),
+        (SLURM | MEETING | {"MASTER_PORT": "70000"}, {}, "MASTER_PORT is 70000 .* expected 1 to 65535"),
+        (SLURM | MEETING | {"MASTER_PORT": "ssh"}, {}, "MASTER_PORT is 'ssh' .* expected an integer"),
+        (TORCHRUN | {"RANK": "-1"}, {}, "RANK is '-1' .* at least 0"),
+        (TORCHRUN | MEETING | {"RANK": "8"}, {}, "rank 8 of 8, from torchrun .* expected 0 <= rank < world size"),
+        (TORCHRUN | MEETING | {"LOCAL_RANK": "x"}, {}, "LOCAL_RANK is 'x'"),
+        (TORCHRUN | MEETING, {"rank": 1}, "rank was passed without world_size"),
+        (TORCHRUN | MEETING, {"world_size": 1}, "world_size was passed without rank"),
+        ({}, {"rank": 0, "world_size": 2}, "MASTER_ADDR is not set .* the arguments"),
+        ({}, {"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({}, {"rank": 0, "world_size": 0}, "rank 0 of 0"),
+    ],
+)
+def test_what_is_missing_or_unusable_is_named(environ, arguments, told):
+    with pytest.raises(ThinwireError, match=told):
+        discover(environ, **arguments)
+
+
+def test_init_alone_makes_the_default_communicator_and_close_takes_it_away(alone):
+    with pytest.raises(ThinwireError, match=r"call thinwire.init\(\) first"):
+        default_communicator()
+    with init(device="cpu", timeout=5.0) as comm:
+        assert default_communicator() is comm
+        assert (comm.rank, comm.size, comm.timeout, comm.device) == (0, 1, 5.0, torch.device("cpu"))
+        assert comm.exchange_counts([4]) == [4] and comm.all_gather_object("x") == ["x"]
+        for fact in ("rank 0 of 1", "no launcher is known", "gloo", "made by init", "5 s"):
+            assert fact in comm.explain()
+    assert comm.closed and not dist.is_initialized()
+    with pytest.raises(ThinwireError, match="no default communicator"):
+        default_communicator()
+    comm.close()
+    assert init(device="cpu") is not comm
+
+
+def test_a_second_init_returns_the_first_communicator_or_refuses_to_change_it(alone):
+    comm = init(device="cpu", timeout=5.0)
+    assert init() is init(device="cpu") is init(rank=0, world_size=1, timeout=5.0) is comm
+    for arguments, told in (
+        ({"timeout": 6.0}, "timeout=6.0"),
+        ({"device": "cuda"}, "device='cuda'"),
+        ({"rank": 1, "world_size": 2}, "rank=1, world_size=2"),
+    ):
+        with pytest.raises(ThinwireError, match=rf"close\(\) that one before asking for {told}"):
+            init(**arguments)
+    comm.close()
+
+
+def test_init_takes_over_an_initialised_process_group_and_leaves_it_alone(alone):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ThinwireError, match="world_size=2 was passed, but .* already with world_size 1"):
+        init(rank=0, world_size=2)
+    with init() as comm:
+        assert comm.group is dist.group.WORLD and "default group" in comm.explain()
+    assert dist.is_initialized()
+    again = init()
+    dist.destroy_process_group()
+    assert again.closed
+    with pytest.raises(ThinwireError, match="no default communicator"):
+        default_communicator()
+
+
+def test_ranks_that_do_not_come_raise_peer_timeout(alone, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody listens there
+    begin = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"rank 1 of 2, from the arguments .* at 127.0.0.1:1 "):
+        init(rank=1, world_size=2, device="cpu", timeout=0.2)
+    assert time.monotonic() - begin < 30.0
+    assert not dist.is_initialized()
+
+
+def use_the_default(comm):
+    with pytest.raises(ThinwireError):
+        default_communicator()
+    mine = init(timeout=9.0)
+    assert default_communicator() is mine and mine.group is comm.group
+    return mine.all_gather_object(mine.rank)
+
+
+def test_init_inside_run_ranks_joins_its_ranks():
+    assert run_ranks(use_the_default, 2) == [[0, 1]] * 2
