@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, default_communicator
-from thinwire.errors import CountsError
+from thinwire.errors import CountsError, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.counts import (
@@ -35,12 +35,14 @@ _FLAT_ROW = 1024
 class Pending:
     """An all-to-all-v under way; `wait()` completes it.
 
-    On CUDA `wait()` makes the current stream wait and does not block the host.
+    On CUDA what is left to do runs on the stream that posted it, and `wait()` makes the current stream wait for that;
+    the host is not blocked.
     """
 
-    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, finish: Callable[[], torch.Tensor], device: torch.device) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def wait(self) -> torch.Tensor:
         """The output, filled. May be called again.
@@ -52,7 +54,12 @@ class Pending:
             if self._finish is None:
                 raise RuntimeError("this all_to_all_v failed when it was waited for before")
             finish, self._finish = self._finish, None
-            self._result = finish()
+            with torch.no_grad(), torch.cuda.stream(self._stream):  # no stream: no change
+                self._result = finish()
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._result.device)
+            current.wait_stream(self._stream)
+            self._result.record_stream(current)
         return self._result
 
 
@@ -94,7 +101,7 @@ def all_to_all_v(
     Raises:
         CountsError: counts or displacements that do not fit the tensors or overlap; with check, on every rank, those
             that disagree between two ranks.
-        WireFormatError: a dtype that the wire cannot carry.
+        WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
         PeerTimeout: a peer did not answer within the communicator's timeout.
 
     Source: the semantics of MPI_Alltoallv, MPI standard 4.1, section 6.8.
@@ -107,31 +114,53 @@ def all_to_all_v(
     """
     comm = comm if comm is not None else default_communicator()
     wire = resolve_wire(wire)
+    _check_tensors(x, out, wire, comm)
+    sends, given_counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
+    counts = comm.exchange_counts(sends.counts) if given_counts is None else given_counts
+    receives = receive_segments(counts, recv_displs, None if out is None else out.shape[0])
+    own_sent, own_received = sends.counts[comm.rank], receives.counts[comm.rank]
+    if check:
+        _compare_with_peers(x, sends, receives, wire, comm)
+    elif own_sent != own_received:
+        raise CountsError(f"rank {comm.rank} sends itself {own_sent} rows but expects {own_received}")
+    with torch.no_grad():
+        if out is None:
+            out = x.new_zeros((receives.rows, *x.shape[1:]))
+        if x.dim() > 1 and math.prod(x.shape[1:]) == 0:
+            pending = Pending(lambda: out, comm.device)
+        elif wire.quantized:
+            pending = _post_quantized(x.resolve_neg(), sends, out, receives, wire, comm)
+        else:
+            pending = _post_exact(x, sends, out, receives, comm)
+        return pending if async_op else pending.wait()
+
+
+def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> None:
+    """All that can be refused before peers hear of this call."""
     require_float(x, wire, "all_to_all_v")
     comm.check_device("x", x)
     if x.dim() < 1:
         raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
-    sends, recv_counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
-    receives = None if recv_counts is None else _receives(x, recv_counts, recv_displs, out, comm)
-    if recv_counts is None:
-        recv_counts = comm.exchange_counts(sends.counts)
-        receives = _receives(x, recv_counts, recv_displs, out, comm)
-    assert receives is not None
-    if sends.counts[comm.rank] != receives.counts[comm.rank]:
-        raise CountsError(
-            f"rank {comm.rank} sends itself {sends.counts[comm.rank]} rows but expects {receives.counts[comm.rank]}"
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise WireFormatError(
+            "all_to_all_v has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
         )
-    if check:
-        _compare_with_peers(x, sends, receives, wire, comm)
+    if wire.quantized:
+        select_backend(x.device, wire)
     if out is None:
-        out = x.new_zeros((receives.rows, *x.shape[1:]))
-    if x[:1].numel() == 0 and x.dim() > 1:
-        pending = Pending(lambda: out)
-    elif wire.quantized:
-        pending = _post_quantized(x, sends, out, receives, wire, comm)
-    else:
-        pending = _post_exact(x, sends, out, receives, comm)
-    return pending if async_op else pending.wait()
+        return
+    comm.check_device("out", out)
+    if out.dtype != x.dtype or out.shape[1:] != x.shape[1:] or out.dim() != x.dim():
+        raise CountsError(
+            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(x.shape[1:])}"
+        )
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise CountsError(
+            f"out must be contiguous and hold its own values; it has strides {list(out.stride())} for shape "
+            f"{list(out.shape)}, conj {out.is_conj()}, neg {out.is_neg()}"
+        )
+    if _overlap(x, out):
+        raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
 
 
 def _resolve_counts(
@@ -154,25 +183,8 @@ def _resolve_counts(
     return sends, None if recv_counts is None else parse_integers(recv_counts, comm.size, "recv_counts")
 
 
-def _receives(
-    x: torch.Tensor, counts: list[int], displs: Counts | None, out: torch.Tensor | None, comm: Communicator
-) -> Segments:
-    if out is None:
-        return receive_segments(counts, displs, None)
-    comm.check_device("out", out)
-    if out.dtype != x.dtype or out.shape[1:] != x.shape[1:] or out.dim() != x.dim():
-        raise CountsError(
-            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(x.shape[1:])}"
-        )
-    if not out.is_contiguous():
-        raise CountsError(f"out must be contiguous; its strides are {list(out.stride())} for shape {list(out.shape)}")
-    if _overlap(x, out):
-        raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
-    return receive_segments(counts, displs, out.shape[0])
-
-
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+    if a.device != b.device or not a.numel() or not b.numel():
         return False
 
     def extent(t: torch.Tensor) -> tuple[int, int]:
@@ -186,7 +198,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _compare_with_peers(
     x: torch.Tensor, sends: Segments, receives: Segments, wire: WireFormat, comm: Communicator
 ) -> None:
-    row = (tuple(x.shape[1:]), str(x.dtype), str(wire))
+    row = (tuple(x.shape[1:]), str(x.dtype), repr(wire))
     everyone = comm.all_gather_object((sends.counts, receives.counts, row))
     for source, (sent, _, source_row) in enumerate(everyone):
         if source_row != everyone[0][2]:
@@ -213,15 +225,15 @@ def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: S
             views.append(rows.view(-1).view(torch.uint8) if count and peer != comm.rank else None)
         return views
 
-    work = comm.post(byte_views(source, sends), byte_views(out, receives))
     own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
     out[own_receive : own_receive + own] = source[own_send : own_send + own]
+    work = comm.post(byte_views(source, sends), byte_views(out, receives))
 
     def finish() -> torch.Tensor:
         work.wait()
         return out
 
-    return Pending(finish)
+    return Pending(finish, out.device)
 
 
 def _post_quantized(
@@ -238,7 +250,7 @@ def _post_quantized(
         unpack(out.view(out.shape[0], hidden))
         return out
 
-    return Pending(finish)
+    return Pending(finish, out.device)
 
 
 def _post_rows(
@@ -248,7 +260,7 @@ def _post_rows(
     backend = select_backend(rows.device, wire)
 
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
-        backend.pack_rows(rows, wire, sends.row_index(start, stop).to(rows.device), records)
+        backend.pack_rows(rows, wire, sends.row_index(start, stop, rows.device), records)
 
     row_bytes = wire.row_bytes(rows.shape[1], rows.dtype)
     exchange = StagedExchange.post(comm, sends.counts, receives.counts, row_bytes, pack)
@@ -256,8 +268,8 @@ def _post_rows(
 
     def unpack(out: torch.Tensor) -> None:
         for start, stop in exchange.arrivals():
-            record_index = slots.row_index(start, stop).to(out.device)
-            row_index = receives.row_index(start, stop).to(out.device)
+            record_index = slots.row_index(start, stop, out.device)
+            row_index = receives.row_index(start, stop, out.device)
             backend.unpack_rows(exchange.received, wire, record_index, row_index, out)
 
     return unpack
@@ -281,7 +293,7 @@ def _post_flat(
             out[displ : displ + count] = arrived.view(-1)[first * _FLAT_ROW : first * _FLAT_ROW + count]
         return out
 
-    return Pending(finish)
+    return Pending(finish, out.device)
 
 
 def _pairs(segments: Segments) -> list[tuple[int, int]]:

@@ -43,6 +43,8 @@ def select_backend(device: torch.device, wire: WireFormat) -> Backend:
         TransportUnavailable: it is not installed (the message names the extra), the variable names none of them, or
             the GPU does not take the format.
     """
+    if device.type not in ("cpu", "cuda"):
+        raise TransportUnavailable(f"tensors on {device} have no kernels; accepted: tensors on the CPU or on CUDA")
     if device.type == "cuda":
         require_wire_support(wire, torch.cuda.get_device_capability(device))
     requested = os.environ.get(BACKEND_VARIABLE)

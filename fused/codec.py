@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def require_float(x: torch.Tensor, wire: WireFormat, what: str) -> None:
 
 
 def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
-    """Quantises the rows of a tensor into wire records.
+    """Quantises the rows of a tensor into wire records. Gradients do not pass through.
 
     Args:
         x: float32, float16 or bfloat16 [..., hidden].
@@ -77,8 +78,9 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
         raise WireFormatError(
             f"quantize takes float32, float16 or bfloat16 [..., hidden]; got {x.dtype} {list(x.shape)}"
         )
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    records = torch.empty(rows.shape[0], wire.row_bytes(rows.shape[1], x.dtype), dtype=torch.uint8, device=x.device)
+    row_bytes = wire.row_bytes(x.shape[-1], x.dtype)
+    rows = x.detach().resolve_neg().reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+    records = torch.empty(rows.shape[0], row_bytes, dtype=torch.uint8, device=x.device)
     select_backend(x.device, wire).pack_rows(rows, wire, None, records)
     return WireRows(records, wire, x.shape, x.dtype)
 
@@ -94,12 +96,22 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
         A tensor of the original's shape, rounded once, saturating at the dtype's largest finite value.
 
     Raises:
-        WireFormatError: for another dtype.
+        WireFormatError: for another dtype, or records that are not those of such a tensor.
     """
     dtype = dtype or rows.dtype
     if dtype not in FLOAT_DTYPES or (not rows.wire.quantized and dtype != rows.dtype):
         accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
         raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
-    out = torch.empty(rows.records.shape[0], rows.shape[-1], dtype=dtype, device=rows.records.device)
-    select_backend(out.device, rows.wire).unpack_rows(rows.records, rows.wire, None, None, out)
+    records, count = rows.records, math.prod(rows.shape[:-1])
+    row_bytes = rows.wire.row_bytes(rows.shape[-1], rows.dtype)
+    if records.dtype != torch.uint8 or records.shape != (count, row_bytes):
+        raise WireFormatError(
+            f"records are {records.dtype} {list(records.shape)}; rows of shape {list(rows.shape)} in {rows.wire} are "
+            f"torch.uint8 [{count}, {row_bytes}]"
+        )
+    # Kernels read 16 bytes at a time.
+    if records.stride(1) != 1 or records.stride(0) % 16 or records.data_ptr() % 16:
+        records = records.clone(memory_format=torch.contiguous_format)
+    out = torch.empty(count, rows.shape[-1], dtype=dtype, device=records.device)
+    select_backend(out.device, rows.wire).unpack_rows(records, rows.wire, None, None, out)
     return out.view(rows.shape)

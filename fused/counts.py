@@ -23,17 +23,17 @@ class Segments:
 
     @property
     def rows(self) -> int:
-        """Rows from the tensor's start to the end of the last segment that is not empty."""
-        return max((d + c for c, d in zip(self.counts, self.displs, strict=True) if c), default=0)
+        """The largest `displ + count`: rows of a tensor that holds all segments."""
+        return max(d + c for c, d in zip(self.counts, self.displs, strict=True))
 
-    def row_index(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start ... stop - 1 of every segment, in order of peers: int64, on the CPU.
+    def row_index(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """Rows start ... stop - 1 of every segment, in order of peers: int64, made on `device`, not copied to it.
 
         >>> Segments([2, 0, 3], [4, 0, 7]).row_index(1, 3).tolist()
         [5, 8, 9]
         """
         pieces = [
-            torch.arange(displ + min(start, count), displ + min(stop, count))
+            torch.arange(displ + min(start, count), displ + min(stop, count), device=device)
             for count, displ in zip(self.counts, self.displs, strict=True)
         ]
         return torch.cat(pieces)

@@ -106,7 +106,7 @@ class Dispatched:
         return tokens
 
     def abandon(self) -> None:
-        """Ends the round as a `combine` whose expert outputs are all zero; the result is thrown away.
+        """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
 
         Peers may combine meanwhile: they get zeros for what they sent here.
 
@@ -114,8 +114,9 @@ class Dispatched:
             LaneError: the round is over.
             PeerTimeout: a peer did not answer in time.
         """
-        zeros = torch.zeros(self._arrival.num_rows, self._ep.hidden_size, dtype=self._dtype, device=self.rows.device)
-        self._ep.combine(zeros, self)
+        self._ep._require_open(self)
+        nothing = torch.empty(0, self._ep.hidden_size, dtype=self._dtype, device=self.rows.device)
+        self._ep._send_home(nothing, self, None)
 
     @property
     def dispatch_traffic(self) -> Traffic:

@@ -121,7 +121,9 @@ class ExpertParallel:
             lane: which of the `lanes`.
 
         Raises:
-            RoutingError: shapes, dtypes, devices or ids that do not fit; gradients wanted.
+            RoutingError: shapes, dtypes or ids that do not fit; gradients wanted; ranks with tokens of different
+                dtypes (on all of them).
+            TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
@@ -131,14 +133,15 @@ class ExpertParallel:
         x = x if x.stride(1) == 1 else x.contiguous()
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
         sends = SendPlan.of(ids, self.num_experts, self.comm.size)
-        recv_counts = self.comm.exchange_counts(sends.counts)
+        self._open_rounds[lane] = None
+        recv_counts = self._exchange_counts(sends.counts, x.dtype)
         row_bytes, record_bytes = self.wire.row_bytes(self.hidden_size, x.dtype), self._message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + self.top_k)
         weight_words = slice(id_words.stop, id_words.stop + self.top_k)
         slots = dense_segments(sends.counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
-            tokens = sends.tokens[slots.row_index(start, stop).to(x.device)]
+            tokens = sends.tokens[slots.row_index(start, stop, x.device)]
             self._dispatch_backend.pack_rows(x, self.wire, tokens, records[:, :row_bytes])
             tail = records.view(torch.int32)
             tail[:, id_words] = ids[tokens]
@@ -168,29 +171,33 @@ class ExpertParallel:
 
         Raises:
             LaneError: the round is over, or not this object's.
-            RoutingError: shapes, dtypes or devices that do not fit.
+            RoutingError: shapes or dtypes that do not fit; gradients wanted.
+            TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open(d)
         self._check_expert_out(expert_out, d)
         tokens = d._sends.record_index.shape[0]
-        if out is None:
-            out = torch.empty(tokens, self.hidden_size, dtype=d._dtype, device=self.comm.device)
-        elif out.shape != (tokens, self.hidden_size) or out.dtype != d._dtype or out.stride(-1) != 1:
-            raise RoutingError(
-                f"out is {out.dtype} {list(out.shape)}; {d._dtype} [{tokens}, {self.hidden_size}] with contiguous rows "
-                "is needed"
-            )
-        self.comm.check_device("out", out)
+        if out is not None:
+            self.comm.check_device("out", out)
+            if out.shape != (tokens, self.hidden_size) or out.dtype != d._dtype or not out.is_contiguous():
+                raise RoutingError(
+                    f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}; contiguous {d._dtype} "
+                    f"[{tokens}, {self.hidden_size}] is needed"
+                )
+        return self._send_home(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), d, out)
+
+    def _send_home(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+        """`combine` after its checks; rows that expert_out does not have add nothing."""
         self._open_rounds[d.lane] = None
-        expert_out = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
-        positions = d._arrival.positions
-        if d._capacity is not None:
-            positions = torch.where(positions < expert_out.shape[0], positions, -1)
+        if out is None:
+            tokens = d._sends.record_index.shape[0]
+            out = torch.empty(tokens, self.hidden_size, dtype=d._dtype, device=self.comm.device)
+        positions = torch.where(d._arrival.positions < expert_out.shape[0], d._arrival.positions, -1)
         slots = dense_segments(d._recv_counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
-            chosen = slots.row_index(start, stop).to(positions.device)
+            chosen = slots.row_index(start, stop, positions.device)
             self._combine_backend.pack_weighted_sums(
                 expert_out, positions[chosen], d._arrival.weights[chosen], self.combine_wire, d._dtype, records
             )
@@ -228,6 +235,18 @@ class ExpertParallel:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _exchange_counts(self, counts: list[int], dtype: torch.dtype) -> list[int]:
+        """The peers' counts; with them everyone learns everyone's dtype, which must be the same."""
+        kinds = len(FLOAT_DTYPES)
+        received = self.comm.exchange_counts([count * kinds + FLOAT_DTYPES.index(dtype) for count in counts])
+        for peer, value in enumerate(received):
+            if FLOAT_DTYPES[value % kinds] != dtype:
+                raise RoutingError(
+                    f"rank {self.comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % kinds]}; all "
+                    "ranks of a round need the same dtype"
+                )
+        return [value // kinds for value in received]
 
     def _message_bytes(self, dtype: torch.dtype) -> int:
         """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
@@ -279,11 +298,13 @@ class ExpertParallel:
 
     def _check_expert_out(self, expert_out: torch.Tensor, d: Dispatched) -> None:
         self.comm.check_device("expert_out", expert_out)
-        rows = d._arrival.num_rows if d._capacity is None else d._capacity
-        if expert_out.dtype not in FLOAT_DTYPES or expert_out.shape != (rows, self.hidden_size):
+        accepted = [d._arrival.num_rows] if d._capacity is None else [d._arrival.num_rows, d._capacity]
+        right_shape = expert_out.dim() == 2 and expert_out.shape[1] == self.hidden_size
+        if expert_out.dtype not in FLOAT_DTYPES or not right_shape or expert_out.shape[0] not in accepted:
             raise RoutingError(
                 f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
-                f"[{rows}, {self.hidden_size}], a row for each of the round's tokens, is needed"
+                f"[{' or '.join(map(str, accepted))}, {self.hidden_size}], a row for each of the round's tokens, is "
+                "needed"
             )
         if torch.is_grad_enabled() and expert_out.requires_grad:
             raise RoutingError("combine has no backward: call it under torch.no_grad() or torch.inference_mode()")

@@ -21,6 +21,15 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.floats import (
+    ROUND_MAGIC,
+    SIGNLESS,
+    bfloat16_bits,
+    decode_e4m3,
+    encode_e4m3,
+    load_float32,
+    store_float32,
+)
 from thinwire.triton_kernels.record import FP8, INT4, NONE, RecordLayout
 from thinwire.wire import WireFormat
 
@@ -30,27 +39,21 @@ __all__ = [
     "dequantize_row",
     "dequantize_rows",
     "encode_tile",
-    "load_float32",
+    "group_amax",
     "load_record_tile",
     "quantize_reference",
     "quantize_row",
     "quantize_rows",
     "round_reference",
     "scaled_reference",
-    "store_float32",
     "store_record_tail",
     "store_record_tile",
     "tile_columns",
 ]
 
-_MAGIC = tl.constexpr(12582912.0)
-_SIGNLESS = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 _BF16_NAN_BITS = tl.constexpr(0x7FC0)
-_LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
-_LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
-_LARGEST_FLOAT16 = tl.constexpr(65504.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -58,70 +61,18 @@ _LARGEST_FLOAT16 = tl.constexpr(65504.0)
 
 
 @triton.jit
-def load_float32(ptr, mask):
-    """Loads float32, float16 or bfloat16 as float32; masked elements are +0.0."""
-    if ptr.dtype.element_ty == tl.bfloat16:
-        bits = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0)
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+def group_amax(x):
+    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups]."""
+    return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
 
 
 @triton.jit
-def bfloat16_bits(y):
-    """float32 to the bits of the nearest bfloat16, half to even, as int32; NaN becomes 0x7FC0."""
-    bits = y.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where((bits & _SIGNLESS) > _INFINITY_BITS, _BF16_NAN_BITS, rounded)
-
-
-@triton.jit
-def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
-    """Stores float32 in the pointer's dtype, rounded once; SATURATE keeps what is not NaN finite."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    if SATURATE:
-        largest: tl.constexpr = (
-            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else _LARGEST_FLOAT32
-        )
-        # Comparisons, not tl.clamp: NaN fails both and stays.
-        y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
-    if dtype == tl.bfloat16:
-        tl.store(ptr.to(tl.pointer_type(tl.int16)), bfloat16_bits(y).to(tl.int16), mask=mask)
-    else:
-        tl.store(ptr, y.to(dtype), mask=mask)
-
-
-@triton.jit
-def encode_e4m3(v):
-    """float32 of magnitude below 464 to e4m3 codes (int32), half to even."""
-    bits = v.to(tl.int32, bitcast=True)
-    magnitude = bits & _SIGNLESS
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponent bias 127 -> 7, in eighths
-    # Below 2**-6 codes count multiples of 2**-9; code 8 is 2**-6 itself.
-    scaled = magnitude.to(tl.float32, bitcast=True) * 512.0 + _MAGIC
-    subnormal = scaled.to(tl.int32, bitcast=True) & 0xF
-    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def decode_e4m3(code):
-    """e4m3 codes (any integer, the low byte counts) to float32; exact."""
-    code = code.to(tl.int32)
-    magnitude = code & 0x7F
-    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * 0.001953125
-    absolute = tl.where(magnitude < 8, subnormal, normal)
-    # The sign goes in as a bit: Triton negates as 0 - x, which loses -0.0.
-    return (absolute.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def encode_tile(x, LAYOUT: tl.constexpr):
-    """Quantises x [groups, group] float32 (masked elements +0.0).
+def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
+    """Quantises x [groups, group] float32 (masked elements +0.0), given each group's `group_amax`.
 
     Returns the payload, int8 [groups, group] (or [groups, group / 2] for int4), and each group's scale as int32 bits
     (bfloat16 bits, or float32 bits with ROW_SCALE).
     """
-    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _SIGNLESS, axis=1)
     finite = amax_bits < _INFINITY_BITS
     live = finite & (amax_bits >= _TINY_BITS)
     s = amax_bits.to(tl.float32, bitcast=True) * (1.0 / LAYOUT.QMAX)
@@ -136,7 +87,7 @@ def encode_tile(x, LAYOUT: tl.constexpr):
     if LAYOUT.KIND == FP8:
         q = encode_e4m3(v)
     else:
-        q = (v + _MAGIC).to(tl.int32, bitcast=True)
+        q = (v + ROUND_MAGIC).to(tl.int32, bitcast=True)
     q = tl.where(live[:, None], q, 0)
     if LAYOUT.KIND == INT4:
         pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
@@ -166,23 +117,25 @@ def tile_columns(tile, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_record_tile(base, x, tile, LAYOUT: tl.constexpr):
+def store_record_tile(base, x, amax_bits, tile, LAYOUT: tl.constexpr):
     """Quantises one tile of a row, x float32 [TILE_GROUPS, GROUP] with +0.0 past the row's end, into its record.
 
-    `base` points, as int8, to where the record begins, on a 16-byte boundary. Pad bytes among what the tile covers are
-    written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
+    `base` points, as int8, to where the record begins, on a 16-byte boundary. `amax_bits` is `group_amax(x)`, but with
+    TWO_PASSES, where the scale depends on the whole row, the maximum of that over all tiles. Pad bytes among what the
+    tile covers are written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
         store_float32(elements + columns, x, columns < LAYOUT.ELEMENTS, False)
     else:
-        payload, scale_bits = encode_tile(x, LAYOUT)
+        payload, scale_bits = encode_tile(x, amax_bits, LAYOUT)
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
         tl.store(base + offsets, payload, mask=offsets < LAYOUT.SCALES_OFFSET)
         if LAYOUT.ROW_SCALE:
-            tl.store((base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32)) + groups, scale_bits)
+            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
+            tl.store(scales + groups, scale_bits, mask=groups < 1)
         else:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
             room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
@@ -214,11 +167,11 @@ def load_record_tile(base, tile, present, LAYOUT: tl.constexpr):
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
         payload = tl.load(base + offsets, mask=(offsets < LAYOUT.SCALES_OFFSET) & present, other=0)
-        known = (groups < LAYOUT.NUM_GROUPS) & present
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-            s = tl.load(scales + groups, mask=known, other=0.0)
+            s = tl.load(scales + groups * 0, mask=(groups >= 0) & present, other=0.0)
         else:
+            known = (groups < LAYOUT.NUM_GROUPS) & present
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
             s = (tl.load(scales + groups, mask=known, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
         return decode_tile(payload, LAYOUT) * s[:, None]
@@ -231,13 +184,19 @@ def load_record_tile(base, tile, present, LAYOUT: tl.constexpr):
 @triton.jit
 def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            columns = tile_columns(tile, LAYOUT)
+            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < LAYOUT.HIDDEN)))
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:
             elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
             tl.store(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, mask=columns < LAYOUT.ELEMENTS)
         else:
-            store_record_tile(base, load_float32(x_row + columns, columns < LAYOUT.HIDDEN), tile, LAYOUT)
+            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+            store_record_tile(base, x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
 
 

@@ -18,21 +18,36 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.codec import (
-    load_float32,
+    group_amax,
     load_record_tile,
     quantize_reference,
     round_reference,
     scaled_reference,
-    store_float32,
     store_record_tail,
     store_record_tile,
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.wire import WireFormat
 
 __all__ = ["pack_weighted_sums", "pack_weighted_sums_reference", "sum_records", "sum_records_reference"]
+
+
+@triton.jit
+def weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT: tl.constexpr):
+    """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own."""
+    columns = tile_columns(tile, LAYOUT)
+    total = tl.zeros(columns.shape, tl.float32)
+    for k in range(top_k):
+        position = tl.load(positions + k)
+        weight = tl.load(weights + k)
+        mask = (columns < LAYOUT.HIDDEN) & (position >= 0)
+        y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, mask)
+        # Skipped, not added as zero: 0 * infinity would be NaN, and -0.0 + 0.0 would lose its sign.
+        total = tl.where(mask, total + weight * y, total)
+    return total
 
 
 @triton.jit
@@ -48,18 +63,15 @@ def pack_weighted_sums_kernel(
 ):
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
+    positions, weights = positions_ptr + record * top_k, weights_ptr + record * top_k
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT)
+            row_amax = tl.maximum(row_amax, group_amax(total))
     for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        total = tl.zeros(columns.shape, tl.float32)
-        for k in range(top_k):
-            position = tl.load(positions_ptr + record * top_k + k)
-            weight = tl.load(weights_ptr + record * top_k + k)
-            present = position >= 0
-            mask = (columns < LAYOUT.HIDDEN) & present
-            y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, mask)
-            # Skipped, not added as zero: 0 * infinity would be NaN, and -0.0 + 0.0 would lose its sign.
-            total = tl.where(mask, total + weight * y, total)
-        store_record_tile(base, total, tile, LAYOUT)
+        total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT)
+        store_record_tile(base, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
 
 
@@ -89,7 +101,7 @@ def sum_records_kernel(
 def _sum_warps(wire: WireFormat, layout: RecordLayout) -> int:
     # 16 columns a thread, since the running sum and the next row are held together: 32 spill on sm_120. int4 keeps 32,
     # or its stores would shrink to 4 bytes on 64-lane wavefronts.
-    return layout.num_warps if wire.name == "int4" else min(32, 2 * layout.num_warps)
+    return layout.num_warps if wire.name == "int4" else 2 * layout.num_warps
 
 
 def pack_weighted_sums(

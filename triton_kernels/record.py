@@ -16,7 +16,7 @@ __all__ = ["FP8", "INT4", "INT8", "NONE", "RecordLayout"]
 NONE, INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _KINDS = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
-# Columns that one program holds at a time; a whole-row scale needs the whole row at once, whatever its length.
+# Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
 _MAX_TILE = 8192
 # The narrowest tile: 16 bytes of the narrowest payload, so that tiles always reach the scales.
 _MIN_TILE = 32
@@ -34,10 +34,11 @@ class RecordLayout:
     QMAX: float
     ROW_SCALE: bool
     HIDDEN: int
-    GROUP: int  # columns that share a scale; for `none`, the columns of a tile
+    GROUP: int  # columns that share a scale; with one scale a row or none, the columns of a tile
     GROUP_BYTES: int
     TILE_GROUPS: int
     NUM_TILES: int
+    TWO_PASSES: bool  # the scale is not known before the last tile
     NUM_GROUPS: int
     SCALES_OFFSET: int  # bytes
     ROW_BYTES: int
@@ -56,12 +57,13 @@ class RecordLayout:
             group = wire.group
             tile_groups = max(1, min(block, _MAX_TILE) // group)
         else:
-            group = block if wire.row_scale else min(block, _MAX_TILE)
+            group = min(block, _MAX_TILE)
             tile_groups = 1
         num_tiles = -(-hidden // (group * tile_groups))
         tail_words = 0
         if wire.quantized:
-            covered = scales_offset + num_tiles * tile_groups * wire.scale_bytes
+            scales = 1 if wire.row_scale else num_tiles * tile_groups
+            covered = scales_offset + scales * wire.scale_bytes
             tail_words = max(0, row_bytes - covered) // 2
         elif (elements := row_bytes // dtype.itemsize) > num_tiles * group:
             tail_words = (elements - num_tiles * group) * dtype.itemsize // 2
@@ -74,6 +76,7 @@ class RecordLayout:
             GROUP_BYTES=group // 2 if wire.name == "int4" else group,
             TILE_GROUPS=tile_groups,
             NUM_TILES=num_tiles,
+            TWO_PASSES=wire.row_scale and num_tiles > 1,
             NUM_GROUPS=wire.num_groups(hidden),
             SCALES_OFFSET=scales_offset,
             ROW_BYTES=row_bytes,
@@ -86,4 +89,4 @@ class RecordLayout:
     @property
     def num_warps(self) -> int:
         """32 columns a thread: 16-byte loads with registers left for a second operand."""
-        return max(1, min(32, self.GROUP * self.TILE_GROUPS // 1024))
+        return max(1, self.GROUP * self.TILE_GROUPS // 1024)

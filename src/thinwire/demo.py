@@ -244,6 +244,8 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
     text = packaged.read_bytes() if text_path is None else text_path.read_bytes()
     if len(text) < 2:
         raise RoutingError(f"{text_path}: a text of at least 2 bytes is needed, this has {len(text)}")
+    if json_path is not None:
+        json_path.open("a").close()  # a file that cannot be written is better known now than at the end
     config = load_tiny_moe().config
     print(
         f"A byte-level MoE transformer ({config.num_layers} MoE layers, {config.num_experts} experts, "
@@ -264,6 +266,7 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         figures = {
             "command": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
+            "text": "packaged held-out text" if text_path is None else str(text_path),
             "thinwire": VERSION,
             "machine": machine,
             "text_bytes": len(text),

@@ -16,8 +16,8 @@ The numerics, equal to the last bit in every backend, for a group `x` of finite 
     x'    = q * s in float32, rounded once to the output's dtype, saturating at its largest finite value
 
 A group with `amax < 2**-110` gets `s = 0` and an all-zero payload; one that holds a NaN or an infinity gets `s = NaN`
-and an all-zero payload, and every element of it comes out as NaN. For the integer formats, before the last rounding,
-`|x' - x| <= s * (1/2 + 2**-15)`.
+and an all-zero payload, and every element of it comes out as NaN. For the integer formats and `amax >= 2**-110`, before
+the last rounding, `|x' - x| <= s * (1/2 + 2**-15)`.
 """
 
 from __future__ import annotations

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from tests.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CountsError, PeerTimeout, WireFormatError
+from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError
 from thinwire.fused import staged
 from thinwire.fused.all_to_all import Pending, all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.testing import run_ranks
+from thinwire.wire import WireFormat
 
 EXACT_DTYPES = (
     torch.bool,
@@ -72,7 +75,9 @@ def _random_problem(size: int, seed: int) -> tuple[list[list[int]], list[list[in
     """Counts [source][target], send displacements, receive displacements in shuffled order with gaps, input rows."""
     rng = random.Random(seed)
     counts = [[rng.choice([0, 0, 1, 2, 5, 17]) for _ in range(size)] for _ in range(size)]
-    rows = [max(1, sum(row)) + rng.randint(0, 3) for row in counts]
+    if size > 1:
+        counts[rng.randrange(size)] = [0] * size  # a rank that sends nothing, and may have no rows at all
+    rows = [sum(row) + rng.choice([0, 3]) for row in counts]
     send_displs = [[rng.randint(0, rows[s] - c) if c <= rows[s] else 0 for c in counts[s]] for s in range(size)]
     recv_displs = []
     for target in range(size):
@@ -96,7 +101,7 @@ def _expected(
     rank: int, problem: tuple[list[list[int]], list[list[int]], list[list[int]], list[int]], inputs: list[torch.Tensor]
 ) -> torch.Tensor:
     counts, send_displs, recv_displs, _ = problem
-    rows = max((recv_displs[rank][s] + counts[s][rank] for s in range(len(counts)) if counts[s][rank]), default=0)
+    rows = max(recv_displs[rank][s] + counts[s][rank] for s in range(len(counts)))
     out = torch.zeros(rows, *inputs[0].shape[1:], dtype=inputs[0].dtype)
     for source in range(len(counts)):
         count, start, place = counts[source][rank], send_displs[source][rank], recv_displs[rank][source]
@@ -182,6 +187,9 @@ def test_quantized_moves_equal_slicing_of_the_quantised_rows_in_any_number_of_pi
 
 def _bad_input(comm: Communicator) -> None:
     x, ones = torch.zeros(4, 8), [1] * comm.size
+    shared = np.zeros(64, np.float32)
+    from_shared, of_shared = torch.from_numpy(shared[:32]).view(4, 8), torch.from_numpy(shared[24:56]).view(4, 8)
+    wants_gradient = torch.zeros(4, 8, requires_grad=True)
     out_small, wrong_dtype = torch.zeros(1, 8), torch.zeros(4, 8, dtype=torch.float64)
     for call, error, message in (
         (lambda: all_to_all_v(torch.zeros(5, 8), comm=comm), CountsError, "5 rows cannot be split equally"),
@@ -196,12 +204,21 @@ def _bad_input(comm: Communicator) -> None:
         (lambda: all_to_all_v(torch.zeros(()), comm=comm), CountsError, "at least 1 dimension"),
         (lambda: all_to_all_v(x.long(), ones, ones, comm=comm), WireFormatError, 'wire="none"'),
         (lambda: all_to_all_v(x, ones, ones, wire="int3", comm=comm), WireFormatError, "int3"),
+        (lambda: all_to_all_v(x, ones, out=wrong_dtype, comm=comm), CountsError, "needs x's dtype"),
+        (lambda: all_to_all_v(from_shared, ones, ones, out=of_shared, comm=comm), CountsError, "shares memory"),
+        (lambda: all_to_all_v(wants_gradient, ones, comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(wants_gradient, ones, wire="none", comm=comm), WireFormatError, "no backward"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()
     own = [2, 1] if comm.rank == 0 else [1, 2]
     with pytest.raises(CountsError, match="sends itself 2 rows but expects 1"):
         all_to_all_v(x, own, ones, comm=comm)
+    # A backend that is not there, too, is noticed before counts are exchanged.
+    os.environ["THINWIRE_BACKEND"] = "none"
+    with pytest.raises(TransportUnavailable, match="names no backend"):
+        all_to_all_v(x, ones, comm=comm)
+    del os.environ["THINWIRE_BACKEND"]
     # Nothing was sent by any of these: the group still works.
     y = all_to_all_v(x, ones, ones, comm=comm)
     assert isinstance(y, torch.Tensor) and torch.equal(y, torch.zeros(2, 8))
@@ -220,6 +237,9 @@ def _disagreeing(comm: Communicator) -> str:
     x = torch.zeros(3, 8 + (comm.rank == 1))
     with pytest.raises(CountsError, match=r"rank 1 moves rows of \(9,\)"):
         all_to_all_v(x, [1, 1, 1], [1, 1, 1], comm=comm, check=True)
+    wire = WireFormat("int8", 128, 64 if comm.rank == 2 else 32)
+    with pytest.raises(CountsError, match="rank 2 moves rows .* alignment=64"):
+        all_to_all_v(x[:, :8], [1, 1, 1], [1, 1, 1], wire=wire, comm=comm, check=True)
     return str(caught.value)
 
 

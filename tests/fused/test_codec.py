@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,6 +154,21 @@ def test_what_a_wire_cannot_carry_is_refused() -> None:
         dequantize(quantize(torch.zeros(2, 2)), torch.float64)
     with pytest.raises(WireFormatError, match=r"float32 \(the wire is 'none'\)"):
         dequantize(quantize(torch.zeros(2, 2), "none"), torch.float16)
+
+
+def test_records_that_do_not_fit_their_shape_are_refused_and_unaligned_ones_are_copied() -> None:
+    rows = quantize(torch.randn(4, 256), "int8")
+    for records in (rows.records[:, :64], rows.records[:2], rows.records.view(torch.int16), rows.records.float()):
+        with pytest.raises(WireFormatError, match=r"are torch.uint8 \[4, 288\]"):
+            dequantize(replace(rows, records=records))
+    shifted = torch.empty(4 * 288 + 1, dtype=torch.uint8)[1:].view(4, 288)
+    for records in (shifted.copy_(rows.records), rows.records.t().contiguous().t()):
+        assert torch.equal(dequantize(replace(rows, records=records)), dequantize(rows))
+    with pytest.raises(WireFormatError, match="hidden must be at least 1"):
+        quantize(torch.zeros(2, 0))
+    with pytest.raises(TransportUnavailable, match="meta"):
+        quantize(torch.zeros(2, 8, device="meta"))
+    assert torch.equal(dequantize(quantize(torch._neg_view(torch.ones(1, 8)), "none")), -torch.ones(1, 8))
 
 
 def test_fp8_is_refused_on_gpus_without_it() -> None:

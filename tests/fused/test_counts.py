@@ -38,7 +38,7 @@ def test_segments_must_lie_within_their_tensor() -> None:
         send_segments([3, 2], None, 4)
     with pytest.raises(CountsError, match=r"recv_displs\[0\] \+ recv_counts\[0\] = 9 \+ 1"):
         receive_segments([1, 1], [9, 0], 5)
-    assert send_segments([0, 4], [100, 0], 4).rows == 4  # where nothing is taken from does not matter
+    assert send_segments([0, 4], [100, 0], 4).displs == [100, 0]  # where nothing is taken from does not matter
 
 
 def test_received_segments_may_touch_but_not_overlap() -> None:

@@ -15,6 +15,7 @@ from thinwire.fused import staged
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.plan import merge_repeated_experts
+from thinwire.moe.routing import expert_range
 from thinwire.testing import run_ranks
 
 TOP_K, HIDDEN = 3, 200
@@ -154,11 +155,24 @@ def _gather(comm: Communicator) -> None:
         dropped = ep.combine(tokens, d)
         assert dropped.shape == y.shape
         d = ep.dispatch(x, ids, weights)
+        d.gather(rows + 3)
+        assert torch.equal(ep.combine(d.tokens, d), y)  # gathering does not take d.tokens away
+        d = ep.dispatch(x, ids, weights)
         with pytest.raises(CapacityError, match="-1 is negative"):
             d.gather(-1)
+        d.gather(2)
         d.abandon()
         with pytest.raises(LaneError):
             d.abandon()
+        # Rank 0 abandons while the others combine: its experts add nothing, not even 0 times infinity.
+        infinite = torch.full_like(weights, torch.inf)
+        d = ep.dispatch(x.abs(), ids, infinite)
+        if comm.rank == 0:
+            d.abandon()
+        else:
+            y = ep.combine(torch.ones_like(d.tokens), d)
+            elsewhere = ((ids >= 0) & ~torch.isin(ids, torch.tensor(list(expert_range(NUM_EXPERTS, 3, 0))))).any(1)
+            assert torch.equal(y[:, 0].isinf(), elsewhere) and not y[~elsewhere].any()
 
 
 def test_a_fixed_capacity_gives_the_same_rows_and_reports_overflow() -> None:
@@ -214,6 +228,9 @@ def _bad_tokens(comm: Communicator) -> None:
         with pytest.raises(error, match=re.escape(message)):
             ep.dispatch(*arguments)
     x = x.detach()
+    ep.comm.barrier()
+    with pytest.raises(RoutingError, match=r"rank \d dispatches torch.\w+ tokens, rank \d torch.\w+; all ranks"):
+        ep.dispatch(x.half() if comm.rank else x, ids, weights)
     d = ep.dispatch(x, ids, weights)
     rows = d.tokens.shape[0]
     with pytest.raises(RoutingError, match=re.escape(f"[{rows}, {HIDDEN}], a row for each")):

@@ -69,7 +69,7 @@ def _codec_properties(comm: Communicator) -> None:
 def _codec_of_long_rows(comm: Communicator) -> None:
     generator = torch.Generator().manual_seed(5)
     for spec in WIRES:
-        for hidden in (4096, 7168, 9001):  # the last takes two tiles where groups have scales of their own
+        for hidden in (4096, 7168, 9001):  # the last takes two tiles
             _check_codec(spec, magnitudes(2, hidden, torch.bfloat16, generator))
 
 
@@ -91,28 +91,33 @@ def _pack_and_unpack(comm: Communicator) -> None:
 
 
 def _combine(comm: Communicator) -> None:
-    generator = torch.Generator().manual_seed(1)
     for spec in WIRES:
-        wire = WireFormat.parse(spec)
-        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)):
-            expert_out = torch.randn(9, 150, generator=generator).to(source)
-            expert_out[8, 3], expert_out[8, 4] = torch.inf, torch.nan
-            positions = torch.tensor([[0, 3, 5], [2, -1, -1], [-1, -1, -1], [8, 1, -1]])
-            weights = torch.rand(4, 3, generator=generator)
-            expected = combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
-            records, whole = _poisoned_records(*expected.shape)
-            combine.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
-            if wire.quantized:
-                assert torch.equal(records, expected), spec
-            else:  # which NaN a sum gives is the hardware's affair
-                rows = [codec.dequantize_reference(r, wire, 150, target) for r in (expected, records)]
-                assert_same_bits(spec, *rows)
-                assert torch.equal(records[:, 150 * target.itemsize :], expected[:, 150 * target.itemsize :])
-            assert (whole[:, expected.shape[1] :] == POISON).all(), spec
-            record_index = torch.tensor([[0, 1, 3], [2, -1, -1], [-1, -1, -1]])
-            out = torch.full((3, 150), 7.0, dtype=target)
-            combine.sum_records(records, record_index, wire, out)
-            assert_same_bits(spec, combine.sum_records_reference(expected, record_index, wire, 150, target), out)
+        _check_combine(spec, 150)
+    _check_combine("int8:row", 9001)  # two tiles, so two passes
+
+
+def _check_combine(spec: str, hidden: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    wire = WireFormat.parse(spec)
+    for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)):
+        expert_out = torch.randn(9, hidden, generator=generator).to(source)
+        expert_out[8, 3], expert_out[8, 4] = torch.inf, torch.nan
+        positions = torch.tensor([[0, 3, 5], [2, -1, -1], [-1, -1, -1], [8, 1, -1]])
+        weights = torch.rand(4, 3, generator=generator)
+        expected = combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
+        records, whole = _poisoned_records(*expected.shape)
+        combine.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
+        if wire.quantized:
+            assert torch.equal(records, expected), spec
+        else:  # which NaN a sum gives is the hardware's affair
+            rows = [codec.dequantize_reference(r, wire, hidden, target) for r in (expected, records)]
+            assert_same_bits(spec, *rows)
+            assert torch.equal(records[:, hidden * target.itemsize :], expected[:, hidden * target.itemsize :])
+        assert (whole[:, expected.shape[1] :] == POISON).all(), spec
+        record_index = torch.tensor([[0, 1, 3], [2, -1, -1], [-1, -1, -1]])
+        out = torch.full((3, hidden), 7.0, dtype=target)
+        combine.sum_records(records, record_index, wire, out)
+        assert_same_bits(spec, combine.sum_records_reference(expected, record_index, wire, hidden, target), out)
 
 
 def test_the_codec_equals_the_reference() -> None:

@@ -1,0 +1,82 @@
+"""Float formats in integer arithmetic: what a cast gives then does not depend on the hardware or the interpreter."""
+
+from __future__ import annotations
+
+from thinwire.triton_kernels.compat import tl, triton
+
+__all__ = [
+    "ROUND_MAGIC",
+    "SIGNLESS",
+    "bfloat16_bits",
+    "decode_e4m3",
+    "encode_e4m3",
+    "load_float32",
+    "store_float32",
+]
+
+#: Added to a float32 below 2**22 in magnitude, it rounds it to an integer, half to even, in the low bits of the sum.
+ROUND_MAGIC = tl.constexpr(12582912.0)
+SIGNLESS = tl.constexpr(0x7FFFFFFF)
+
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_BF16_NAN_BITS = tl.constexpr(0x7FC0)
+_LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+_LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
+_LARGEST_FLOAT16 = tl.constexpr(65504.0)
+
+
+@triton.jit
+def load_float32(ptr, mask):
+    """Loads float32, float16 or bfloat16 as float32; masked elements are +0.0."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        bits = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0)
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def bfloat16_bits(y):
+    """float32 to the bits of the nearest bfloat16, half to even, as int32; NaN becomes 0x7FC0."""
+    bits = y.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & SIGNLESS) > _INFINITY_BITS, _BF16_NAN_BITS, rounded)
+
+
+@triton.jit
+def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
+    """Stores float32 in the pointer's dtype, rounded once; SATURATE keeps what is not NaN finite."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if SATURATE:
+        largest: tl.constexpr = (
+            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else _LARGEST_FLOAT32
+        )
+        # Comparisons, not tl.clamp: NaN fails both and stays.
+        y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
+    if dtype == tl.bfloat16:
+        tl.store(ptr.to(tl.pointer_type(tl.int16)), bfloat16_bits(y).to(tl.int16), mask=mask)
+    else:
+        tl.store(ptr, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def encode_e4m3(v):
+    """float32 of magnitude below 464 to e4m3 codes (int32), half to even."""
+    bits = v.to(tl.int32, bitcast=True)
+    magnitude = bits & SIGNLESS
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponent bias 127 -> 7, in eighths
+    # Below 2**-6 codes count multiples of 2**-9; code 8 is 2**-6 itself.
+    scaled = magnitude.to(tl.float32, bitcast=True) * 512.0 + ROUND_MAGIC
+    subnormal = scaled.to(tl.int32, bitcast=True) & 0xF
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """e4m3 codes (any integer, the low byte counts) to float32; exact."""
+    code = code.to(tl.int32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    absolute = tl.where(magnitude < 8, subnormal, normal)
+    # The sign goes in as a bit: Triton negates as 0 - x, which loses -0.0.
+    return (absolute.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
