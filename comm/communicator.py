@@ -217,6 +217,18 @@ class Communicator:
                 f"move it, or make a communicator with device={tensor.device.type!r}"
             )
 
+    def check_exchange(self) -> None:
+        """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
+
+        Raises:
+            TransportUnavailable: naming the backend and the device.
+        """
+        if self._backend == "gloo" and self._device.type != "cpu":
+            raise TransportUnavailable(
+                f"rows on {self._device} cannot travel through a Gloo group, which moves CPU memory only: make a "
+                "communicator over an NCCL group, or one with device='cpu'"
+            )
+
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"

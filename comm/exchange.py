@@ -149,7 +149,8 @@ class PeerExchange:
                 if buffer is not None and buffer.numel():
                     operations.append(dist.P2POp(function, buffer, group=self.group, group_peer=peer))
         try:
-            works = dist.batch_isend_irecv(operations)
+            with torch.cuda.device(operations[0].tensor.device):  # NCCL goes by the current device
+                works = dist.batch_isend_irecv(operations)
         except dist.DistError as error:
             raise self._fail(f"the exchange with {_name_ranks(pending._peers)} failed", {self.rank: error}) from error
         pending._works = [(self.rank, work) for work in works]

@@ -138,6 +138,7 @@ def all_to_all_v(
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> None:
     """All that can be refused before peers hear of this call."""
     require_float(x, wire, "all_to_all_v")
+    comm.check_exchange()
     comm.check_device("x", x)
     if x.dim() < 1:
         raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")

@@ -49,7 +49,7 @@ class ExpertParallel:
     Raises:
         ConfigMismatch: on every rank, when ranks passed different settings.
         RoutingError: sizes that make no sense.
-        TransportUnavailable: a transport or backend that is not there.
+        TransportUnavailable: a transport or backend that is not there, or a group that cannot move the tensors.
 
     >>> import thinwire as tw
     >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 64, 16, wire="none") as ep:
@@ -84,6 +84,7 @@ class ExpertParallel:
             raise RoutingError(f"top_k is {top_k}; at most {_MAX_TOP_K} experts a token are supported")
         if transport not in _TRANSPORTS:
             raise TransportUnavailable(f"transport {transport!r} is not available; accepted: {', '.join(_TRANSPORTS)}")
+        comm.check_exchange()
         self.comm = comm
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
         self.wire = resolve_wire(wire)

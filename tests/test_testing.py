@@ -266,15 +266,14 @@ def test_what_ranks_print_appears_where_the_parent_prints_now(capfd):
     assert captured.err.count("so does its child") == 2
 
 
-def test_functions_and_classes_of_a_script_work_and_its_top_level_sees_the_environment(tmp_path):
+def test_functions_and_classes_of_a_script_work_and_its_imports_see_the_environment(tmp_path):
+    (tmp_path / "reads_at_import.py").write_text("import os\nSEEN = os.environ.get('THINWIRE_TEST_A')\n")
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
             """
-            import os
-            from thinwire.testing import RankError, run_ranks
-
-            SEEN = os.environ.get("THINWIRE_TEST_A")
+            from reads_at_import import SEEN
+            from thinwire.testing import run_ranks
 
             class Box:
                 def __init__(self, value):

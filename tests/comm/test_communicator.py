@@ -220,13 +220,20 @@ def test_a_rank_that_never_comes_is_named_by_all_others_within_the_timeout():
 
 def lose_a_peer(comm, folder):
     if comm.rank == 1:
-        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
+    begun = Path(folder) / "begun"
+    if comm.rank == 0:
+        time.sleep(0.5)  # until the loss is known before anything is posted
+        begun.touch()
+    while not begun.exists():
+        time.sleep(0.01)
+    if comm.rank == 2:
+        time.sleep(0.05)  # rank 0 must not be gone by now, or it would be taken for a lost rank too
     seconds, told = wait_for(comm.barrier)
     (Path(folder) / str(comm.rank)).write_text(f"{seconds} {told}")
 
 
-def test_a_killed_peer_is_noticed_long_before_the_timeout_and_named(tmp_path):
+def test_a_killed_peer_is_noticed_long_before_the_timeout_and_it_alone_is_named(tmp_path):
     with pytest.raises(RankError) as caught:
         run_ranks(lose_a_peer, 3, str(tmp_path))
     assert list(caught.value.failures) == [1]
@@ -256,3 +263,14 @@ def test_ranks_that_disagree_about_lengths_or_order_get_an_error_and_live():
         assert [len(texts) for texts in told] == [1, 1, 2]
         for text in (text for texts in told for text in texts):
             assert "another number of bytes" in text or "lost the connection" in text
+
+
+def _cuda_over_gloo(comm: Communicator) -> None:
+    comm.check_exchange()
+    comm._device = torch.device("cuda", 0)
+    with pytest.raises(TransportUnavailable, match="cuda:0 cannot travel through a Gloo group"):
+        comm.check_exchange()
+
+
+def test_a_gloo_group_is_refused_for_rows_on_a_gpu() -> None:
+    run_ranks(_cuda_over_gloo, 1)
