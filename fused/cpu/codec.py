@@ -152,8 +152,7 @@ def quantize_row(x, dtype, record, layout):
                 if load_float32(inverses + 4 * number) == _ZERO:
                     first = number * group
                     zero_bytes(payload + (first * bits >> 3), min(group, written - first) * bits >> 3)
-        scales += groups * (4 if row_scale else 2)
-        scales += -scales % 16
+        scales += (groups * (4 if row_scale else 2) + 15) & -16
     zero_bytes(scales, record + row_bytes - scales)
 
 

@@ -30,7 +30,7 @@ def scratch_bytes(hidden: int, terms: int) -> int:
     """What the row functions of this file need to sum `terms` rows of `hidden` elements: addresses, ends, the sum.
 
     >>> scratch_bytes(7168, 8)
-    29392
+    29328
     """
     return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % _LANES)
 

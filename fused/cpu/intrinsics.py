@@ -13,16 +13,13 @@ from thinwire.fused.cpu.compat import cgutils, intrinsic, ir, types
 __all__ = [
     "bits_to_float32",
     "copy_bytes",
-    "float32_to_bits",
     "load_float32",
     "load_int32",
     "load_int64",
-    "load_uint16",
     "stack_buffer",
     "store_float32",
     "store_int32",
     "store_int64",
-    "store_uint16",
     "zero_bytes",
 ]
 
@@ -61,20 +58,9 @@ def _storer(number: str) -> Any:
     return intrinsic(store)
 
 
-load_uint16, store_uint16 = _loader("uint16"), _storer("uint16")
 load_int32, store_int32 = _loader("int32"), _storer("int32")
 load_int64, store_int64 = _loader("int64"), _storer("int64")
 load_float32, store_float32 = _loader("float32"), _storer("float32")
-
-
-@intrinsic
-def float32_to_bits(typing_context, value):
-    """The int32 of the same 32 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
 
 
 @intrinsic

@@ -1,0 +1,140 @@
+"""What quantising costs: the codec beside a plain copy of the same tensor, and beside the same codec in plain torch.
+
+    python -m benchmarks.bench_codec --device cpu
+    python -m benchmarks.bench_codec --device cuda --json codec.json
+
+A copy reads and writes as many bytes as the tensor has, and is what any transport does at the least. `share` is the
+copy's time by the codec's: 1 means that quantising costs what copying costs. For dequantise the copy is of the output.
+On a CPU everything runs in one thread, at one size that lies in memory and one that lies in the processor's cache. On a
+GPU the tensors rotate, so that none is found in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
+
+import torch
+
+from benchmarks import timing
+from thinwire.triton_kernels import codec as triton_codec
+from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.wire import WireFormat
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRES = ("int8", "int8:row", "int4", "fp8")
+COLUMNS = {
+    "rows": "d",
+    "dtype": "s",
+    "wire": "s",
+    "copy GB/s": ".1f",
+    "quantise us": ".1f",
+    "share": ".2f",
+    "x torch": ".1f",
+    "dequantise us": ".1f",
+    "share ": ".2f",
+    "x torch ": ".1f",
+}
+REFERENCE_ROUNDS = 3  # it takes long, and varies little for that
+_CALLS_PER_SAMPLE_BYTES = 32 << 20
+_GPU_BYTES = 2 << 30  # what tensors rotate over: many times any cache
+
+
+def bench(
+    device: torch.device, rows: int, hidden: int, dtype: torch.dtype, wire: WireFormat, repeats: int
+) -> dict[str, float]:
+    """Times in seconds a call, and shares."""
+    size = rows * hidden * dtype.itemsize
+    on_gpu = device.type == "cuda"
+    sets = max(2, _GPU_BYTES // (3 * size)) if on_gpu else 1
+    calls = 1 if on_gpu else max(1, _CALLS_PER_SAMPLE_BYTES // size)
+    xs = [torch.randn(rows, hidden, device=device).to(dtype) for _ in range(sets)]
+    outs = [torch.empty_like(x) for x in xs]
+    records = [torch.empty(rows, wire.row_bytes(hidden), dtype=torch.uint8, device=device) for _ in xs]
+    quantize_rows, dequantize_rows = _launchers(device)
+
+    def every(work: Callable[[int], object]) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(calls):
+                for number in range(sets):
+                    work(number)
+
+        return timing.captured(run) if on_gpu else run
+
+    functions = {
+        "copy": every(lambda i: outs[i].copy_(xs[i])),
+        "quantise": every(lambda i: quantize_rows(xs[i], wire, records[i])),
+        "dequantise": every(lambda i: dequantize_rows(records[i], wire, outs[i])),
+        "quantise in torch": lambda: quantize_reference(xs[0], wire),
+        "dequantise in torch": lambda: dequantize_reference(records[0], wire, hidden, dtype),
+    }
+    limits = {name: REFERENCE_ROUNDS for name in functions if name.endswith("in torch")}
+    times = timing.interleaved(functions, device, repeats, limits)
+    per_call = {name: [t / (1 if name in limits else calls * sets) for t in taken] for name, taken in times.items()}
+    median = {name: statistics.median(taken) for name, taken in per_call.items()}
+    return {
+        "copy": median["copy"],
+        "quantise": median["quantise"],
+        "dequantise": median["dequantise"],
+        "quantise share": timing.median_ratio(per_call["copy"], per_call["quantise"]),
+        "dequantise share": timing.median_ratio(per_call["copy"], per_call["dequantise"]),
+        "quantise in torch": median["quantise in torch"],
+        "dequantise in torch": median["dequantise in torch"],
+        "copied bytes per second": 2 * size / median["copy"],
+    }
+
+
+def _launchers(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
+    if device.type == "cuda":
+        return triton_codec.quantize_rows, triton_codec.dequantize_rows
+    from thinwire.fused.cpu import codec as cpu_codec
+
+    return cpu_codec.quantize_rows, cpu_codec.dequantize_rows
+
+
+def _columns(figure: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **figure,
+        "copy GB/s": figure["copied bytes per second"] / 1e9,
+        "quantise us": figure["quantise"] * 1e6,
+        "share": figure["quantise share"],
+        "x torch": figure["quantise in torch"] / figure["quantise"],
+        "dequantise us": figure["dequantise"] * 1e6,
+        "share ": figure["dequantise share"],
+        "x torch ": figure["dequantise in torch"] / figure["dequantise"],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rows", type=int, nargs="+", help="default: 4096 and 16 on a CPU, 4096 and 128 on a GPU")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--wires", nargs="+", default=list(WIRES), metavar="WIRE")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    options = parser.parse_args(arguments)
+    device = timing.check_device(options.device)
+    described = timing.machine(device)
+    timing.print_machine(described)
+    figures: list[dict[str, Any]] = []
+    for rows in options.rows or ([4096, 16] if device.type == "cpu" else [4096, 128]):
+        for name in options.dtypes:
+            for wire in options.wires:
+                figure = bench(device, rows, options.hidden, DTYPES[name], WireFormat.parse(wire), options.repeats)
+                figures.append({"rows": rows, "hidden": options.hidden, "dtype": name, "wire": wire, **figure})
+    timing.print_table([_columns(figure) for figure in figures], COLUMNS)
+    if options.json:
+        timing.write_json(options.json, benchmark="codec", machine=described, repeats=options.repeats, figures=figures)
+
+
+if __name__ == "__main__":
+    main()
