@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -151,5 +154,21 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -
 
 
 def write_json(path: str | Path, **content: Any) -> None:
-    """Writes what was measured, for tables and figures to read."""
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    """Writes what was measured, by which command on which commit, for tables and figures to read."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    origin = {
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "commit": _commit(),
+    }
+    target.write_text(json.dumps(origin | content, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked when files differ from it; None outside of a checkout or without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from thinwire.demo import WireScore, format_table
+from benchmarks.readme_table import recorded_table, with_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,11 +36,7 @@ def test_the_usage_example_is_ten_lines_and_runs_alone_and_on_two_ranks(tmp_path
 
 
 def test_the_demo_table_is_the_recorded_one() -> None:
-    recorded = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "demo.json").read_text())
-    scores = [WireScore(**score) for score in recorded["scores"]]
-    table = format_table(recorded["unsharded_bits_per_byte"], scores)
-    shown = re.search(r"<!-- demo table -->\n```\n(.*?)\n```\n<!-- end -->", README, re.DOTALL)
-    assert shown is not None and shown[1] == table
+    assert recorded_table() in README and with_table(README) == README
 
 
 def test_every_file_the_readme_points_to_is_there() -> None:
