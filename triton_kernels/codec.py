@@ -153,25 +153,24 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_record_tile(base, tile, present, LAYOUT: tl.constexpr):
+def load_record_tile(base, tile, LAYOUT: tl.constexpr):
     """One tile of a record as float32 [TILE_GROUPS, GROUP], q * s before any rounding to an output dtype.
 
-    `base` points, as int8, to where the record begins; `present` is a scalar: where it is false nothing is read and the
-    tile is zeros.
+    `base` points, as int8, to where the record begins.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        return load_float32(elements + columns, (columns < LAYOUT.HIDDEN) & present)
+        return load_float32(elements + columns, columns < LAYOUT.HIDDEN)
     else:
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-        payload = tl.load(base + offsets, mask=(offsets < LAYOUT.SCALES_OFFSET) & present, other=0)
+        payload = tl.load(base + offsets, mask=offsets < LAYOUT.SCALES_OFFSET, other=0)
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-            s = tl.load(scales + groups * 0, mask=(groups >= 0) & present, other=0.0)
+            s = tl.load(scales + groups * 0)
         else:
-            known = (groups < LAYOUT.NUM_GROUPS) & present
+            known = groups < LAYOUT.NUM_GROUPS
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
             s = (tl.load(scales + groups, mask=known, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
         return decode_tile(payload, LAYOUT) * s[:, None]
@@ -209,7 +208,7 @@ def dequantize_row(base, out_row, LAYOUT: tl.constexpr):
         if LAYOUT.KIND == NONE:
             tl.store(out_row + columns, tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=mask), mask=mask)
         else:
-            store_float32(out_row + columns, load_record_tile(base, tile, True, LAYOUT), mask, True)
+            store_float32(out_row + columns, load_record_tile(base, tile, LAYOUT), mask, True)
 
 
 @triton.jit

@@ -36,17 +36,19 @@ __all__ = ["pack_weighted_sums", "pack_weighted_sums_reference", "sum_records", 
 
 
 @triton.jit
-def weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT: tl.constexpr):
+def weighted_sum_tile(
+    expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr
+):
     """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own."""
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
-    for k in range(top_k):
+    for k in range(TOP_K):
         position = tl.load(positions + k)
-        weight = tl.load(weights + k)
-        mask = (columns < LAYOUT.HIDDEN) & (position >= 0)
-        y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, mask)
-        # Skipped, not added as zero: 0 * infinity would be NaN, and -0.0 + 0.0 would lose its sign.
-        total = tl.where(mask, total + weight * y, total)
+        # Skipped, not added as zero: 0 * infinity would be NaN.
+        if position >= 0:
+            weight = tl.load(weights + k)
+            y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, columns < LAYOUT.HIDDEN)
+            total = total + weight * y
     return total
 
 
@@ -58,19 +60,19 @@ def pack_weighted_sums_kernel(
     weights_ptr,  # float32 [records, top_k]
     records_ptr,
     record_stride,
-    top_k,
+    TOP_K: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
-    positions, weights = positions_ptr + record * top_k, weights_ptr + record * top_k
+    positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
-            total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT)
+            total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K, LAYOUT)
             row_amax = tl.maximum(row_amax, group_amax(total))
     for tile in range(LAYOUT.NUM_TILES):
-        total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, top_k, tile, LAYOUT)
+        total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K, LAYOUT)
         store_record_tile(base, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
 
@@ -82,19 +84,18 @@ def sum_records_kernel(
     record_index_ptr,  # int64 [tokens, slots]
     out_ptr,
     out_row_stride,
-    slots,
+    SLOTS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         total = tl.zeros(columns.shape, tl.float32)
-        for j in range(slots):
-            record = tl.load(record_index_ptr + token * slots + j)
-            present = record >= 0
-            base = tl.multiple_of(records_ptr + record * record_stride, 16)
-            y = load_record_tile(base, tile, present, LAYOUT)
-            total = tl.where(present, total + y, total)
+        for j in range(SLOTS):
+            record = tl.load(record_index_ptr + token * SLOTS + j)
+            if record >= 0:
+                base = tl.multiple_of(records_ptr + record * record_stride, 16)
+                total = total + load_record_tile(base, tile, LAYOUT)
         store_float32(out_ptr + token * out_row_stride + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
 
 
@@ -133,7 +134,7 @@ def pack_weighted_sums(
             weights,
             records.view(torch.int8),
             records.stride(0),
-            positions.shape[1],
+            TOP_K=positions.shape[1],
             LAYOUT=layout,
             num_warps=_sum_warps(wire, layout),
             enable_fp_fusion=False,
@@ -160,7 +161,7 @@ def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFor
             record_index,
             out,
             out.stride(0),
-            record_index.shape[1],
+            SLOTS=record_index.shape[1],
             LAYOUT=layout,
             num_warps=layout.num_warps,
             enable_fp_fusion=False,

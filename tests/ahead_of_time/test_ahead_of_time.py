@@ -28,6 +28,14 @@ def test_every_wire_compiles_for_a_row_that_is_no_multiple_of_anything(wire: str
     assert report.spills == 0 and report.fused == 0, report
 
 
+@pytest.mark.parametrize("target", ["sm_120", "gfx942"])
+@pytest.mark.parametrize("kernel", ["quantize", "pack_weighted_sums"])
+def test_one_scale_for_a_row_of_several_tiles_stays_within_a_programs_means(kernel: str, target: str) -> None:
+    case = Case(kernel, "int8:row", 50000, target)
+    report = compile_case(case)
+    assert not check(case, report), report
+
+
 @triton.jit
 def _multiply_add(x_ptr, y_ptr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
