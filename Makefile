@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but Python 3.10 or newer with venv: they set up .venv themselves.
+# `make demo` and `make test` need nothing but Python 3.11 or newer with venv: they set up .venv themselves.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

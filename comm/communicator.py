@@ -105,7 +105,7 @@ class Communicator:
         """Whether the communicator was closed, or its process group destroyed."""
         return self._closed or not _exists(self._group)
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -114,6 +114,8 @@ class Communicator:
         Args:
             sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
             receives: likewise, filled in place. The rank's own entries are None in both.
+            label: what the bytes are. Over Gloo, ranks that give different labels do not match, so that bytes of one
+                kind are never taken for another; NCCL has no such check.
 
         Returns:
             What to wait for before the buffers are read or written.
@@ -123,7 +125,7 @@ class Communicator:
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
         """
         self._require_open()
-        return self._exchange.post(sends, receives)
+        return self._exchange.post(sends, receives, label)
 
     def barrier(self) -> None:
         """Returns once every rank has called it. Blocks the host, on CUDA too.
@@ -209,8 +211,10 @@ class Communicator:
             name: what the caller knows the tensor by.
 
         Raises:
-            TransportUnavailable: naming the tensor, and both devices.
+            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
         """
+        if not isinstance(tensor, Tensor):
+            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
         if tensor.device.type != self._device.type:
             raise TransportUnavailable(
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "

@@ -4,16 +4,17 @@ What the two backends do, and what follows from it:
 
 - **Gloo** matches a message to a receive by peer and tag only. One that is longer than the receive ends the receiving
   *process* (an uncaught C++ exception in Gloo's own thread), one that is shorter fills part of the buffer and reports
-  success. The tag of every message here is therefore made from its length and its place in the sequence of its pair:
-  ranks that disagree never match, and both get :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the
-  connections to all peers, so nothing can be exchanged afterwards. A lost connection is reported at once, and leaves
-  those to the other peers alone.
+  success. The tag of every message here is therefore made from its length, its place in the sequence of its pair and
+  what the caller says it is: ranks that disagree do not match, and both get
+  :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
+  exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Pending.wait` orders the current stream after it.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -30,9 +31,9 @@ _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and takes 0 for "the group's own timeout"
 
 
-def _message_tag(sequence: int, num_bytes: int) -> int:
+def _message_tag(sequence: int, num_bytes: int, label: str) -> int:
     """A tag of 31 bits. The odd multiplier makes lengths that differ by less than 2 GiB differ in their tags."""
-    return (num_bytes * 0x9E3779B1 + sequence * 0x85EBCA77 + 0x7457) & 0x7FFFFFFF
+    return (num_bytes * 0x9E3779B1 + sequence * 0x85EBCA77 + zlib.crc32(label.encode()) + 0x7457) & 0x7FFFFFFF
 
 
 class Pending:
@@ -83,7 +84,7 @@ class PeerExchange:
         self._outstanding: set[Pending] = set()
         self._failure: str | None = None
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
         """Starts the exchange described at :meth:`Communicator.post`."""
         if self._failure is not None:
             raise PeerTimeout(f"this process group cannot be used any more, make a new one; earlier: {self._failure}")
@@ -98,7 +99,7 @@ class PeerExchange:
             if self.backend == "nccl":
                 self._start_batch(pending, sends, receives)
             else:
-                self._start_each(pending, sends, receives)
+                self._start_each(pending, sends, receives, label)
         return pending
 
     def _check(self, name: str, buffers: Sequence[Tensor | None]) -> None:
@@ -118,14 +119,16 @@ class PeerExchange:
                     f"{name}[{peer}] lives on {buffer.device}, but {self.backend} moves {device_type} memory only"
                 )
 
-    def _start_each(self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+    def _start_each(
+        self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
+    ) -> None:
         # Receives first: a send whose receive is known at the other end starts at once.
         for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
             for peer in pending._peers:
                 buffer = buffers[peer]
                 if buffer is None or not buffer.numel():
                     continue
-                tag = _message_tag(counters[peer], buffer.numel())
+                tag = _message_tag(counters[peer], buffer.numel(), label)
                 counters[peer] += 1
                 try:
                     if receiving:

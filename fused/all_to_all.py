@@ -137,9 +137,9 @@ def all_to_all_v(
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> None:
     """All that can be refused before peers hear of this call."""
-    require_float(x, wire, "all_to_all_v")
     comm.check_exchange()
     comm.check_device("x", x)
+    require_float(x, wire, "all_to_all_v")
     if x.dim() < 1:
         raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
     if torch.is_grad_enabled() and x.requires_grad:
@@ -228,7 +228,7 @@ def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: S
 
     own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
     out[own_receive : own_receive + own] = source[own_send : own_send + own]
-    work = comm.post(byte_views(source, sends), byte_views(out, receives))
+    work = comm.post(byte_views(source, sends), byte_views(out, receives), f"all_to_all_v {x.dtype}")
 
     def finish() -> torch.Tensor:
         work.wait()
@@ -264,7 +264,8 @@ def _post_rows(
         backend.pack_rows(rows, wire, sends.row_index(start, stop, rows.device), records)
 
     row_bytes = wire.row_bytes(rows.shape[1], rows.dtype)
-    exchange = StagedExchange.post(comm, sends.counts, receives.counts, row_bytes, pack)
+    label = f"all_to_all_v {wire!r} {rows.dtype}"
+    exchange = StagedExchange.post(comm, sends.counts, receives.counts, row_bytes, pack, label)
     slots = dense_segments(receives.counts)
 
     def unpack(out: torch.Tensor) -> None:

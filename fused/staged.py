@@ -63,6 +63,7 @@ class StagedExchange:
         recv_counts: list[int],
         record_bytes: int,
         pack: Callable[[int, int, torch.Tensor], None],
+        label: str,
     ) -> StagedExchange:
         """Packs and posts everything; waits for nothing.
 
@@ -73,6 +74,7 @@ class StagedExchange:
             record_bytes: of one record, a multiple of 16.
             pack: `pack(start, stop, records)` fills records, uint8 [n, record_bytes], with records start ... stop - 1
                 of every rank's share (fewer where a share ends before), in order of ranks.
+            label: what the records are; see `Communicator.post`.
         """
         slots = dense_segments(recv_counts)
         received = torch.empty(sum(recv_counts), record_bytes, dtype=torch.uint8, device=comm.device)
@@ -89,7 +91,7 @@ class StagedExchange:
                 for count, displ in zip(recv_counts, slots.displs, strict=True)
             ]
             incoming[comm.rank].copy_(outgoing[comm.rank])
-            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank))
+            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label)
             pieces.append(_Piece(work, sent, start, stop))
         return cls(received, pieces)
 

@@ -41,7 +41,7 @@ def _stored_shapes(model: nn.Module, expert_tensors: Mapping[str, MoELayer]) -> 
     return shapes
 
 
-def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
     """Write the parameters and persistent buffers of an unsharded model to a safetensors file.
 
     Floating-point tensors are rounded to bf16, others stored as they are. The file appears under ``path`` only when it
@@ -50,7 +50,7 @@ def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Ma
     Args:
         model: any module; its :class:`MoELayer` children hold all their experts.
         path: the file to write; an existing one is replaced.
-        metadata: strings stored in the file's header, such as a model's configuration as JSON.
+        metadata: strings stored in the file's header, such as a model's configuration as JSON; None for none.
 
     Raises:
         CheckpointError: a layer of ``model`` is sharded and so lacks the other ranks' experts.
@@ -71,7 +71,7 @@ def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Ma
         # safetensors creates files that only their owner may read; keep what the umask gives any other new file.
         unfinished.touch()
         mode = unfinished.stat().st_mode
-        save_file(tensors, unfinished, metadata=dict(metadata))
+        save_file(tensors, unfinished, metadata=dict(metadata or {}))
         unfinished.chmod(mode)
         unfinished.replace(target)
     finally:

@@ -31,8 +31,9 @@ class MoELayer(nn.Module):
     Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and tokens
     travel to the ranks that own their experts and back; the layer is then collective: every rank of the group calls it
     as often as the others, with any number of tokens, also none. Gradients flow as far as ``ep`` lets them; if it has
-    no backward pass, call the layer under ``torch.no_grad()``. A layer built with ``ep`` draws its own random experts;
-    to spread existing ones, load them with :func:`thinwire.moe.checkpoint.load_checkpoint` or use :meth:`shard`.
+    no backward pass, call the layer under ``torch.no_grad()``. A layer built with ``ep`` draws its own random experts
+    and its own random router, and the router has to be the same on every rank: load existing ones with
+    :func:`thinwire.moe.checkpoint.load_checkpoint`, or use :meth:`shard`.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded), so that it is
     the same from run to run.
@@ -79,6 +80,10 @@ class MoELayer(nn.Module):
         )
 
     def _owned(self, ep: ExpertParallel) -> range:
+        mine = {"num_experts": self.num_experts, "top_k": self.top_k, "hidden_size": self.hidden_size}
+        for name, value in mine.items():
+            if getattr(ep, name) != value:
+                raise ValueError(f"this layer has {name} {value}, its ep {getattr(ep, name)}: they must be the same")
         owned = ep.local_experts
         if owned.step != 1 or not 0 <= owned.start <= owned.stop <= self.num_experts:
             raise ValueError(f"ep.local_experts must be a contiguous range within 0..{self.num_experts}, got {owned}")

@@ -40,7 +40,7 @@ class ExpertParallel:
         top_k: experts a token may name, at most 32.
         hidden_size: elements of a token.
         max_tokens: the most tokens a rank dispatches at once; the same on every rank.
-        wire: the dispatch leg's format; None means THINWIRE_WIRE, else int8.
+        wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
         transport: `"auto"` or `"staged"`.
         lanes: rounds that may be open at once.
@@ -84,6 +84,8 @@ class ExpertParallel:
             raise RoutingError(f"top_k is {top_k}; at most {_MAX_TOP_K} experts a token are supported")
         if transport not in _TRANSPORTS:
             raise TransportUnavailable(f"transport {transport!r} is not available; accepted: {', '.join(_TRANSPORTS)}")
+        if not isinstance(comm, Communicator):
+            raise TransportUnavailable(f"comm is {comm!r}; a Communicator is needed, such as thinwire.init() returns")
         comm.check_exchange()
         self.comm = comm
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
@@ -99,8 +101,10 @@ class ExpertParallel:
         settings: dict[str, str | int | float | bool | None] = {
             **sizes,
             "max_tokens": max_tokens,
-            "wire": repr(self.wire),
-            "combine_wire": repr(self.combine_wire),
+            "wire": str(self.wire),
+            "wire_alignment": self.wire.alignment,
+            "combine_wire": str(self.combine_wire),
+            "combine_wire_alignment": self.combine_wire.alignment,
             "wire_version": WIRE_VERSION,
             "transport": self.transport,
             "thinwire": VERSION,
@@ -149,7 +153,8 @@ class ExpertParallel:
             tail[:, weight_words] = weights[tokens].view(torch.int32)
             tail[:, weight_words.stop :] = 0
 
-        arrived = StagedExchange.post(self.comm, sends.counts, recv_counts, record_bytes, pack).wait()
+        label = f"dispatch {self.wire!r} {x.dtype}"
+        arrived = StagedExchange.post(self.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
         words = arrived.view(torch.int32)
         arrival = ArrivalPlan.of(
             words[:, id_words], words[:, weight_words].view(torch.float32), self.local_experts, self.align
@@ -204,7 +209,8 @@ class ExpertParallel:
             )
 
         row_bytes = self.combine_wire.row_bytes(self.hidden_size, d._dtype)
-        home = StagedExchange.post(self.comm, d._recv_counts, d._sends.counts, row_bytes, pack).wait()
+        label = f"combine {self.combine_wire!r} {d._dtype}"
+        home = StagedExchange.post(self.comm, d._recv_counts, d._sends.counts, row_bytes, pack, label).wait()
         self._combine_backend.sum_records(home, d._sends.record_index, self.combine_wire, out)
         return out
 
@@ -264,6 +270,8 @@ class ExpertParallel:
             raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {last}")
 
     def _require_open(self, d: Dispatched) -> None:
+        if not isinstance(d, Dispatched):
+            raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._ep is not self:
             raise LaneError("this round was dispatched by another ExpertParallel")
         if self._closed or self._open_rounds[d.lane] is not d:

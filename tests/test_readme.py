@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.readme_table import recorded_table, with_table
+from benchmarks.record_demo import recorded_table, with_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -37,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from thinwire.demo import run_demo
 
     try:
-        run_demo(options.ranks, options.wire.split(","), options.text, options.json, options.timeout)
+        run_demo(
+            options.ranks,
+            [wire.strip() for wire in options.wire.split(",")],
+            options.text,
+            options.json,
+            options.timeout,
+        )
     except (ThinwireError, OSError) as error:
         print(f"thinwire: error: {error}", file=sys.stderr)
         return 2

@@ -257,15 +257,16 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
     exact_bits, scores = results[0]
     print(format_table(exact_bits, scores))
     print(
-        "\nBytes are per token and MoE layer, of rows that change ranks, expert ids and router weights included.\n"
-        "Errors are relative L2, against the same round sent exactly. Seconds are of this machine: all ranks share\n"
-        f"its {os.cpu_count()} cores and no network is crossed.\n"
+        "\nBytes are per token and MoE layer, of rows that change ranks; dispatch carries expert ids and router\n"
+        f"weights besides. Errors are relative L2 against the same round sent exactly, over the first {_ERROR_STEPS} "
+        "steps.\n"
+        f"Seconds are of this machine: all ranks share its {os.cpu_count()} cores and no network is crossed.\n"
     )
     print(_USAGE)
     if json_path is not None:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         figures = {
-            "command": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
+            "demo": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
             "text": "packaged held-out text" if text_path is None else str(text_path),
             "thinwire": VERSION,
             "machine": machine,

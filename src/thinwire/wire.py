@@ -81,7 +81,8 @@ class WireFormat:
         whole_row = self.group == _WHOLE_ROW and self.name in ("int8", "none")
         grouped = low <= self.group <= high and self.group & (self.group - 1) == 0 and self.name != "none"
         if not (whole_row or grouped):
-            raise WireFormatError(f"wire format {self.name!r} cannot have groups of {self.group}; {_ACCEPTED}")
+            groups = f"groups of {self.group}" if self.group else "one scale for a row"
+            raise WireFormatError(f"wire format {self.name!r} cannot have {groups}; {_ACCEPTED}")
 
     @classmethod
     def parse(cls, spec: str | WireFormat) -> WireFormat:

@@ -248,6 +248,17 @@ def test_check_names_the_pair_that_disagrees_on_every_rank() -> None:
     assert messages == ["rank 1 sends rank 2 1 rows, but rank 2 expects 4 from rank 1"] * 3
 
 
+def _other_wires(comm: Communicator) -> None:
+    # Records of 64 int8 and 64 fp8 elements are equally long: without a label one would be read as the other.
+    short = Communicator(comm.group, timeout=2.0)
+    with pytest.raises(PeerTimeout):
+        all_to_all_v(torch.ones(2, 64), [1, 1], [1, 1], wire="fp8" if comm.rank else "int8", comm=short)
+
+
+def test_rows_of_another_wire_are_never_taken_for_ones_own() -> None:
+    run_ranks(_other_wires, 2)
+
+
 def _one_rank_raises(comm: Communicator) -> float:
     started = time.monotonic()
     if comm.rank == 1:

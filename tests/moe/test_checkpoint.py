@@ -23,13 +23,16 @@ SMALL = TinyMoEConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=7, 
 class Owner:
     """What a model asks of an ExpertParallel before its first forward pass."""
 
-    def __init__(self, local_experts: range) -> None:
+    def __init__(self, local_experts: range, num_experts: int, top_k: int, hidden_size: int) -> None:
         self.local_experts = local_experts
+        self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
 
 
 def new_model(seed: int, experts: range | None = None) -> TinyMoE:
     torch.manual_seed(seed)
-    return TinyMoE(SMALL, ep=None if experts is None else Owner(experts))
+    return TinyMoE(
+        SMALL, ep=None if experts is None else Owner(experts, SMALL.num_experts, SMALL.top_k, SMALL.hidden_size)
+    )
 
 
 def is_expert_tensor(name: str) -> bool:
@@ -211,6 +214,6 @@ def test_a_bare_layer_can_be_saved_and_loaded_too(tmp_path: Path):
     torch.manual_seed(0)
     layer = MoELayer(8, 6, 4, 2, gated=True)
     save_checkpoint(layer, tmp_path / "layer.safetensors", {})
-    shard = MoELayer(8, 6, 4, 2, gated=True, ep=Owner(range(1, 3)))
+    shard = MoELayer(8, 6, 4, 2, gated=True, ep=Owner(range(1, 3), 4, 2, 8))
     load_checkpoint(shard, tmp_path / "layer.safetensors", range(1, 3))
     assert torch.equal(shard.experts.w_gate, layer.experts.w_gate[1:3].bfloat16().float())

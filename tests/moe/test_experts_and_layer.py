@@ -53,8 +53,9 @@ class OneRank:
     Rows come with padding: each expert's rows are rounded up to ``align``, and the padding holds NaN.
     """
 
-    def __init__(self, local_experts: range, align: int = 4) -> None:
+    def __init__(self, local_experts: range, num_experts: int, top_k: int, hidden_size: int, align: int = 4) -> None:
         self.local_experts = local_experts
+        self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
         self.align = align
         self.calls: list[str] = []
 
@@ -229,7 +230,7 @@ def test_layer_on_a_group_of_one_equals_the_unsharded_layer_bit_for_bit():
     layer = MoELayer(32, 24, 8, 2)
     x = torch.randn(2, 45, 32)
     expected = layer(x)
-    ep = OneRank(range(8))
+    ep = OneRank(range(8), 8, 2, 32)
     assert torch.equal(layer.shard(ep)(x), expected)
     assert ep.calls == ["dispatch", "combine"]
 
@@ -242,7 +243,7 @@ def test_shards_hold_only_their_own_experts_and_their_outputs_add_up_to_the_unsh
     for owned in (range(0, 3), range(3, 5), range(5, 7), range(7, 7)):
         shard = MoELayer(32, 24, 7, 3, gated=True)
         shard.load_state_dict(whole.state_dict())
-        shard.shard(OneRank(owned))
+        shard.shard(OneRank(owned, 7, 3, 32))
         assert shard.local_experts == owned
         for name, weight in shard.experts.named_parameters():
             assert torch.equal(weight, whole.experts.get_parameter(name)[owned.start : owned.stop])
@@ -252,13 +253,13 @@ def test_shards_hold_only_their_own_experts_and_their_outputs_add_up_to_the_unsh
 
 
 def test_layer_built_with_ep_allocates_only_local_experts():
-    layer = MoELayer(16, 8, 6, 2, ep=OneRank(range(2, 5)))
+    layer = MoELayer(16, 8, 6, 2, ep=OneRank(range(2, 5), 6, 2, 16))
     assert layer.experts.num_experts == 3 and layer.local_experts == range(2, 5)
     assert layer.router.weight.shape == (6, 16)
 
 
 def test_rank_without_tokens_still_takes_part_forward_and_backward():
-    ep = OneRank(range(0, 2))
+    ep = OneRank(range(0, 2), 4, 2, 16)
     layer = MoELayer(16, 8, 4, 2, ep=ep)
     x = torch.zeros(0, 16, requires_grad=True)
     layer(x).sum().backward()
@@ -267,9 +268,12 @@ def test_rank_without_tokens_still_takes_part_forward_and_backward():
 
 
 def test_sharding_twice_or_beyond_the_experts_is_refused():
-    layer = MoELayer(16, 8, 4, 2).shard(OneRank(range(0, 2)))
+    layer = MoELayer(16, 8, 4, 2).shard(OneRank(range(0, 2), 4, 2, 16))
     with pytest.raises(ValueError, match="already"):
-        layer.shard(OneRank(range(0, 1)))
+        layer.shard(OneRank(range(0, 1), 4, 2, 16))
     for owned in (range(2, 5), range(0, 4, 2)):
         with pytest.raises(ValueError, match="local_experts"):
-            MoELayer(16, 8, 4, 2, ep=OneRank(owned))
+            MoELayer(16, 8, 4, 2, ep=OneRank(owned, 4, 2, 16))
+    for sizes in ((5, 2, 16), (4, 1, 16), (4, 2, 8)):
+        with pytest.raises(ValueError, match="they must be the same"):
+            MoELayer(16, 8, 4, 2, ep=OneRank(range(0, 2), *sizes))

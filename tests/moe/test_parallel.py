@@ -14,7 +14,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, LaneError, PeerTimeou
 from thinwire.fused import staged
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.moe.plan import merge_repeated_experts
+from thinwire.moe.plan import SendPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
 from thinwire.testing import run_ranks
 
@@ -153,7 +153,10 @@ def _gather(comm: Communicator) -> None:
         tokens, overflow = d.gather(rows // 2)
         assert bool(overflow) == (rows > rows // 2) and torch.equal(tokens, full[: rows // 2])
         dropped = ep.combine(tokens, d)
-        assert dropped.shape == y.shape
+        # Rows that did not fit count as zeros.
+        d = ep.dispatch(x, ids, weights)
+        kept = torch.where(torch.arange(rows).unsqueeze(1) < rows // 2, d.tokens, 0.0)
+        assert torch.equal(dropped, ep.combine(kept, d))
         d = ep.dispatch(x, ids, weights)
         d.gather(rows + 3)
         assert torch.equal(ep.combine(d.tokens, d), y)  # gathering does not take d.tokens away
@@ -232,6 +235,17 @@ def _bad_tokens(comm: Communicator) -> None:
     with pytest.raises(RoutingError, match=r"rank \d dispatches torch.\w+ tokens, rank \d torch.\w+; all ranks"):
         ep.dispatch(x.half() if comm.rank else x, ids, weights)
     d = ep.dispatch(x, ids, weights)
+    for call, error, message in (
+        (
+            lambda: ep.dispatch(x.numpy(), ids, weights),
+            TransportUnavailable,
+            "x is a ndarray; a torch.Tensor is needed",
+        ),
+        (lambda: ep.dispatch(x, ids.tolist(), weights), TransportUnavailable, "topk_ids is a list"),
+        (lambda: ep.combine(d, d.tokens), LaneError, "d is a Tensor; what dispatch returned is needed"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     rows = d.tokens.shape[0]
     with pytest.raises(RoutingError, match=re.escape(f"[{rows}, {HIDDEN}], a row for each")):
         ep.combine(torch.zeros(rows + 1, HIDDEN), d)
@@ -293,6 +307,13 @@ def _absent_peer(comm: Communicator) -> float:
 def test_a_peer_that_never_combines_is_a_timeout() -> None:
     waited = run_ranks(_absent_peer, 2, timeout=60)[0]
     assert 1.0 <= waited <= 10.0
+
+
+def test_a_tokens_records_are_summed_in_ascending_rank() -> None:
+    ids = torch.tensor([[6, 0, 3], [-1, -1, -1], [4, 5, -1], [2, 6, 6]])
+    plan = SendPlan.of(ids, NUM_EXPERTS, 3)  # experts 0-2 on rank 0, 3-4 on rank 1, 5-6 on rank 2
+    assert plan.counts == [2, 2, 3] and plan.tokens.tolist() == [0, 3, 0, 2, 0, 2, 3]
+    assert plan.record_index.tolist() == [[0, 2, 4], [-1, -1, -1], [3, 5, -1], [1, 6, -1]]
 
 
 def test_repeated_experts_keep_the_sum_of_their_weights_in_order() -> None:

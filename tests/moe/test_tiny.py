@@ -26,8 +26,9 @@ CARD = TINY_MOE_PATH.with_name("MODEL_CARD.md")
 class Peerless:
     """A stand-in for an ExpertParallel on a rank that receives nothing; it counts the rounds."""
 
-    def __init__(self, local_experts: range) -> None:
+    def __init__(self, local_experts: range, config: TinyMoEConfig) -> None:
         self.local_experts = local_experts
+        self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
         self.rounds = 0
 
     def dispatch(self, x, topk_ids, topk_weights):
@@ -91,7 +92,7 @@ def test_the_order_of_earlier_bytes_matters():
 
 @pytest.mark.parametrize("length", [0, 1, 24])
 def test_no_sequences_still_take_one_round_per_layer(length: int):
-    ep = Peerless(range(0, 2))
+    ep = Peerless(range(0, 2), SMALL)
     logits = TinyMoE(SMALL, ep=ep)(torch.zeros(0, length, dtype=torch.int64))
     assert logits.shape == (0, length, 256) and logits.dtype == torch.float32
     assert ep.rounds == SMALL.num_layers
@@ -167,7 +168,7 @@ def test_a_file_without_a_configuration_is_refused(tmp_path: Path):
 
 
 def test_a_loaded_shard_holds_only_its_own_experts(shipped: TinyMoE):
-    shard = load_tiny_moe(ep=Peerless(range(3, 6)))
+    shard = load_tiny_moe(ep=Peerless(range(3, 6), TinyMoEConfig()))
     for name, tensor in shard.state_dict().items():
         whole = shipped.state_dict()[name]
         assert torch.equal(tensor, whole[3:6] if ".experts." in name else whole), name

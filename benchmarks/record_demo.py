@@ -1,0 +1,45 @@
+"""Runs the demo, records its figures, and puts its table into the README: `python -m benchmarks.record_demo`."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks import timing
+from thinwire.cli import main
+from thinwire.demo import WireScore, format_table
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "benchmarks" / "results" / "cpu" / "demo.json"
+_TABLE = re.compile(r"(<!-- demo table -->\n```\n).*?(\n?```\n<!-- end -->)", re.DOTALL)
+
+
+def recorded_table() -> str:
+    """The table of the recorded figures."""
+    recorded = json.loads(FIGURES.read_text())
+    return format_table(recorded["unsharded_bits_per_byte"], [WireScore(**score) for score in recorded["scores"]])
+
+
+def with_table(readme: str) -> str:
+    """The README's text with the recorded table in its place."""
+    return _TABLE.sub(lambda match: f"{match[1]}{recorded_table()}\n```\n<!-- end -->", readme)
+
+
+def record() -> None:
+    """Runs the demo as a user would and writes the figures, with the machine and the commit, and the README."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "demo.json"
+        if main(["demo", "--json", str(path)]):
+            raise SystemExit("the demo failed; nothing was recorded")
+        figures = json.loads(path.read_text())
+    timing.write_json(FIGURES, **figures | {"machine": timing.machine(torch.device("cpu"))})
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text()))
+
+
+if __name__ == "__main__":
+    record()
