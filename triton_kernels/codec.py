@@ -219,6 +219,7 @@ def quantize_kernel(
     record_stride,
     LAYOUT: tl.constexpr,
 ):
+    """records[i] = quantise(x[i]), program i."""
     row = tl.program_id(0).to(tl.int64)
     quantize_row(x_ptr + row * x_row_stride, tl.multiple_of(records_ptr + row * record_stride, 16), LAYOUT)
 
@@ -231,6 +232,7 @@ def dequantize_kernel(
     out_row_stride,
     LAYOUT: tl.constexpr,
 ):
+    """out[i] = dequantise(records[i]), program i."""
     row = tl.program_id(0).to(tl.int64)
     dequantize_row(tl.multiple_of(records_ptr + row * record_stride, 16), out_ptr + row * out_row_stride, LAYOUT)
 

@@ -63,6 +63,7 @@ def pack_weighted_sums_kernel(
     TOP_K: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
+    """One record of the weighted sums at the experts' rank, program r."""
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
@@ -87,6 +88,7 @@ def sum_records_kernel(
     SLOTS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
+    """One token of the sums at home, program t."""
     token = tl.program_id(0).to(tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)

@@ -27,6 +27,7 @@ def pack_kernel(
     record_stride,
     LAYOUT: tl.constexpr,
 ):
+    """records[i] = quantise(x[row_index[i]]), program i."""
     record = tl.program_id(0).to(tl.int64)
     row = record
     if row_index_ptr is not None:
@@ -44,6 +45,7 @@ def unpack_kernel(
     out_row_stride,
     LAYOUT: tl.constexpr,
 ):
+    """out[row_index[i]] = dequantise(records[record_index[i]]), program i."""
     item = tl.program_id(0).to(tl.int64)
     record, row = item, item
     if record_index_ptr is not None:
