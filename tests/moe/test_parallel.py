@@ -117,19 +117,21 @@ def test_exact_wires_give_the_oracle(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "combine_spec", "dtype", "gate"),
+    ("spec", "combine_spec", "dtype", "theory", "gate"),
     [
-        ("none", "int8", torch.bfloat16, 0.0080),  # .0070 for the combine, .0035 for products of bfloat16 rows
-        ("none", "int8", torch.float32, 0.0070),
-        ("int8", "none", torch.float32, 0.0072),
-        ("int8", "int8", torch.float16, 0.0100),
-        ("int8:row", "int4", torch.float32, 0.110),
+        ("none", "int8", torch.bfloat16, 0.0065, 0.0070),
+        ("none", "int8", torch.float32, 0.0065, 0.0070),
+        ("int8", "none", torch.float32, 0.0065, 0.0068),
+        ("int8", "int8", torch.float16, 0.0092, 0.0096),
+        ("int8:row", "int4", torch.float32, 0.0970, 0.1020),
     ],
 )
-def test_quantised_wires_stay_within_the_gates(spec: str, combine_spec: str, dtype: torch.dtype, gate: float) -> None:
+def test_quantised_wires_stay_within_the_gates(
+    spec: str, combine_spec: str, dtype: torch.dtype, theory: float, gate: float
+) -> None:
     error = _total(run_ranks(_rounds, 3, spec, combine_spec, dtype, timeout=120))
     print(f"{spec} out, {combine_spec} back, {dtype}: relative error {error:.5f}")
-    assert 0.6 * gate < error <= gate
+    assert 0.9 * theory <= error <= gate  # far below the theory would mean that nothing was quantised
 
 
 def _in_small_pieces(comm: Communicator) -> list[tuple[float, float]]:
