@@ -13,6 +13,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, ConfigMismatch, LaneError, PeerTimeout, RoutingError, TransportUnavailable
 from thinwire.fused import staged
 from thinwire.fused.codec import dequantize, quantize
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.plan import SendPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
@@ -87,7 +88,7 @@ def _rounds(comm: Communicator, spec: str, combine_spec: str, dtype: torch.dtype
 
 
 def _check_arrivals(
-    comm: Communicator, ep: ExpertParallel, d: object, kind: str, dtype: torch.dtype, seed: int, spec: str
+    comm: Communicator, ep: ExpertParallel, d: Dispatched, kind: str, dtype: torch.dtype, seed: int, spec: str
 ) -> None:
     """d.tokens are the quantised tokens, by expert, then source rank, then token."""
     rows, counts = [], []
@@ -100,9 +101,9 @@ def _check_arrivals(
         counts.append(merged.shape[0])
         rows.append(torch.nn.functional.pad(merged, (0, 0, 0, -merged.shape[0] % ep.align)))
     expected = dequantize(quantize(torch.cat([*rows, torch.zeros(0, HIDDEN, dtype=dtype)]), spec))
-    assert d.expert_counts.tolist() == counts  # type: ignore[attr-defined]
-    assert d.expert_offsets.tolist() == [0, *torch.tensor([len(r) for r in rows]).cumsum(0).tolist()]  # type: ignore[attr-defined]
-    assert_same_bits("tokens", expected, d.tokens)  # type: ignore[attr-defined]
+    assert d.expert_counts.tolist() == counts
+    assert d.expert_offsets.tolist() == [0, *torch.tensor([len(r) for r in rows]).cumsum(0).tolist()]
+    assert_same_bits("tokens", expected, d.tokens)
 
 
 def _total(results: list[list[tuple[float, float]]]) -> float:
