@@ -45,7 +45,9 @@ __all__ = [
     "quantize_row",
     "quantize_rows",
     "round_reference",
+    "row_amax_bits",
     "scaled_reference",
+    "store_encoded_tile",
     "store_record_tail",
     "store_record_tile",
     "tile_columns",
@@ -117,12 +119,30 @@ def tile_columns(tile, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def store_encoded_tile(base, payload, scale_bits, tile, LAYOUT: tl.constexpr):
+    """Stores what `encode_tile` gave for one tile of a row into its record.
+
+    `base` points, as int8, to where the record begins, on a 16-byte boundary. Pad bytes among what the tile covers are
+    written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
+    """
+    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+    offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+    tl.store(base + offsets, payload, mask=offsets < LAYOUT.SCALES_OFFSET)
+    if LAYOUT.ROW_SCALE:
+        scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
+        tl.store(scales + groups, scale_bits, mask=groups < 1)
+    else:
+        scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+        room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
+        tl.store(scales + groups, scale_bits.to(tl.int16), mask=groups < room)
+
+
+@triton.jit
 def store_record_tile(base, x, amax_bits, tile, LAYOUT: tl.constexpr):
     """Quantises one tile of a row, x float32 [TILE_GROUPS, GROUP] with +0.0 past the row's end, into its record.
 
     `base` points, as int8, to where the record begins, on a 16-byte boundary. `amax_bits` is `group_amax(x)`, but with
-    TWO_PASSES, where the scale depends on the whole row, the maximum of that over all tiles. Pad bytes among what the
-    tile covers are written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
+    TWO_PASSES, where the scale depends on the whole row, the maximum of that over all tiles.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
@@ -130,16 +150,7 @@ def store_record_tile(base, x, amax_bits, tile, LAYOUT: tl.constexpr):
         store_float32(elements + columns, x, columns < LAYOUT.ELEMENTS, False)
     else:
         payload, scale_bits = encode_tile(x, amax_bits, LAYOUT)
-        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-        tl.store(base + offsets, payload, mask=offsets < LAYOUT.SCALES_OFFSET)
-        if LAYOUT.ROW_SCALE:
-            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            tl.store(scales + groups, scale_bits, mask=groups < 1)
-        else:
-            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
-            tl.store(scales + groups, scale_bits.to(tl.int16), mask=groups < room)
+        store_encoded_tile(base, payload, scale_bits, tile, LAYOUT)
 
 
 @triton.jit
@@ -181,13 +192,20 @@ def load_record_tile(base, tile, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def quantize_row(x_row, base, LAYOUT: tl.constexpr):
-    """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
+def row_amax_bits(x_row, LAYOUT: tl.constexpr):
+    """The largest magnitude of a whole row, int32 [1], where its scale needs that before the first tile; else zero."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             columns = tile_columns(tile, LAYOUT)
             row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < LAYOUT.HIDDEN)))
+    return row_amax
+
+
+@triton.jit
+def quantize_row(x_row, base, LAYOUT: tl.constexpr):
+    """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
+    row_amax = row_amax_bits(x_row, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:

@@ -32,20 +32,30 @@ from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_weighted_sums", "pack_weighted_sums_reference", "sum_records", "sum_records_reference"]
+__all__ = [
+    "pack_weighted_sums",
+    "pack_weighted_sums_reference",
+    "store_sum",
+    "sum_records",
+    "sum_records_reference",
+    "sum_warps",
+]
 
 
 @triton.jit
 def weighted_sum_tile(
-    expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr
+    expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own."""
+    """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own.
+
+    Rows from `num_rows` on are not there, and add nothing.
+    """
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
     for k in range(TOP_K):
         position = tl.load(positions + k)
         # Skipped, not added as zero: 0 * infinity would be NaN.
-        if position >= 0:
+        if tl.where(position < num_rows, position, -1) >= 0:
             weight = tl.load(weights + k)
             y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, columns < LAYOUT.HIDDEN)
             total = total + weight * y
@@ -53,9 +63,37 @@ def weighted_sum_tile(
 
 
 @triton.jit
+def store_sum(
+    expert_out_ptr,
+    expert_out_row_stride,
+    num_rows,
+    positions,
+    weights,
+    record,
+    TOP_K: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; both point to the record's own."""
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            total = weighted_sum_tile(
+                expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
+            )
+            row_amax = tl.maximum(row_amax, group_amax(total))
+    for tile in range(LAYOUT.NUM_TILES):
+        total = weighted_sum_tile(
+            expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
+        )
+        store_record_tile(record, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
+    store_record_tail(record, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def pack_weighted_sums_kernel(
     expert_out_ptr,
     expert_out_row_stride,
+    num_rows,
     positions_ptr,  # int64 [records, top_k]
     weights_ptr,  # float32 [records, top_k]
     records_ptr,
@@ -67,15 +105,7 @@ def pack_weighted_sums_kernel(
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
-    row_amax = tl.zeros((1,), tl.int32)
-    if LAYOUT.TWO_PASSES:
-        for tile in range(LAYOUT.NUM_TILES):
-            total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K, LAYOUT)
-            row_amax = tl.maximum(row_amax, group_amax(total))
-    for tile in range(LAYOUT.NUM_TILES):
-        total = weighted_sum_tile(expert_out_ptr, expert_out_row_stride, positions, weights, tile, TOP_K, LAYOUT)
-        store_record_tile(base, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
-    store_record_tail(base, LAYOUT)
+    store_sum(expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, base, TOP_K, LAYOUT)
 
 
 @triton.jit
@@ -101,7 +131,8 @@ def sum_records_kernel(
         store_float32(out_ptr + token * out_row_stride + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
 
 
-def _sum_warps(wire: WireFormat, layout: RecordLayout) -> int:
+def sum_warps(wire: WireFormat, layout: RecordLayout) -> int:
+    """Warps of a program that sums rows into a record."""
     # 16 columns a thread, since the running sum and the next row are held together: 32 spill on sm_120. int4 keeps 32,
     # or its stores would shrink to 4 bytes on 64-lane wavefronts.
     return layout.num_warps if wire.name == "int4" else 2 * layout.num_warps
@@ -132,13 +163,14 @@ def pack_weighted_sums(
         pack_weighted_sums_kernel[(records.shape[0],)](
             expert_out,
             expert_out.stride(0),
+            expert_out.shape[0],
             positions,
             weights,
             records.view(torch.int8),
             records.stride(0),
             TOP_K=positions.shape[1],
             LAYOUT=layout,
-            num_warps=_sum_warps(wire, layout),
+            num_warps=sum_warps(wire, layout),
             enable_fp_fusion=False,
         )
 

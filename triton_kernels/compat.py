@@ -38,8 +38,8 @@ else:
 
     class _MissingTriton(_Missing):
         @staticmethod
-        def jit(function: Callable[..., Any]) -> Any:
-            return _MissingKernel(function)
+        def jit(function: Callable[..., Any] | None = None, **options: object) -> Any:
+            return _MissingKernel if function is None else _MissingKernel(function)
 
     triton = _MissingTriton()
     tl = _Missing()

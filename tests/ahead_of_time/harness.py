@@ -71,7 +71,10 @@ def compile_launch(launch: Launch, target: str) -> Any:
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
         value = launch.arguments[name]
-        constant = parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1)
+        if name == "PLATFORM":  # the launcher took the device that recorded it for the interpreter's
+            value = TARGETS[target].backend
+        specialised = not parameter.do_not_specialize
+        constant = parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialised)
         if constant:
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
@@ -80,7 +83,7 @@ def compile_launch(launch: Launch, target: str) -> Any:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and specialised:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=launch.options)
@@ -101,6 +104,39 @@ class Report:
     load_bytes: int
     store_bytes: int
     barriers: int
+
+
+@dataclass(frozen=True)
+class Signals:
+    """How a kernel for NVIDIA GPUs tells peers something, and learns from them.
+
+    `system_fences` counts full fences at system scope in the machine code; a release costs one. `after_barrier` says
+    whether a barrier stands between the last store and the first release at system scope; `arrivals` and `acquires`
+    count atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope.
+    """
+
+    system_fences: int
+    after_barrier: bool
+    arrivals: int
+    acquires: int
+
+
+_RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
+
+
+def inspect_signals(compiled: Any) -> Signals:
+    """Reads the order of stores, barriers and releases in a kernel compiled for an NVIDIA GPU."""
+    ptx = compiled.asm["ptx"]
+    release = _RELEASE.search(ptx)
+    before = ptx[: release.start()] if release else ptx
+    last_store = max((match.end() for match in re.finditer(r"\bst\.global\S*", before)), default=0)
+    machine_code = _cuobjdump(compiled.asm["cubin"], "-sass")
+    return Signals(
+        system_fences=len(re.findall(r"\bMEMBAR\.\w+\.SYS\b", machine_code)),
+        after_barrier=release is not None and re.search(r"\bbar(?:rier)?\.\S*sync", before[last_store:]) is not None,
+        arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
+        acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
+    )
 
 
 def inspect(compiled: Any, target: str) -> Report:

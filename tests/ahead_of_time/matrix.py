@@ -11,17 +11,27 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, record_launches
+from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, inspect_signals, record_launches
+from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import codec, combine, pack
+from thinwire.triton_kernels import codec, combine, dispatch, home, pack, route, signal
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
-KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums", "sum_records")
-READERS = ("dequantize", "unpack", "sum_records")  # of records; the others write them
+CODEC_KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums", "sum_records")
+ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
+#: Kernels that move rows.
+KERNELS = CODEC_KERNELS + ROUND_KERNELS
+READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home")  # of records; the others write them
+#: Kernels that move none, and do not depend on the wire or the row length.
+CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
+#: Kernels that signal peers once.
+PUBLISHERS = ("send_tokens", "send_sums", "close_round")
 HIDDEN_SIZES = (2048, 5121, 7168)
 OTHER_WIRES = ("int8:row", "int8:64", "int8:32", "int4", "fp8", "none")
 OTHER_TARGETS = ("sm_90", "gfx942")
@@ -46,16 +56,41 @@ def cases() -> Iterator[Case]:
         for wire in OTHER_WIRES:
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, 7168, target)
+    for kernel in CONTROL_KERNELS:
+        for target in TARGETS:
+            yield Case(kernel, "int8", 7168, target)
 
 
-def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]]:
+def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    """The launcher of a kernel of the direct round, its arguments, and which of its launches the kernel is."""
+    top_k, tokens = 8, 128
+    x = torch.empty(tokens, case.hidden, dtype=torch.bfloat16)
+    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire)[0]
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    return {
+        "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
+        "wait_dispatch": (signal.wait, (lane, DISPATCH, 30.0, 1.0), 0),
+        "count": (route.route, (lane,), 0),
+        "prefix": (route.route, (lane,), 1),
+        "place": (route.route, (lane,), 2),
+        "gather": (route.gather, (lane, x, torch.tensor(False)), 0),
+        "send_sums": (home.send_sums, (lane, x, x.dtype), 0),
+        "close_round": (dispatch.close_round, (lane,), 0),
+        "wait_combine": (signal.wait, (lane, COMBINE, 30.0, 1.0), 0),
+        "sum_home": (home.sum_home, (lane, x), 0),
+    }[case.kernel]
+
+
+def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    if case.kernel not in CODEC_KERNELS:
+        return _round_launcher(case)
     wire = WireFormat.parse(case.wire)
     rows, top_k = 4, 8
     x = torch.empty(rows, case.hidden, dtype=torch.bfloat16)
     records = torch.empty(rows, wire.row_bytes(case.hidden, x.dtype), dtype=torch.uint8)
     index = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(rows, top_k, dtype=torch.int64)
-    return {
+    function, arguments = {
         "quantize": (codec.quantize_rows, (x, wire, records)),
         "dequantize": (codec.dequantize_rows, (records, wire, x)),
         "pack": (pack.pack_rows, (x, wire, index, records)),
@@ -63,13 +98,31 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]]:
         "pack_weighted_sums": (combine.pack_weighted_sums, (x, table, table.float(), wire, x.dtype, records)),
         "sum_records": (combine.sum_records, (records, table, wire, x)),
     }[case.kernel]
+    return function, arguments, 0
+
+
+def compiled_case(case: Case) -> Any:
+    """Compiles one case."""
+    function, arguments, number = _launcher(case)
+    return compile_launch(record_launches(function, *arguments)[number], case.target)
 
 
 def compile_case(case: Case) -> Report:
     """Compiles one case and reads the machine code."""
-    function, arguments = _launcher(case)
-    (launch,) = record_launches(function, *arguments)
-    return inspect(compile_launch(launch, case.target), case.target)
+    return inspect(compiled_case(case), case.target)
+
+
+def check_signals(case: Case) -> list[str]:
+    """What is wrong with the signals of one of PUBLISHERS on an NVIDIA GPU; empty when nothing is."""
+    signals = inspect_signals(compiled_case(case))
+    faults = []
+    if signals.system_fences != 1:
+        faults.append(f"{signals.system_fences} fences at system scope for one publication")
+    if not signals.after_barrier:
+        faults.append("no barrier between the stores and the release")
+    if signals.arrivals != (case.kernel != "close_round"):
+        faults.append(f"{signals.arrivals} arrivals with acquire and release order")
+    return faults
 
 
 def check(case: Case, report: Report) -> list[str]:
@@ -79,6 +132,8 @@ def check(case: Case, report: Report) -> list[str]:
         faults.append(f"{report.spills} spills")
     if report.fused:
         faults.append(f"{report.fused} fused multiply-adds")
+    if case.kernel in CONTROL_KERNELS:
+        return faults
     # Rows of 5121 bfloat16 begin on odd addresses: only their records, 32-byte aligned, can move 16 bytes at a time.
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
@@ -91,8 +146,10 @@ def check(case: Case, report: Report) -> list[str]:
     return faults
 
 
-def _row(case: Case) -> tuple[Case, Report]:
-    return case, compile_case(case)
+def _row(case: Case) -> tuple[Case, Report, list[str]]:
+    report = compile_case(case)
+    signals = check_signals(case) if case.kernel in PUBLISHERS and case.target.startswith("sm_") else []
+    return case, report, check(case, report) + signals
 
 
 def main() -> int:
@@ -103,8 +160,7 @@ def main() -> int:
     print(f"{'kernel':20}{'wire':10}{'hidden':>7} {'target':8}" + "{:>5}{:>7}{:>5}{:>6}{:>6}{:>5}".format(*header))
     failures = 0
     with ProcessPoolExecutor(jobs) as pool:
-        for case, report in pool.map(_row, list(cases()), chunksize=4):
-            faults = check(case, report)
+        for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
             print(
                 f"{case.kernel:20}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"

@@ -9,8 +9,17 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 import triton
 import triton.language as tl
 
-from tests.ahead_of_time.harness import Launch, compile_launch, inspect
-from tests.ahead_of_time.matrix import KERNELS, Case, check, compile_case
+from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals
+from tests.ahead_of_time.matrix import (
+    CONTROL_KERNELS,
+    KERNELS,
+    PUBLISHERS,
+    Case,
+    check,
+    check_signals,
+    compile_case,
+    compiled_case,
+)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
@@ -21,11 +30,30 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
     assert not check(case, report), report
 
 
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("kernel", CONTROL_KERNELS)
+def test_kernels_that_route_and_wait_do_not_spill(kernel: str, target: str) -> None:
+    case = Case(kernel, "int8", 7168, target)
+    report = compile_case(case)
+    assert not check(case, report), report
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("kernel", PUBLISHERS)
+def test_a_publication_is_one_fence_behind_a_barrier(kernel: str, target: str) -> None:
+    assert not check_signals(Case(kernel, "int8", 7168, target))
+
+
+@pytest.mark.parametrize("kernel", ["wait_dispatch", "wait_combine"])
+def test_a_wait_reads_flags_in_acquire_order_at_system_scope(kernel: str) -> None:
+    assert inspect_signals(compiled_case(Case(kernel, "int8", 7168, "sm_90"))).acquires >= 2
+
+
 @pytest.mark.parametrize("wire", ["int8:row", "int4", "fp8", "none"])
 def test_every_wire_compiles_for_a_row_that_is_no_multiple_of_anything(wire: str) -> None:
-    case = Case("pack_weighted_sums", wire, 5121, "sm_90")
-    report = compile_case(case)
-    assert report.spills == 0 and report.fused == 0, report
+    for kernel in ("pack_weighted_sums", "send_tokens"):
+        report = compile_case(Case(kernel, wire, 5121, "sm_90"))
+        assert report.spills == 0 and report.fused == 0, (kernel, report)
 
 
 @pytest.mark.parametrize("target", ["sm_120", "gfx942"])
@@ -53,3 +81,24 @@ def test_the_matrix_would_see_a_fused_multiply_add(target: str) -> None:
     )
     assert inspect(separate, target).fused == 0
     assert inspect(fused, target).fused > 0
+
+
+@triton.jit
+def _publish_one_by_one(flags_ptr, x_ptr, BARRIER: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    tl.store(x_ptr + columns, columns.to(tl.float32))
+    if BARRIER:
+        tl.debug_barrier()
+    for peer in tl.static_range(4):
+        tl.atomic_xchg(flags_ptr + peer, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_the_checks_would_see_a_fence_for_each_peer_and_a_missing_barrier(barrier: bool) -> None:
+    import torch
+
+    arguments = {"flags_ptr": torch.zeros(4, dtype=torch.int32), "x_ptr": torch.zeros(1024), "BLOCK": 1024}
+    signals = inspect_signals(compile_launch(Launch(_publish_one_by_one, arguments | {"BARRIER": barrier}), "sm_80"))
+    assert signals.system_fences == 4
+    if triton.__version__ < "3.9":  # later versions put a barrier before a release themselves
+        assert signals.after_barrier == barrier

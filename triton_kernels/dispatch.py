@@ -1,0 +1,269 @@
+"""Dispatch: one kernel quantises each token into the memory of the ranks that own its experts, and tells all ranks.
+
+A token's slot at a receiver is its index at the sender, so nothing is counted or scanned before the first store. Every
+rank also sends every peer, in every round, how many tokens it has and the dense ids and weights of all of them: from
+that alone the receiver knows which slots hold something, and never looks at one that was not written in this round.
+
+Source: the order of the signals is that of `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.codec import (
+    encode_tile,
+    group_amax,
+    row_amax_bits,
+    store_encoded_tile,
+    store_record_tail,
+    tile_columns,
+)
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.floats import load_float32
+from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    DTYPE_CODES,
+    LINE_BYTES,
+    LINE_DTYPE,
+    LINE_HAS_SUMS,
+    LINE_TOKENS,
+    REPORT_BAD_IDS,
+    RUNNING,
+    Lane,
+)
+from thinwire.triton_kernels.signal import (
+    arrive,
+    num_programs_for,
+    platform_of,
+    publish,
+    store_line_words,
+    uses_atomic_store,
+    world_block,
+)
+
+__all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block"]
+
+_LINE = tl.constexpr(LINE_BYTES)
+_STATUS, _EPOCH, _BAD_IDS = (tl.constexpr(w) for w in (CONTROL_STATUS, CONTROL_EPOCH, REPORT_BAD_IDS))
+_TOKENS, _DTYPE, _HAS_SUMS = (tl.constexpr(w) for w in (LINE_TOKENS, LINE_DTYPE, LINE_HAS_SUMS))
+_RUNNING, _COMBINE = tl.constexpr(RUNNING), tl.constexpr(COMBINE)
+# Tokens whose ids and weights a program sends at a time.
+_PLANE_TOKENS = 32
+
+
+@triton.jit
+def owner_of(ids, ROUND: tl.constexpr):
+    """The rank that owns each expert; -1 where an id is no expert's."""
+    base: tl.constexpr = ROUND.NUM_EXPERTS // ROUND.WORLD
+    rest: tl.constexpr = ROUND.NUM_EXPERTS % ROUND.WORLD
+    divisor: tl.constexpr = base if base > 0 else 1
+    split: tl.constexpr = rest * (base + 1)  # experts of the ranks that own one more
+    known = tl.where(ids < 0, False, ids < ROUND.NUM_EXPERTS)
+    ids = tl.where(known, ids, 0).to(tl.int32)  # a division of 64 bits is a long one
+    owner = tl.where(ids < split, ids // (base + 1), rest + (ids - split) // divisor)
+    return tl.where(known, owner, -1)
+
+
+@triton.jit
+def first_mentions(owners, ids_row, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """`owners` [K_BLOCK] of a token's ids with every mention of a rank but the first made -1."""
+    ks = tl.arange(0, K_BLOCK)
+    for k in range(ROUND.TOP_K - 1):
+        owner = owner_of(tl.load(ids_row + k), ROUND)
+        repeated = tl.where(owners == owner, 1, 0) * tl.where(ks > k, 1, 0)
+        owners = tl.where(repeated > 0, -1, owners)
+    return owners
+
+
+@triton.jit
+def send_plane(
+    ids_ptr, weights_ptr, bases_ptr, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr, TOKENS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes."""
+    tokens = start + tl.arange(0, TOKENS)
+    ks = tl.arange(0, K_BLOCK)
+    there = tokens[:, None] < num_tokens
+    entries = tokens[:, None].to(tl.int64) * ROUND.TOP_K + ks[None, :]
+    mask = tl.where(ks[None, :] < ROUND.TOP_K, there, False)
+    ids = tl.load(ids_ptr + entries, mask=mask, other=-1)
+    outside = tl.where(ids < -1, 1, tl.where(ids >= ROUND.NUM_EXPERTS, 1, 0))
+    if tl.sum(outside) > 0:
+        tl.store(report_ptr + _BAD_IDS, 1)
+    total = tl.zeros((TOKENS, K_BLOCK), tl.float32)
+    first = tl.full((TOKENS, K_BLOCK), K_BLOCK, tl.int32)
+    for k in range(ROUND.TOP_K):
+        column = tokens.to(tl.int64) * ROUND.TOP_K + k
+        id_k = tl.load(ids_ptr + column, mask=tokens < num_tokens, other=-1)
+        weight = tl.load(weights_ptr + column, mask=tokens < num_tokens, other=0.0).to(tl.float32)
+        same = ids == id_k[:, None]
+        total = total + tl.where(same, weight[:, None], 0.0)
+        first = tl.minimum(first, tl.where(same, k, K_BLOCK))
+    kept = tl.where(outside + tl.where(ids < 0, 1, 0) > 0, 0, tl.where(first == ks[None, :], 1, 0)) > 0
+    ids = tl.where(kept, ids, -1).to(tl.int32)
+    total = tl.where(kept, total, 0.0)
+    offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
+    for peer in range(ROUND.WORLD):
+        base = tl.load(bases_ptr + peer)
+        tl.store((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask=mask)
+        tl.store((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask=mask)
+
+
+@triton.jit
+def send_record(x_row, bases_ptr, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr, K_BLOCK: tl.constexpr):
+    """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
+    ks = tl.arange(0, K_BLOCK)
+    row_amax = row_amax_bits(x_row, LAYOUT)
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        if LAYOUT.KIND == NONE:
+            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+        else:
+            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+        for k in range(ROUND.TOP_K):
+            rank = tl.max(tl.where(ks == k, destinations, -1))
+            if rank >= 0:
+                record = tl.load(bases_ptr + rank) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
+                record = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 16)
+                if LAYOUT.KIND == NONE:
+                    pointers = record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns
+                    tl.store(pointers, elements, mask=columns < LAYOUT.ELEMENTS)
+                else:
+                    store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
+                if tile == LAYOUT.NUM_TILES - 1:
+                    store_record_tail(record, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "dtype_code"])
+def send_tokens_kernel(
+    x_ptr,
+    x_row_stride,
+    ids_ptr,  # int32 or int64 [num_tokens, top_k], contiguous
+    weights_ptr,  # float [num_tokens, top_k], contiguous
+    bases_ptr,
+    control_ptr,
+    report_ptr,
+    rank,
+    num_tokens,
+    dtype_code,
+    ROUND: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    PLANE_TOKENS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Planes and records to the peers, then the header and the signal. Any number of programs."""
+    if tl.load(control_ptr + _STATUS) == _RUNNING:
+        start = tl.program_id(0) * PLANE_TOKENS
+        while start < num_tokens:
+            send_plane(
+                ids_ptr, weights_ptr, bases_ptr, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
+            )
+            start += tl.num_programs(0) * PLANE_TOKENS
+        # Backwards, since the first programs had planes to send.
+        token = tl.num_programs(0) - 1 - tl.program_id(0)
+        ks = tl.arange(0, K_BLOCK)
+        while token < num_tokens:
+            ids_row = ids_ptr + token.to(tl.int64) * ROUND.TOP_K
+            owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
+            destinations = first_mentions(owners, ids_row, ROUND, K_BLOCK)
+            slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
+            x_row = x_ptr + token.to(tl.int64) * x_row_stride
+            send_record(x_row, bases_ptr, slot, destinations, ROUND, LAYOUT, K_BLOCK)
+            token += tl.num_programs(0)
+        if arrive(control_ptr, PLATFORM):
+            epoch = tl.load(control_ptr + _EPOCH) + 1
+            tl.store(control_ptr + _EPOCH, epoch)
+            store_line_words(bases_ptr, rank, ROUND.SIGNALS, _TOKENS, num_tokens, ROUND.WORLD, BLOCK)
+            store_line_words(bases_ptr, rank, ROUND.SIGNALS, _DTYPE, dtype_code, ROUND.WORLD, BLOCK)
+            publish(bases_ptr, rank, ROUND.SIGNALS, epoch, ROUND.WORLD, BLOCK, STORE)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def close_round_kernel(
+    bases_ptr,
+    control_ptr,
+    rank,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Signals the combine phase without sums. One program."""
+    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
+    if tl.load(control_ptr + _STATUS) == _RUNNING:
+        epoch = tl.load(control_ptr + _EPOCH)
+        store_line_words(bases_ptr, rank, lines, _HAS_SUMS, 0, ROUND.WORLD, BLOCK)
+        publish(bases_ptr, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+def top_k_block(lane: Lane) -> int:
+    """Lanes of a vector that holds all experts of a token."""
+    return 1 << max(0, lane.layout.TOP_K - 1).bit_length()
+
+
+def send_tokens(
+    lane: Lane,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_programs: int | None = None,
+) -> None:
+    """Begins a round: quantises each token into the memory of the ranks that own its experts, and signals all ranks.
+
+    Args:
+        lane: the lane, whose last round is closed.
+        x: [tokens, hidden] float32, float16 or bfloat16 with contiguous rows; at most MAX_TOKENS.
+        topk_ids: int32 or int64 [tokens, top_k]; -1 is none. Any other id outside of 0 ... NUM_EXPERTS - 1 counts as
+            none too, and is noted in the lane's report.
+        topk_weights: float [tokens, top_k].
+        num_programs: programs of the launch; None means enough to fill the GPU.
+    """
+    layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, x.dtype)
+    programs = num_programs_for(x.shape[0], x.device, num_programs)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        send_tokens_kernel[(programs,)](
+            x,
+            x.stride(0),
+            topk_ids.contiguous(),
+            topk_weights.contiguous(),
+            lane.bases,
+            lane.control,
+            lane.report,
+            lane.rank,
+            x.shape[0],
+            DTYPE_CODES[x.dtype],
+            ROUND=lane.layout,
+            LAYOUT=layout,
+            PLANE_TOKENS=_PLANE_TOKENS,
+            K_BLOCK=top_k_block(lane),
+            BLOCK=world_block(lane.layout),
+            STORE=uses_atomic_store(),
+            PLATFORM=platform_of(x.device),
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def close_round(lane: Lane) -> None:
+    """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none."""
+    with torch.cuda.device_of(lane.buffer):
+        close_round_kernel[(1,)](
+            lane.bases,
+            lane.control,
+            lane.rank,
+            ROUND=lane.layout,
+            BLOCK=world_block(lane.layout),
+            STORE=uses_atomic_store(),
+            num_warps=1,
+        )

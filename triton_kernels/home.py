@@ -1,0 +1,196 @@
+"""Combine over peers' memory: the experts' sums go straight into the token's home, which adds them up.
+
+At the experts' rank, for every token that came here::
+
+    slot[token][j] at home = quantise( sum over its experts here of weight * expert_out )
+
+with j this rank's ordinal among the ranks that the token went to, which both ends know from the token's ids. At home::
+
+    out[t] = round( sum over j of dequantise(slot[t][j]) )
+
+skipping ranks that closed the round without sums. Both sums are those of `thinwire.triton_kernels.combine`: explicit
+float32 loops from +0.0 in ascending expert id and ascending rank, so the result is the same whichever way rows travel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.codec import load_record_tile, tile_columns
+from thinwire.triton_kernels.combine import store_sum, sum_warps
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
+from thinwire.triton_kernels.floats import store_float32
+from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    LINE_BYTES,
+    LINE_HAS_SUMS,
+    LINE_TOKENS,
+    RUNNING,
+    Lane,
+)
+from thinwire.triton_kernels.route import fill_row
+from thinwire.triton_kernels.signal import (
+    arrive,
+    line_words,
+    num_programs_for,
+    platform_of,
+    publish,
+    store_line_words,
+    uses_atomic_store,
+    world_block,
+)
+
+__all__ = ["send_sums", "sum_home"]
+
+_LINE = tl.constexpr(LINE_BYTES)
+_STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
+_HAS_SUMS, _TOKENS = tl.constexpr(LINE_HAS_SUMS), tl.constexpr(LINE_TOKENS)
+_RUNNING, _COMBINE = tl.constexpr(RUNNING), tl.constexpr(COMBINE)
+
+
+@triton.jit
+def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The ranks that a record's token went to, each once, -1 elsewhere: int32 [K_BLOCK]. From this rank's planes."""
+    ks = tl.arange(0, K_BLOCK)
+    ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
+    owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
+    return first_mentions(owners, ids_row, ROUND, K_BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def send_sums_kernel(
+    expert_out_ptr,
+    expert_out_row_stride,
+    num_rows,
+    buffer_ptr,
+    bases_ptr,
+    control_ptr,
+    positions_ptr,
+    weights_ptr,
+    rank,
+    ROUND: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Sums to their homes, then the signal. Any number of programs."""
+    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
+    if tl.load(control_ptr + _STATUS) == _RUNNING:
+        base = buffer_ptr.to(tl.int64)
+        # Tokens are numbered through the sources, so that few tokens still spread over all programs.
+        peers = tl.arange(0, BLOCK)
+        counts = tl.load(line_words(base, ROUND.SIGNALS, _TOKENS, peers), mask=peers < ROUND.WORLD, other=0)
+        ends = tl.cumsum(counts, axis=0)
+        total = tl.sum(counts)
+        item = tl.program_id(0)
+        while item < total:
+            source = tl.sum(tl.where(ends <= item, 1, 0))
+            token = item - tl.sum(tl.where(peers < source, counts, 0))
+            slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
+            positions = positions_ptr + slot * ROUND.TOP_K
+            if tl.load(positions) >= 0:
+                destinations = destinations_of(base, slot, ROUND, K_BLOCK)
+                ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
+                home = (
+                    tl.load(bases_ptr + source)
+                    + ROUND.SUMS
+                    + (token.to(tl.int64) * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES
+                )
+                record = tl.multiple_of(home.to(tl.pointer_type(tl.int8)), 16)
+                weights = weights_ptr + slot * ROUND.TOP_K
+                store_sum(
+                    expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, record, ROUND.TOP_K, LAYOUT
+                )
+            item += tl.num_programs(0)
+        if arrive(control_ptr, PLATFORM):
+            store_line_words(bases_ptr, rank, lines, _HAS_SUMS, 1, ROUND.WORLD, BLOCK)
+            epoch = tl.load(control_ptr + _EPOCH)
+            publish(bases_ptr, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def sum_home_kernel(
+    buffer_ptr,
+    control_ptr,
+    rank,
+    out_ptr,
+    out_row_stride,
+    num_tokens,
+    ROUND: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):
+    """Adds up what came home. Any number of programs."""
+    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
+    base = buffer_ptr.to(tl.int64)
+    running = tl.load(control_ptr + _STATUS) == _RUNNING
+    token = tl.program_id(0)
+    while token < num_tokens:
+        out_row = out_ptr + token.to(tl.int64) * out_row_stride
+        if running:
+            destinations = destinations_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+            slots = token.to(tl.int64) * ROUND.SLOTS
+            for tile in range(LAYOUT.NUM_TILES):
+                columns = tile_columns(tile, LAYOUT)
+                total = tl.zeros(columns.shape, tl.float32)
+                last = rank * 0 - 1
+                for j in range(ROUND.SLOTS):
+                    last = tl.min(tl.where(destinations > last, destinations, ROUND.WORLD))
+                    if last < ROUND.WORLD:
+                        if tl.load(line_words(base, lines, _HAS_SUMS, last)) != 0:
+                            record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
+                            total = total + load_record_tile(tl.multiple_of(record, 16), tile, LAYOUT)
+                store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+        else:
+            fill_row(out_row, float("nan"), LAYOUT)
+        token += tl.num_programs(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_programs: int | None = None) -> None:
+    """Sums each token's weighted expert rows into its home's memory, and signals all ranks.
+
+    Args:
+        lane: a lane that was routed.
+        expert_out: [rows, hidden] float32, float16 or bfloat16 with contiguous rows, in the order of the lane's index;
+            rows past the last one given add nothing.
+        dtype: the tokens' own, which the wire format `none` rounds the sums to.
+        num_programs: programs of the launch; None means enough to fill the GPU.
+    """
+    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
+    device = expert_out.device
+    programs = num_programs_for(lane.positions.shape[0], device, num_programs)
+    with torch.cuda.device_of(expert_out):  # Triton launches on the current device
+        send_sums_kernel[(programs,)](
+            expert_out, expert_out.stride(0), expert_out.shape[0], lane.buffer.view(torch.int8), lane.bases,
+            lane.control, lane.positions, lane.weights, lane.rank, ROUND=lane.layout, LAYOUT=layout,
+            K_BLOCK=top_k_block(lane), BLOCK=world_block(lane.layout), STORE=uses_atomic_store(),
+            PLATFORM=platform_of(device), num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def sum_home(lane: Lane, out: torch.Tensor) -> None:
+    """Adds up the sums that came home.
+
+    Args:
+        lane: a lane whose combine phase has been waited for. A poisoned one gives NaN.
+        out: [tokens, hidden] in the tokens' dtype with contiguous rows, written whole; zero where a token has no sum.
+    """
+    if out.shape[0] == 0:
+        return
+    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
+    programs = num_programs_for(out.shape[0], out.device, None)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        sum_home_kernel[(programs,)](
+            lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0], ROUND=lane.layout,
+            LAYOUT=layout, K_BLOCK=top_k_block(lane), num_warps=layout.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,242 @@
+"""What lies where in the memory of one lane: what peers store into, and what a rank keeps for itself.
+
+Every rank of a group has one symmetric buffer a lane, with the same offsets everywhere::
+
+    [ stuck lines ][ dispatch lines ][ combine lines ][ expert ids ][ router weights ][ records ][ sums ]
+
+A *line* is 64 bytes that one peer writes: a flag, and behind it what the flag publishes. What a peer writes lies at
+that peer's own place, so no two ranks ever write the same byte. `docs/protocol.md` says when each is written and read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "COMBINE",
+    "CONTROL_WORDS",
+    "DISPATCH",
+    "LINE_BYTES",
+    "MAX_WORLD",
+    "REPORT_PEERS",
+    "Lane",
+    "RoundLayout",
+]
+
+#: A processor's cache line: flags of two peers on one line would bounce between their caches.
+LINE_BYTES = 64
+MAX_WORLD = 72
+_ALIGNMENT = 128
+
+# Phases of a round, in the order in which they are signalled.
+DISPATCH, COMBINE = 0, 1
+
+# int32 words of a line. The flag holds the epoch that it last published, and is written last.
+LINE_FLAG = 0
+LINE_TOKENS, LINE_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
+LINE_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
+LINE_STUCK_EPOCH, LINE_STUCK_PHASE, LINE_STUCK_ON_YOU = 1, 2, 3  # of a stuck line, whose flag is 1 for good
+
+# int32 words of a lane's control block, which only this rank's kernels touch.
+CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
+CONTROL_WORDS = 16
+
+# Values of the status word. Anything but RUNNING is a poisoned lane: its kernels send nothing and give NaN.
+RUNNING, TIMED_OUT, MISMATCHED = 0, 1, 2
+
+# int32 words of a lane's report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three
+# words a peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0
+# nothing, 1 that it is stuck too, 2 that it is stuck on this rank).
+REPORT_STATUS, REPORT_EPOCH, REPORT_PHASE, REPORT_BAD_IDS = 0, 1, 2, 3
+REPORT_PEERS = 8
+
+# What the kernels call a row's dtype.
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class RoundLayout:
+    """Sizes and byte offsets of one lane's symmetric buffer; kernels get it whole, as one compile-time constant.
+
+    The slot of a record at its receiver is its token's index at the sender: [world][max_tokens] records. A sum comes
+    home to [max_tokens][SLOTS], the place in a token's row being the sender's ordinal among the ranks that the token
+    went to.
+    """
+
+    WORLD: int
+    NUM_EXPERTS: int
+    TOP_K: int
+    HIDDEN: int
+    MAX_TOKENS: int
+    SLOTS: int  # ranks that a token can go to
+    RECORD_BYTES: int  # from one dispatched record to the next
+    SUM_BYTES: int  # from one combined record to the next
+    STUCK: int  # byte offsets from here on
+    SIGNALS: int  # of the dispatch lines; the combine lines follow
+    IDS: int  # int32 [world][max_tokens][top_k]
+    WEIGHTS: int  # float32, the same shape
+    RECORDS: int
+    SUMS: int
+    NUM_BYTES: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        world: int,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        wire: WireFormat,
+        combine_wire: WireFormat,
+        dtype: torch.dtype | None = None,
+    ) -> RoundLayout:
+        """The layout, before anything is allocated.
+
+        Args:
+            dtype: the tokens'; None leaves room for float32. It matters to the wire format `none` alone.
+
+        >>> wire = WireFormat.parse("int8")
+        >>> layout = RoundLayout.of(
+        ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
+        ... )
+        >>> layout.RECORD_BYTES, layout.NUM_BYTES
+        (7296, 15009280)
+        """
+        slots = min(top_k, world)
+        record_bytes = wire.row_bytes(hidden, dtype or torch.float32)
+        sum_bytes = combine_wire.row_bytes(hidden, dtype or torch.float32)
+        plane = world * max_tokens * top_k * 4
+        stuck = 0
+        signals = stuck + world * LINE_BYTES
+        ids = _aligned(signals + 2 * world * LINE_BYTES)
+        weights = _aligned(ids + plane)
+        records = _aligned(weights + plane)
+        sums = _aligned(records + world * max_tokens * record_bytes)
+        return cls(
+            WORLD=world,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            HIDDEN=hidden,
+            MAX_TOKENS=max_tokens,
+            SLOTS=slots,
+            RECORD_BYTES=record_bytes,
+            SUM_BYTES=sum_bytes,
+            STUCK=stuck,
+            SIGNALS=signals,
+            IDS=ids,
+            WEIGHTS=weights,
+            RECORDS=records,
+            SUMS=sums,
+            NUM_BYTES=_aligned(sums + max_tokens * slots * sum_bytes),
+        )
+
+    def first_expert(self, rank: int) -> int:
+        """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
+        return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
+
+    def num_rows(self, rank: int, align: int) -> int:
+        """The most rows that a rank's experts can be given, padding included."""
+        local = self.first_expert(rank + 1) - self.first_expert(rank)
+        return self.WORLD * self.MAX_TOKENS * min(self.TOP_K, local) + local * (align - 1)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The tensors of one lane at one rank. Owned by whoever made them; kernels only read and write them.
+
+    Attributes:
+        layout: of the symmetric buffer.
+        wire, combine_wire: formats of the two legs.
+        rank: this rank.
+        align: every expert's rows begin at a multiple of this.
+        buffer: uint8 [NUM_BYTES], this rank's symmetric buffer, zero at first.
+        bases: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
+        control: int32 [CONTROL_WORDS], zero at first, on the device.
+        report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
+        index: int64 [num_rows], the record of each expert-sorted row, -1 for padding and behind the last row.
+        expert_counts: int64 [local experts], rows of each expert, without padding.
+        expert_offsets: int64 [local experts + 1], where each expert's rows begin, with padding.
+        positions: int64 [world * max_tokens, top_k], the rows of each record in ascending expert id, -1 behind them.
+        weights: float32 [world * max_tokens, top_k], their router weights.
+        scratch: int32 [chunks, local experts], what routing notes for itself.
+    """
+
+    layout: RoundLayout
+    wire: WireFormat
+    combine_wire: WireFormat
+    rank: int
+    align: int
+    buffer: torch.Tensor
+    bases: torch.Tensor
+    control: torch.Tensor
+    report: torch.Tensor
+    index: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor
+    scratch: torch.Tensor
+
+    #: Records that one program routes.
+    CHUNK = 64
+
+    @classmethod
+    def of(
+        cls,
+        layout: RoundLayout,
+        wire: WireFormat,
+        combine_wire: WireFormat,
+        rank: int,
+        align: int,
+        buffer: torch.Tensor,
+        bases: torch.Tensor,
+    ) -> Lane:
+        """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
+        device = buffer.device
+        local = layout.first_expert(rank + 1) - layout.first_expert(rank)
+        slots = layout.WORLD * layout.MAX_TOKENS
+
+        def numbers(shape: Sequence[int], dtype: torch.dtype = torch.int64, value: int = 0) -> torch.Tensor:
+            return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+        report = torch.zeros(REPORT_PEERS + 3 * layout.WORLD, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(
+            layout=layout,
+            wire=wire,
+            combine_wire=combine_wire,
+            rank=rank,
+            align=align,
+            buffer=buffer,
+            bases=bases,
+            control=numbers([CONTROL_WORDS], torch.int32),
+            report=report,
+            index=numbers([layout.num_rows(rank, align)], value=-1),
+            expert_counts=numbers([local]),
+            expert_offsets=numbers([local + 1]),
+            positions=numbers([slots, layout.TOP_K], value=-1),
+            weights=numbers([slots, layout.TOP_K], torch.float32),
+            scratch=numbers([-(-slots // cls.CHUNK), local], torch.int32),
+        )
+
+    @property
+    def records(self) -> torch.Tensor:
+        """uint8 [world * max_tokens, RECORD_BYTES], the slots that peers store records into."""
+        layout = self.layout
+        size = layout.WORLD * layout.MAX_TOKENS * layout.RECORD_BYTES
+        return self.buffer[layout.RECORDS : layout.RECORDS + size].view(-1, layout.RECORD_BYTES)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the lane holds."""
+        return sum(value.numel() * value.itemsize for value in vars(self).values() if isinstance(value, torch.Tensor))
