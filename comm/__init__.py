@@ -1,4 +1,4 @@
-"""Who talks to whom, and how: process bootstrap, communicators, bounded exchanges of bytes.
+"""Who talks to whom, and through what memory: bootstrap, communicators, bounded exchanges, symmetric memory.
 
 >>> from thinwire.comm import discover
 >>> discover({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
@@ -8,5 +8,15 @@
 from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Pending
+from thinwire.comm.symmetric import SymmetricMemory, allocate
 
-__all__ = ["Communicator", "Pending", "RankInfo", "default_communicator", "discover", "init"]
+__all__ = [
+    "Communicator",
+    "Pending",
+    "RankInfo",
+    "SymmetricMemory",
+    "allocate",
+    "default_communicator",
+    "discover",
+    "init",
+]

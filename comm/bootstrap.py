@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Origin
 from thinwire.errors import PeerTimeout, ThinwireError
 
-__all__ = ["RankInfo", "default_communicator", "discover", "init"]
+__all__ = ["RankInfo", "default_communicator", "discover", "init", "rank_thread", "thread_communicator"]
 
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
 _LAUNCHERS = (
@@ -24,6 +26,7 @@ _LAUNCHERS = (
 )
 
 _default: Communicator | None = None
+_of_thread = threading.local()  # .communicator, in threads that are ranks; there it stands for _default
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def init(
     the end of the process.
 
     A second call returns the same communicator, unless it asks for something else: then close the first one before.
+    In a thread that is a rank, of `run_ranks(mode="thread")`, it returns that rank's communicator.
 
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment.
@@ -129,6 +133,12 @@ def init(
         PeerTimeout: the other ranks did not come in time.
     """
     global _default
+    own = thread_communicator()
+    if own is not None:
+        if own.closed:
+            raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
+        _require_compatible(own, rank, world_size, device, timeout)
+        return own
     if _default is not None and not _default.closed:
         _require_compatible(_default, rank, world_size, device, timeout)
         return _default
@@ -152,14 +162,33 @@ def init(
 
 
 def default_communicator() -> Communicator:
-    """The communicator that :func:`init` made last.
+    """The communicator that :func:`init` made last; in a thread that is a rank, that rank's.
 
     Raises:
         ThinwireError: there is none, or it was closed.
     """
-    if _default is None or _default.closed:
+    own = thread_communicator()
+    found = _default if own is None else own
+    if found is None or found.closed:
         raise ThinwireError("there is no default communicator: call thinwire.init() first, or pass comm=")
-    return _default
+    return found
+
+
+@contextlib.contextmanager
+def rank_thread(comm: Communicator) -> Iterator[None]:
+    """Makes `comm` what `init` and `default_communicator` return in this thread."""
+    before = thread_communicator()
+    _of_thread.communicator = comm
+    try:
+        yield
+    finally:
+        _of_thread.communicator = before
+
+
+def thread_communicator() -> Communicator | None:
+    """This thread's own communicator, if the thread is a rank."""
+    found: Communicator | None = getattr(_of_thread, "communicator", None)
+    return found
 
 
 def _require_compatible(

@@ -1,19 +1,21 @@
-"""A process group with what thinwire needs of it: exact exchanges in bounded time, and comparison of settings."""
+"""The ranks of a process group, or of one process: exact exchanges in bounded time, and comparison of settings."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.exchange import PeerExchange, Pending
+from thinwire.comm.exchange import Exchange, PeerExchange, Pending
+from thinwire.comm.groups import backends_of, choose_backend, choose_device, group_exists, member_group, with_index
+from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 
 __all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin"]
@@ -24,6 +26,18 @@ DEFAULT_TIMEOUT = 30.0
 _LARGEST_COUNT = 2**63 - 1
 _ABSENT = "(absent)"
 Setting = str | int | float | bool | None
+_T = TypeVar("_T")
+
+
+class Attachment(Protocol):
+    """What may be kept with a communicator: something with a line for `explain`, and an end."""
+
+    def describe(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+_A = TypeVar("_A", bound=Attachment)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Origin:
 
 
 class Communicator:
-    """Exact exchanges between the ranks of a process group.
+    """Exact exchanges between the ranks of a process group, or (see `of_threads`) between threads of one process.
 
     The constructor is collective over the group: it returns once every rank has called it. Calls on one communicator
     must come in the same order on all ranks, and from one thread at a time.
@@ -62,22 +76,61 @@ class Communicator:
         timeout: float | None = None,
         _origin: Origin | None = None,
     ) -> None:
-        self._group = _member_group(group)
-        self._timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
-        backends = _backends(self._group)
-        self._device, device_reason = _choose_device(device, backends)
-        self._backend = _choose_backend(self._device, backends)
-        source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        self._origin = _origin or Origin(source, device_reason)
-        self._closed = False
-        self._exchange = PeerExchange(self._group, self._backend, self._timeout)
+        group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
+        group = member_group(group)
+        timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        backends = backends_of(group)
+        chosen, device_reason = choose_device(device, backends)
+        exchange = PeerExchange(group, choose_backend(chosen, backends), timeout)
+        self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
         self.barrier()
 
+    @classmethod
+    def of_threads(
+        cls, world: ThreadWorld, *, device: torch.device | str = "cpu", timeout: float | None = None
+    ) -> list[Communicator]:
+        """Communicators of ranks that are threads of this process, without torch.distributed. Waits for nobody.
+
+        `run_ranks(mode="thread")` makes them; each is for one thread.
+
+        Args:
+            world: what the ranks share; made for them alone.
+            device: where the tensors of all ranks live: "cpu", or one GPU.
+            timeout: seconds that a call may wait for a peer; None means 30.
+
+        >>> from thinwire.comm.threads import ThreadWorld
+        >>> Communicator.of_threads(ThreadWorld(2))[1]
+        Communicator(rank=1, size=2, device='cpu', backend='threads')
+        """
+        timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        chosen = with_index(torch.device(device))
+        if chosen.type not in ("cpu", "cuda"):
+            raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
+        communicators = []
+        for rank in range(world.size):
+            comm = cls.__new__(cls)
+            exchange = ThreadExchange(world, rank, timeout, chosen)
+            comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
+            communicators.append(comm)
+        return communicators
+
+    def _set_up(
+        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
+    ) -> None:
+        self._exchange = exchange
+        self._device = device
+        self._origin = origin
+        self._group = group
+        self._backend = exchange.backend
+        self._timeout = exchange.timeout
+        self._closed = False
+        self._attachments: dict[str, Attachment] = {}
+
     @property
     def rank(self) -> int:
-        """This process's place in the group, 0 to size - 1."""
+        """This process's place in the group (or this thread's), 0 to size - 1."""
         return self._exchange.rank
 
     @property
@@ -92,7 +145,13 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group itself."""
+        """The process group itself.
+
+        Raises:
+            ThinwireError: the ranks are threads of one process, which have none.
+        """
+        if self._group is None:
+            raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
         return self._group
 
     @property
@@ -103,7 +162,12 @@ class Communicator:
     @property
     def closed(self) -> bool:
         """Whether the communicator was closed, or its process group destroyed."""
-        return self._closed or not _exists(self._group)
+        return self._closed or (self._group is not None and not group_exists(self._group))
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
+        return isinstance(self._exchange, ThreadExchange)
 
     def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
@@ -114,8 +178,8 @@ class Communicator:
         Args:
             sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
             receives: likewise, filled in place. The rank's own entries are None in both.
-            label: what the bytes are. Over Gloo, ranks that give different labels do not match, so that bytes of one
-                kind are never taken for another; NCCL has no such check.
+            label: what the bytes are. Over Gloo and between threads, ranks that give different labels do not match, so
+                that bytes of one kind are never taken for another; NCCL has no such check.
 
         Returns:
             What to wait for before the buffers are read or written.
@@ -182,6 +246,18 @@ class Communicator:
         self.post(sends, receives).wait_on_host()
         return [pickle.loads((payload if row is None else row.cpu()).numpy().tobytes()) for row in receives]
 
+    def share_objects(self, obj: _T) -> list[_T]:
+        """Every rank's object itself, in rank order, where ranks are threads of one process. Blocks the host.
+
+        Raises:
+            ThinwireError: the ranks are processes, see `in_process`; `all_gather_object` sends copies.
+            PeerTimeout: a peer did not answer.
+        """
+        self._require_open()
+        if not isinstance(self._exchange, ThreadExchange):
+            raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
+        return self._exchange.share_objects(obj)
+
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
         """Compares settings over all ranks, before anything is built on them. 32 bytes a pair unless they differ.
 
@@ -233,9 +309,23 @@ class Communicator:
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
+    def attached(self, key: str, make: Callable[[], _A]) -> _A:
+        """What `make` returned at the first call with this key; closed when the communicator is.
+
+        Raises:
+            ThinwireError: the communicator is closed.
+        """
+        if self._closed:
+            self._require_open()
+        if key not in self._attachments:
+            self._attachments[key] = make()
+        return cast(_A, self._attachments[key])
+
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
+        if self._group is None:
+            owner = "none, the ranks are threads of this process"
         return "\n".join(
             (
                 f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else ""),
@@ -244,6 +334,7 @@ class Communicator:
                 f"  backend: {self._backend}",
                 f"  process group: {owner}",
                 f"  timeout: {self._timeout:g} s",
+                *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
             )
         )
 
@@ -252,8 +343,10 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        for attachment in self._attachments.values():
+            attachment.close()
         self._exchange.close()
-        if self._origin.owns_group and _exists(self._group):
+        if self._origin.owns_group and self._group is not None and group_exists(self._group):
             dist.destroy_process_group(self._group)
 
     def __enter__(self) -> Communicator:
@@ -293,57 +386,10 @@ class Communicator:
         return incoming.cpu()
 
 
-def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise ThinwireError("torch.distributed is not initialised: call thinwire.init(), or pass a process group")
-    group = dist.group.WORLD if group is None else group
-    # torch.distributed.new_group gives ranks that are no members a placeholder that is no group.
-    if not isinstance(group, dist.ProcessGroup) or not _exists(group):
-        raise ThinwireError(f"{group!r} is no process group that this rank belongs to; only members may wrap a group")
-    return group
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # destroyed since, alone or with all of torch.distributed
-        return False
-    return True
-
-
 def _checked_timeout(timeout: float) -> float:
     if not 0 < timeout < float("inf"):
         raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
     return float(timeout)
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type to backend, such as {"cpu": "gloo", "cuda": "nccl"}."""
-    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
-    return {device: backend for device, _, backend in pairs}
-
-
-def _choose_device(device: torch.device | str | None, backends: dict[str, str]) -> tuple[torch.device, str]:
-    if device is None:
-        if backends.get("cuda") != "nccl":
-            return torch.device("cpu"), "as the process group has no NCCL"
-        if not torch.cuda.is_available():
-            return torch.device("cpu"), "as CUDA is not available"
-        return torch.device("cuda", torch.cuda.current_device()), "CUDA's current device, as the group has NCCL"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen, "as passed"
-
-
-def _choose_backend(device: torch.device, backends: dict[str, str]) -> str:
-    if device.type == "cuda" and backends.get("cuda") == "nccl":
-        return "nccl"
-    if device.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
-        return "gloo"
-    raise TransportUnavailable(
-        f"a process group with {backends} cannot serve {device}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
-    )
 
 
 def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:

@@ -1,6 +1,6 @@
-"""Non-blocking exchange of bytes with every peer of a process group, in bounded time.
+"""Non-blocking exchange of bytes with every peer, in bounded time: what an exchange is, and that of a process group.
 
-What the two backends do, and what follows from it:
+What the two backends of process groups do, and what follows from it:
 
 - **Gloo** matches a message to a receive by peer and tag only. One that is longer than the receive ends the receiving
   *process* (an uncaught C++ exception in Gloo's own thread), one that is shorter fills part of the buffer and reports
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = ["PeerExchange", "Pending"]
+__all__ = ["Exchange", "PeerExchange", "Pending", "check_buffers", "name_ranks"]
 
 _POLL_SECONDS = 20e-6
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
@@ -42,7 +43,7 @@ class Pending:
     The communicator keeps the buffers alive until then, also when the Pending itself is dropped.
     """
 
-    def __init__(self, exchange: PeerExchange, buffers: Sequence[Tensor | None], peers: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, buffers: Sequence[Tensor | None], peers: Sequence[int]) -> None:
         self._exchange = exchange
         self._buffers = buffers
         self._peers = peers
@@ -64,6 +65,30 @@ class Pending:
         self._exchange.complete(self, block_host=True)
 
 
+class Exchange(Protocol):
+    """Sends and receives of one rank; how they travel is its own affair. Failed once, it is of no use any more.
+
+    Attributes:
+        rank, size: this rank's place, and ranks in all.
+        timeout: seconds that a wait on the host may last.
+        backend: its name, for people and for what depends on it.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    backend: str
+
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+        """Starts the exchange described at :meth:`Communicator.post`."""
+
+    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
+        """Ends `pending`; see :meth:`Pending.wait`."""
+
+    def close(self) -> None:
+        """Lets go of the buffers of exchanges that nobody waited for."""
+
+
 class PeerExchange:
     """Sends and receives of one process group. Not thread-safe: both ranks of a pair must post in the same order.
 
@@ -82,14 +107,18 @@ class PeerExchange:
         self._num_sent = [0] * self.size
         self._num_received = [0] * self.size
         self._outstanding: set[Pending] = set()
-        self._failure: str | None = None
+        self._failure: PeerTimeout | None = None
 
     def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
         """Starts the exchange described at :meth:`Communicator.post`."""
         if self._failure is not None:
-            raise PeerTimeout(f"this process group cannot be used any more, make a new one; earlier: {self._failure}")
-        self._check("sends", sends)
-        self._check("receives", receives)
+            raise PeerTimeout(
+                f"this process group cannot be used any more, make a new one; earlier: {self._failure}",
+                ranks=self._failure.ranks,
+            )
+        device_type = "cuda" if self.backend == "nccl" else "cpu"
+        for name, buffers in (("sends", sends), ("receives", receives)):
+            check_buffers(name, buffers, self.rank, self.size, self.backend, (device_type,))
         # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
@@ -101,23 +130,6 @@ class PeerExchange:
             else:
                 self._start_each(pending, sends, receives, label)
         return pending
-
-    def _check(self, name: str, buffers: Sequence[Tensor | None]) -> None:
-        if len(buffers) != self.size:
-            raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
-        if buffers[self.rank] is not None:
-            raise ThinwireError(f"{name}[{self.rank}] is this rank's own entry; expected None, copy it locally")
-        device_type = "cuda" if self.backend == "nccl" else "cpu"
-        for peer, buffer in enumerate(buffers):
-            if buffer is None:
-                continue
-            if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-                layout = "contiguous" if buffer.is_contiguous() else "strided"
-                raise ThinwireError(f"{name}[{peer}] is {layout} {buffer.dtype}, expected contiguous torch.uint8")
-            if buffer.device.type != device_type:
-                raise TransportUnavailable(
-                    f"{name}[{peer}] lives on {buffer.device}, but {self.backend} moves {device_type} memory only"
-                )
 
     def _start_each(
         self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
@@ -155,7 +167,7 @@ class PeerExchange:
             with torch.cuda.device(operations[0].tensor.device):  # NCCL goes by the current device
                 works = dist.batch_isend_irecv(operations)
         except dist.DistError as error:
-            raise self._fail(f"the exchange with {_name_ranks(pending._peers)} failed", {self.rank: error}) from error
+            raise self._fail(f"the exchange with {name_ranks(pending._peers)} failed", {self.rank: error}) from error
         pending._works = [(self.rank, work) for work in works]
 
     def complete(self, pending: Pending, *, block_host: bool = False) -> None:
@@ -163,7 +175,9 @@ class PeerExchange:
         if pending not in self._outstanding:
             return
         if self._failure is not None:
-            raise PeerTimeout(f"this exchange was given up with its process group: {self._failure}")
+            raise PeerTimeout(
+                f"this exchange was given up with its process group: {self._failure}", ranks=self._failure.ranks
+            )
         if self.backend == "nccl":
             self._complete_batch(pending, block_host)
         else:
@@ -189,12 +203,15 @@ class PeerExchange:
                     deadline = min(deadline, time.monotonic() + _LOSS_GRACE)
         if pending._lost:
             raise self._fail(
-                f"lost the connection to {_name_ranks(pending._lost)}, which ended or gave up waiting", pending._lost
+                f"lost the connection to {name_ranks(pending._lost)}, which ended or gave up waiting",
+                pending._lost,
+                pending._lost,
             )
         if silent:
             raise self._fail(
-                f"no answer from {_name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
+                f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
                 "number of bytes",
+                silent,
                 silent,
             )
 
@@ -204,7 +221,7 @@ class PeerExchange:
             while block_host and not all(work.is_completed() for _, work in pending._works):
                 if time.monotonic() > deadline:
                     raise self._fail(
-                        f"the exchange with {_name_ranks(pending._peers)} was not done within {self.timeout:g} s: "
+                        f"the exchange with {name_ranks(pending._peers)} was not done within {self.timeout:g} s: "
                         "at least one of them is stuck, gone, or expecting another number of bytes",
                         {},
                     )
@@ -212,18 +229,46 @@ class PeerExchange:
             for _, work in pending._works:
                 work.wait()
         except dist.DistError as error:
-            raise self._fail(f"the exchange with {_name_ranks(pending._peers)} failed", {self.rank: error}) from error
+            raise self._fail(f"the exchange with {name_ranks(pending._peers)} failed", {self.rank: error}) from error
 
-    def _fail(self, reason: str, errors: dict[int, RuntimeError]) -> PeerTimeout:
+    def _fail(self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = ()) -> PeerTimeout:
+        """The error of a group that is of no use from now on. `ranks` are to blame; NCCL does not say who is."""
         cause = next(iter(errors.values()), None)
-        self._failure = f"rank {self.rank} of {self.size}: {reason}" + (f" ({_first_line(cause)})" if cause else "")
-        failure = PeerTimeout(self._failure)
+        text = f"rank {self.rank} of {self.size}: {reason}" + (f" ({_first_line(cause)})" if cause else "")
+        # Kept without a traceback, which would hold the callers' tensors.
+        self._failure = PeerTimeout(text, ranks=ranks)
+        failure = PeerTimeout(text, ranks=ranks)
         failure.__cause__ = cause
         return failure
 
     def close(self) -> None:
         """Lets go of the buffers of exchanges that nobody waited for."""
         self._outstanding.clear()
+
+
+def check_buffers(
+    name: str,
+    buffers: Sequence[Tensor | None],
+    rank: int,
+    size: int,
+    backend: str,
+    device_types: Sequence[str],
+) -> None:
+    """Refuses what cannot be exchanged: see :meth:`Communicator.post`."""
+    if len(buffers) != size:
+        raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {size} ranks")
+    if buffers[rank] is not None:
+        raise ThinwireError(f"{name}[{rank}] is this rank's own entry; expected None, copy it locally")
+    for peer, buffer in enumerate(buffers):
+        if buffer is None:
+            continue
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            layout = "contiguous" if buffer.is_contiguous() else "strided"
+            raise ThinwireError(f"{name}[{peer}] is {layout} {buffer.dtype}, expected contiguous torch.uint8")
+        if buffer.device.type not in device_types:
+            raise TransportUnavailable(
+                f"{name}[{peer}] lives on {buffer.device}, but {backend} moves {' and '.join(device_types)} memory only"
+            )
 
 
 def _num_bytes(buffer: Tensor | None) -> int:
@@ -240,6 +285,7 @@ def _first_line(error: RuntimeError) -> str:
     return text.rpartition("] ")[2].partition(". ")[0] if text.startswith("[") else text
 
 
-def _name_ranks(ranks: Sequence[int] | dict[int, RuntimeError]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 1, 3"."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"

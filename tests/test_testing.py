@@ -1,10 +1,11 @@
-"""What `run_ranks` promises: fresh processes, a time limit that holds, and failures that explain themselves."""
+"""What `run_ranks` promises: fresh processes or threads, a time limit that holds, failures that explain themselves."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 from thinwire import testing
-from thinwire.errors import ThinwireError
+from thinwire.comm import Communicator, default_communicator, init
+from thinwire.comm.threads import ThreadWorld
+from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 
 HANG_BOUND = 60.0  # seconds; far above what anything here takes
@@ -250,12 +253,15 @@ def test_results_that_cannot_be_sent_are_named():
     [
         (0, {}, "world_size is 0"),
         (1, {"device": "tpu"}, "device is 'tpu'"),
+        (1, {"mode": "fibre"}, "mode is 'fibre'"),
+        (1, {"mode": "thread", "env": {}}, "env is {}, but threads share this process's environment:"),
+        (0, {"mode": "thread"}, "world_size is 0"),
         (1, {"timeout": 0.0}, "timeout is 0.0"),
         (1, {"timeout": float("inf")}, "timeout is inf"),
     ],
 )
 def test_unusable_requests_say_what_was_expected(nothing_starts, world_size, options, told):
-    with pytest.raises(ThinwireError, match=f"{told}, expected"):
+    with pytest.raises(ThinwireError, match=f"{re.escape(told)},? expected"):
         run_ranks(facts, world_size, torch.ones(1), **options)
 
 
@@ -307,3 +313,225 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
     with pytest.raises(RankError, match="killed by SIGKILL"):
         run_ranks(start_ranks_and_be_killed, 1, str(tmp_path))
     assert_all_end([int(file.read_text().split()[0]) for file in tmp_path.glob("*.pids")])
+
+
+# --- ranks that are threads -------------------------------------------------------------------------------------------
+
+
+def test_threads_run_any_callable_on_the_very_arguments_and_give_back_the_very_results():
+    caller, shared, locks = threading.current_thread(), [], [threading.Lock() for _ in range(3)]
+    num_threads = torch.get_num_threads()
+
+    def fn(comm, argument):
+        assert argument is shared and threading.current_thread() is not caller
+        assert torch.get_num_threads() == num_threads
+        argument.append((comm.rank, comm.size, comm.device, os.getpid()))
+        comm.barrier()
+        return locks[comm.rank]
+
+    before = threading.active_count()
+    results = run_ranks(fn, 3, shared, mode="thread")
+    assert all(result is lock for result, lock in zip(results, locks, strict=True))
+    assert sorted(shared, key=str) == [(rank, 3, torch.device("cpu"), os.getpid()) for rank in range(3)]
+    assert torch.get_num_threads() == num_threads
+    assert threading.active_count() == before
+
+
+def test_threads_that_fail_are_all_shown_the_first_one_first():
+    def fn(comm):
+        if comm.rank == 1:
+            try:
+                {}["missing"]
+            except KeyError as error:
+                raise ValueError("rank 1 is unhappy\nin two lines") from error
+        if comm.rank == 0:
+            comm.barrier()
+        return comm.rank
+
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 3, mode="thread")
+    assert time.monotonic() - begin < HANG_BOUND / 2
+    message = str(caught.value)
+    assert list(caught.value.failures) == [1, 0]
+    assert message.startswith("ranks 1, 0 of 3 failed, rank 1 first\n")
+    assert "KeyError: 'missing'" in message and "ValueError: rank 1 is unhappy\nin two lines" in message
+    assert "PeerTimeout: rank 0 of 3: gave up waiting for ranks 1, 2: rank 1 raised ValueError: rank 1 is" in message
+
+
+def test_what_ends_a_thread_in_any_way_is_a_failure():
+    def fn(comm):
+        if comm.rank == 0:
+            sys.exit("enough")
+        pytest.skip("not here")
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2, mode="thread")
+    assert "SystemExit: enough" in caught.value.failures[0] and "Skipped: not here" in caught.value.failures[1]
+
+
+def test_a_thread_that_goes_on_after_a_failure_is_left_behind_and_its_peers_are_not():
+    release, ended = threading.Event(), threading.Event()
+
+    def fn(comm):
+        if comm.rank == 0:
+            raise ValueError("first")
+        if comm.rank == 2:
+            with pytest.raises(PeerTimeout, match="gave up waiting for rank 1: run_ranks gave up") as caught:
+                comm.post([None] * 3, [None, torch.zeros(1, dtype=torch.uint8), None]).wait()
+            assert caught.value.ranks == (1,)
+            return
+        release.wait(HANG_BOUND)
+        with pytest.raises(PeerTimeout, match="cannot be used any more"):
+            comm.barrier()
+        assert threading.current_thread().daemon
+        ended.set()
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"ranks 1, 2: not finished 2 s later, and cannot be killed") as caught:
+        run_ranks(fn, 3, mode="thread")
+    assert time.monotonic() - begin < HANG_BOUND / 2
+    assert list(caught.value.failures) == [0]
+    release.set()
+    assert ended.wait(HANG_BOUND)
+
+
+def test_the_time_limit_of_threads_shows_where_they_were_and_ends_their_waits():
+    released, ends = threading.Event(), []
+
+    def wait_in_a_named_function():
+        released.wait(HANG_BOUND)
+
+    def fn(comm):
+        if comm.rank == 0:
+            return
+        if comm.rank == 1:
+            wait_in_a_named_function()
+        try:
+            comm.barrier()
+        except PeerTimeout as error:
+            ends.append((comm.rank, error.ranks))
+
+    begin = time.monotonic()
+    with pytest.raises(RanksTimeout) as caught:
+        run_ranks(lambda comm: comm.rank == 0 or fn(comm), 2, mode="thread", timeout=0.5)
+    assert caught.value.ranks == [1]
+    with pytest.raises(RanksTimeout) as caught:
+        run_ranks(lambda comm: fn(comm) if comm.rank else comm.share_objects(0), 3, mode="thread", timeout=0.5)
+    assert time.monotonic() - begin < HANG_BOUND / 2
+    assert caught.value.ranks == [0, 1, 2]
+    message = str(caught.value)
+    assert message.startswith("ranks 0, 1, 2 of 3 had not finished after 0.5 s; threads cannot be killed")
+    assert message.count("in wait_in_a_named_function") == 1 and message.count("in share_objects") >= 1
+    assert message.count("--- rank 1: had not returned ---") == 1
+    assert ends == [(2, (1,))]  # at once; and the one to blame is the one that was not waiting
+    released.set()
+
+
+def test_each_rank_thread_has_a_default_communicator_of_its_own():
+    with pytest.raises(ThinwireError, match="no default communicator"):
+        default_communicator()
+
+    def fn(comm):
+        assert default_communicator() is init() is init(device="cpu", rank=comm.rank, world_size=2) is comm
+        with pytest.raises(ThinwireError, match="before asking for world_size=5"):
+            init(rank=comm.rank, world_size=5)
+        comm.barrier()
+        comm.close()
+        with pytest.raises(ThinwireError, match="its communicator is closed"):
+            init()
+        with pytest.raises(ThinwireError, match="no default communicator"):
+            default_communicator()
+
+    run_ranks(fn, 2, mode="thread")
+    with pytest.raises(ThinwireError, match="no default communicator"):
+        default_communicator()
+
+
+def place(comm):
+    return comm.rank, comm.size
+
+
+def test_rank_threads_can_start_ranks_of_their_own():
+    def inner(comm, outer):
+        assert default_communicator() is comm
+        return outer, comm.all_gather_object(comm.rank)
+
+    def fn(comm):
+        found = run_ranks(inner, 2, comm.rank, mode="thread")
+        assert default_communicator() is comm
+        comm.barrier()
+        return found, run_ranks(place, 1) if comm.rank == 0 else None
+
+    first, second = run_ranks(fn, 2, mode="thread")
+    assert first == ([(0, [0, 1])] * 2, [(0, 1)]) and second == ([(1, [0, 1])] * 2, None)
+
+
+def test_ranks_within_ranks_are_given_up_together_with_them():
+    errors = []
+
+    def innermost(comm):
+        comm.post(
+            [None] * 2, [None if peer == comm.rank else torch.zeros(1, dtype=torch.uint8) for peer in range(2)]
+        ).wait()
+
+    def fn(comm):
+        if comm.rank == 1:
+            raise ValueError("first")
+        try:
+            run_ranks(innermost, 2, mode="thread")
+        except RankError as error:
+            errors.append(error)
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="ValueError: first"):
+        run_ranks(fn, 2, mode="thread")
+    assert time.monotonic() - begin < 15.0  # far less than the 30 s that the inner ranks would wait
+    assert_soon(lambda: len(errors) == 1)
+    assert list(errors[0].failures) and "run_ranks gave up" in str(errors[0])
+
+
+def assert_soon(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_threads_that_want_a_gpu_say_when_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(TransportUnavailable, match="3 ranks need a GPU, but 0 are visible"):
+        run_ranks(place, 3, mode="thread", device="cuda")
+    with pytest.raises(TransportUnavailable, match="3 ranks need a GPU each, but 0 are visible"):
+        run_ranks(place, 3, device="cuda")
+
+
+def test_an_interrupted_run_ends_its_threads_waits():
+    """What Ctrl-C does: the caller leaves, and nobody waits on."""
+    ended = []
+
+    def fn(comm):
+        comm.barrier()  # both were started
+        if comm.rank == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            release.wait(HANG_BOUND)
+        try:
+            comm.barrier()
+        except PeerTimeout as error:
+            ended.append(str(error))
+
+    release = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(fn, 2, mode="thread")
+    release.set()
+    assert_soon(lambda: len(ended) == 2)
+    assert all("run_ranks gave up" in text for text in ended)
+
+
+def test_communicators_of_threads_need_no_run_ranks():
+    first, second = Communicator.of_threads(ThreadWorld(2), timeout=5.0)
+    received = torch.zeros(3, dtype=torch.uint8)
+    pending = first.post([None, torch.arange(3, dtype=torch.uint8)], [None, None])
+    second.post([None, None], [received, None]).wait()
+    pending.wait()
+    assert received.tolist() == [0, 1, 2]

@@ -7,6 +7,8 @@ what depends on a peer's counts is raised after those were exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
@@ -50,7 +52,29 @@ class LaneError(ThinwireError, RuntimeError):
 
 
 class PeerTimeout(ThinwireError, TimeoutError):
-    """A peer did not answer in time, or is gone."""
+    """A peer did not answer in time, or is gone.
+
+    Attributes:
+        ranks: the peers to blame, ascending; empty where that is not known.
+        lane: the lane of the round that ended, if it was one's.
+        epoch: that round's number on its lane.
+        phase: what was waited for, such as "dispatch".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Iterable[int] = (),
+        lane: int | None = None,
+        epoch: int | None = None,
+        phase: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(set(ranks)))
+        self.lane = lane
+        self.epoch = epoch
+        self.phase = phase
 
 
 class TransportUnavailable(ThinwireError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a fresh process, and get every rank's result, or every rank's traceback."""
+"""Run a function on several ranks, processes or threads, and get every rank's result, or every rank's traceback."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
+from thinwire._rank_thread import run_rank_threads
 from thinwire.errors import ThinwireError, TransportUnavailable
 
 __all__ = ["RankError", "RanksTimeout", "run_ranks"]
@@ -65,37 +66,98 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: object,
+    mode: str = "process",
     device: str = "cpu",
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
 ) -> list[T]:
-    """Runs `fn(comm, *args)` on `world_size` ranks, each a fresh process of this host, and returns their results.
+    """Runs `fn(comm, *args)` on `world_size` ranks of this host and returns their results.
 
-    `fn` is sent by name: it must be a function at the top level of a module that can be imported, or of the script that
-    is running. Arguments and results are sent by value, tensors too. What the ranks print appears at once.
+    As processes, each rank is a fresh one, and `fn` is sent by name: it must be a function at the top level of a module
+    that can be imported, or of the script that is running. Arguments and results are sent by value, tensors too. What
+    the ranks print appears at once.
+
+    As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
+    are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks use the
+    current GPU, each with a stream of its own. A thread cannot be killed: when a rank failed or time is up, all waits
+    for peers end with PeerTimeout, and a thread that does not return all the same is left behind. It is a daemon, so it
+    ends with the process at the latest.
 
     Args:
         fn: called with a :class:`thinwire.comm.Communicator` over all the ranks, and `args`.
         world_size: number of ranks.
-        device: "cpu" (Gloo) or "cuda" (NCCL, GPU r for rank r).
-        timeout: seconds for everything, the start of the processes included. Then all of them are killed.
+        mode: "process" or "thread".
+        device: "cpu" (processes: Gloo) or "cuda" (processes: NCCL, GPU r for rank r).
+        timeout: seconds for everything, the start of the ranks included. Then processes are killed.
         env: environment variables of the ranks, on top of this process's own; set before `fn`'s module is imported.
+            Processes only.
 
     Returns:
         Each rank's result, in rank order.
 
     Raises:
-        RankError: a rank raised (its whole traceback is in the message) or died; the others got 2 s to end and were
-            killed. Or `fn`, an argument or a result cannot be sent; for the first two nothing is started.
+        RankError: a rank raised (its whole traceback is in the message) or died; the others got 2 s to end. Or `fn`, an
+            argument or a result cannot be sent; for the first two nothing is started.
         RanksTimeout: a TimeoutError, with the ranks that had not finished and each one's Python stack.
-        TransportUnavailable: fewer GPUs than ranks.
+        TransportUnavailable: fewer GPUs than ranks that are processes, or none.
+        ThinwireError: arguments that make no sense, such as `env` for threads.
 
     >>> import operator
     >>> run_ranks(operator.attrgetter("rank", "size"), 2)
     [(0, 2), (1, 2)]
+    >>> run_ranks(lambda comm, word: word * comm.rank, 3, "ab", mode="thread")
+    ['', 'ab', 'abab']
     """
-    _check_request(world_size, device, timeout)
-    payload = _pack(fn, args, {**_loopback(), **os.environ, **(env or {})})
+    _check_request(world_size, mode, device, timeout, env)
+    if mode == "thread":
+        return _run_threads(fn, world_size, args, device, timeout)
+    return _run_processes(fn, world_size, args, device, timeout, env or {})
+
+
+def _check_request(world_size: int, mode: str, device: str, timeout: float, env: dict[str, str] | None) -> None:
+    if world_size < 1:
+        raise ThinwireError(f"world_size is {world_size}, expected at least 1")
+    if mode not in ("process", "thread"):
+        raise ThinwireError(f"mode is {mode!r}, expected 'process' or 'thread'")
+    if device not in ("cpu", "cuda"):
+        raise ThinwireError(f"device is {device!r}, expected 'cpu' or 'cuda'")
+    if not 0 < timeout < float("inf"):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
+    if mode == "thread" and env is not None:
+        raise ThinwireError(
+            f"env is {env!r}, but threads share this process's environment: expected None, or processes"
+        )
+    needed = 1 if mode == "thread" else world_size
+    if device == "cuda" and torch.cuda.device_count() < needed:
+        raise TransportUnavailable(
+            f"{world_size} ranks need {'a GPU' if needed == 1 else 'a GPU each'}, but {torch.cuda.device_count()} are "
+            "visible"
+        )
+
+
+def _run_threads(
+    fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float
+) -> list[T]:
+    outcome = run_rank_threads(fn, world_size, args, device, timeout, _GRACE)
+    if outcome.failures:
+        raise _rank_error(outcome.failures, list(outcome.stacks), world_size, "and cannot be killed")
+    if outcome.stacks:
+        stuck = {rank: ("had not returned", stack) for rank, stack in outcome.stacks.items()}
+        raise _timeout_error(
+            stuck, world_size, timeout, "; threads cannot be killed, but their waits for peers were ended"
+        )
+    return [outcome.results[rank] for rank in range(world_size)]
+
+
+def _run_processes(
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[object, ...],
+    device: str,
+    timeout: float,
+    env: dict[str, str],
+) -> list[T]:
+    payload = _pack(fn, args, {**_loopback(), **os.environ, **env})
     deadline = time.monotonic() + timeout
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
@@ -109,21 +171,11 @@ def run_ranks(
         finally:
             _kill(processes)
         if failures:
-            raise _rank_error(failures, unfinished, world_size)
+            raise _rank_error(failures, unfinished, world_size, "and killed")
         if unfinished:
-            raise _timeout_error([launches[rank] for rank in unfinished], timeout)
+            stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
+            raise _timeout_error(stuck, world_size, timeout, " and were killed")
         return [_load_result(launch) for launch in launches]
-
-
-def _check_request(world_size: int, device: str, timeout: float) -> None:
-    if world_size < 1:
-        raise ThinwireError(f"world_size is {world_size}, expected at least 1")
-    if device not in ("cpu", "cuda"):
-        raise ThinwireError(f"device is {device!r}, expected 'cpu' or 'cuda'")
-    if not 0 < timeout < float("inf"):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
-    if device == "cuda" and torch.cuda.device_count() < world_size:
-        raise TransportUnavailable(f"{world_size} ranks need a GPU each, but {torch.cuda.device_count()} are visible")
 
 
 def _loopback() -> dict[str, str]:
@@ -304,27 +356,31 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _rank_error(failures: dict[int, str], unfinished: list[int], world_size: int) -> RankError:
+def _rank_error(failures: dict[int, str], unfinished: list[int], world_size: int, fate: str) -> RankError:
     ranks = list(failures)
     lines = [f"{_name_ranks(ranks)} of {world_size} failed" + (f", rank {ranks[0]} first" if len(ranks) > 1 else "")]
     for rank, text in failures.items():
         lines += ["", f"--- rank {rank} ---", text.rstrip()]
     if unfinished:
-        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, and killed ---"]
+        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, {fate} ---"]
     return RankError("\n".join(lines), failures)
 
 
-def _timeout_error(launches: list[Launch], timeout: float) -> RanksTimeout:
-    ranks = [launch.rank for launch in launches]
-    lines = [f"{_name_ranks(ranks)} of {launches[0].world_size} had not finished after {timeout:g} s and were killed"]
-    for launch in launches:
-        state = "had not returned"
-        if launch.file("result").exists():
-            state = "fn had returned, but the process did not end"
-        elif not launch.file("stack").exists():
-            state = "the process was still starting"
-        lines += ["", f"--- rank {launch.rank}: {state} ---", _read_stack(launch) or "(no stack was recorded)"]
-    return RanksTimeout("\n".join(lines), ranks)
+def _timeout_error(stuck: dict[int, tuple[str, str]], world_size: int, timeout: float, fate: str) -> RanksTimeout:
+    """`stuck` has each unfinished rank's state and stack."""
+    lines = [f"{_name_ranks(list(stuck))} of {world_size} had not finished after {timeout:g} s{fate}"]
+    for rank, (state, stack) in stuck.items():
+        lines += ["", f"--- rank {rank}: {state} ---", stack.rstrip() or "(no stack was recorded)"]
+    return RanksTimeout("\n".join(lines), list(stuck))
+
+
+def _where_stuck(launch: Launch) -> tuple[str, str]:
+    state = "had not returned"
+    if launch.file("result").exists():
+        state = "fn had returned, but the process did not end"
+    elif not launch.file("stack").exists():
+        state = "the process was still starting"
+    return state, _read_stack(launch)
 
 
 def _load_result(launch: Launch) -> Any:

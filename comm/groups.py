@@ -1,0 +1,73 @@
+"""What a process group of `torch.distributed` is good for: whether it exists, its backends, and its tensors' device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireError, TransportUnavailable
+
+__all__ = ["backends_of", "choose_backend", "choose_device", "group_exists", "member_group", "with_index"]
+
+
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one for None.
+
+    Raises:
+        ThinwireError: there is none, or this rank does not belong to it.
+    """
+    if not dist.is_initialized():
+        raise ThinwireError("torch.distributed is not initialised: call thinwire.init(), or pass a process group")
+    group = dist.group.WORLD if group is None else group
+    # torch.distributed.new_group gives ranks that are no members a placeholder that is no group.
+    if not isinstance(group, dist.ProcessGroup) or not group_exists(group):
+        raise ThinwireError(f"{group!r} is no process group that this rank belongs to; only members may wrap a group")
+    return group
+
+
+def group_exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group was not destroyed since, alone or with all of torch.distributed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type to backend, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def choose_device(device: torch.device | str | None, backends: dict[str, str]) -> tuple[torch.device, str]:
+    """The device of a group's tensors, and why that one."""
+    if device is None:
+        if backends.get("cuda") != "nccl":
+            return torch.device("cpu"), "as the process group has no NCCL"
+        if not torch.cuda.is_available():
+            return torch.device("cpu"), "as CUDA is not available"
+        return torch.device("cuda", torch.cuda.current_device()), "CUDA's current device, as the group has NCCL"
+    return with_index(torch.device(device)), "as passed"
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device itself; for "cuda" without a number, the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def choose_backend(device: torch.device, backends: dict[str, str]) -> str:
+    """The backend that serves a device: "nccl" or "gloo".
+
+    Raises:
+        TransportUnavailable: neither does.
+    """
+    if device.type == "cuda" and backends.get("cuda") == "nccl":
+        return "nccl"
+    if device.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
+        return "gloo"
+    raise TransportUnavailable(
+        f"a process group with {backends} cannot serve {device}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
+    )

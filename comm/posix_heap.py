@@ -1,0 +1,148 @@
+"""Symmetric memory of processes on one host: a file in memory each, mapped by all.
+
+The files are `memfd`s, which have no name: peers open them as `/proc/<process>/fd/<descriptor>`, and what a killed
+process held, the kernel frees. Behind each buffer lies a page with a random token. A peer that opened something else,
+because that number means another process where it runs, does not find the token.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from thinwire.comm.available import available_bytes, require_available
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
+
+__all__ = ["PosixHeap"]
+
+_TOKEN_BYTES = 32
+_SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+class _Host(NamedTuple):
+    """What tells one host, and one set of process numbers, from another."""
+
+    name: str
+    boot: str
+    processes: int
+    available_bytes: int
+
+
+class _Segment(NamedTuple):
+    """Where peers find a rank's memory, and what must be in it."""
+
+    process: int
+    descriptor: int
+    token: bytes
+
+
+class PosixHeap:
+    """Memory of processes on one host: a `memfd` each, mapped by all.
+
+    Behind the buffer lies a page with a random token. A peer that opened something else, because the process number
+    means another process there, finds no such token.
+    """
+
+    kind = "posix"
+
+    def __init__(self, comm: Communicator, num_bytes: int) -> None:
+        self.rank, self.size, self.num_bytes = comm.rank, comm.size, num_bytes
+        self.token_at = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.segment_bytes = self.token_at + mmap.PAGESIZE
+        self.descriptor: int | None = None
+        self.local: torch.Tensor | None = None
+        self.mappings: list[mmap.mmap] = []
+
+    def inspect(self) -> _Host:
+        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+            raise TransportUnavailable(
+                f"rank {self.rank} cannot share memory with its peers: {platform.system()} lacks memfd_create or "
+                "/proc/<process>/fd, which Linux has"
+            )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return _Host(platform.node(), boot, os.stat("/proc/self/ns/pid").st_ino, available_bytes())
+
+    def create(self, facts: list[_Host]) -> _Segment:
+        self._require_one_host(facts)
+        require_available(self.size, self.num_bytes, min(host.available_bytes for host in facts), "this host")
+        try:
+            self.descriptor = os.memfd_create("thinwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.fchmod(self.descriptor, 0o600)
+            # All pages now: memory that ran out later would be a SIGBUS at some store.
+            os.posix_fallocate(self.descriptor, 0, self.segment_bytes)
+            # Its size is final, so nobody can take pages away under a mapping.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            own = mmap.mmap(self.descriptor, self.segment_bytes)
+        except OSError as error:
+            raise self._described(error, "set aside") from error
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        own[self.token_at : self.token_at + _TOKEN_BYTES] = token
+        self.local = torch.frombuffer(own, dtype=torch.uint8, count=self.num_bytes)  # keeps the mapping
+        return _Segment(os.getpid(), self.descriptor, token)
+
+    def attach(self, offers: list[_Segment]) -> list[int]:
+        assert self.local is not None
+        bases = []
+        for peer, segment in enumerate(offers):
+            if peer == self.rank:
+                bases.append(self.local.data_ptr())
+            else:
+                self.mappings.append(self._map(peer, segment))
+                bases.append(torch.frombuffer(self.mappings[-1], dtype=torch.uint8, count=1).data_ptr())
+        return bases
+
+    def finish(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _require_one_host(self, facts: list[_Host]) -> None:
+        for rank, host in enumerate(facts):
+            failed = f"rank {rank} cannot map the memory of rank 0"
+            if (host.name, host.boot) != (facts[0].name, facts[0].boot):
+                raise TransportUnavailable(
+                    f"{failed}: it runs on host {host.name!r} (boot {host.boot}), rank 0 on {facts[0].name!r} "
+                    f"(boot {facts[0].boot})"
+                )
+            if host.processes != facts[0].processes:
+                raise TransportUnavailable(
+                    f"{failed}: they are in different pid namespaces of host {host.name!r}; run a host's ranks in one "
+                    "container, or give their containers a common pid namespace"
+                )
+
+    def _map(self, peer: int, segment: _Segment) -> mmap.mmap:
+        failed = f"rank {self.rank} cannot map the memory of rank {peer}"
+        try:
+            descriptor = os.open(f"/proc/{segment.process}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportUnavailable(
+                f"{failed}: opening file {segment.descriptor} of process {segment.process} gave {error.strerror!r}; "
+                "both must run as the same user and see each other under /proc"
+            ) from error
+        try:
+            # The size comes first: to look for the token in a shorter file would be a SIGBUS.
+            if os.fstat(descriptor).st_size == self.segment_bytes:
+                mapping = mmap.mmap(descriptor, self.segment_bytes)
+                if mapping[self.token_at : self.token_at + _TOKEN_BYTES] == segment.token:
+                    return mapping
+                mapping.close()
+        except OSError as error:
+            raise self._described(error, f"map rank {peer}'s") from error
+        finally:
+            os.close(descriptor)
+        raise TransportUnavailable(f"{failed}: here, process {segment.process} is another one than rank {peer}'s")
+
+    def _described(self, error: OSError, action: str) -> ThinwireError:
+        text = f"rank {self.rank} cannot {action} {self.num_bytes} bytes of shared memory: {error.strerror}"
+        if error.errno in _SHORT_OF_MEMORY:
+            return CapacityError(f"{text}; {available_bytes()} bytes are available to it")
+        return TransportUnavailable(text)

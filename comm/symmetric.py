@@ -1,0 +1,215 @@
+"""Symmetric memory: one buffer a rank, all of one size, which every rank of the group can load from and store to.
+
+| heap | for | how |
+|---|---|---|
+| posix | processes of one host, on its CPU | a nameless file in memory, which the peers map through /proc |
+| cuda | processes with GPUs that reach each other | `torch.distributed._symmetric_memory` |
+| threads | ranks that are threads of one process | plain allocations |
+
+Allocation goes in steps, and each step ends with an exchange of how it went on every rank. So it succeeds everywhere or
+fails everywhere with the same error. Files in memory have no name: what a killed process held, the kernel frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.cuda_heap import CudaHeap
+from thinwire.comm.posix_heap import PosixHeap
+from thinwire.comm.thread_heap import ThreadHeap
+from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+
+__all__ = ["SymmetricMemory", "allocate"]
+
+_T = TypeVar("_T")
+
+
+class SymmetricMemory:
+    """A rank's buffer and the addresses of all ranks' buffers. Made by :func:`allocate`.
+
+    Attributes:
+        kind: "posix", "cuda" or "threads".
+        num_bytes: of each rank's buffer.
+        generation: what `allocate` was given.
+    """
+
+    def __init__(self, kind: str, generation: int, local: torch.Tensor, bases: list[int], mappings: list[Any]) -> None:
+        self.kind = kind
+        self.num_bytes = local.numel()
+        self.generation = generation
+        self._local: torch.Tensor | None = local
+        self._bases: torch.Tensor | None = torch.tensor(bases, dtype=torch.int64, device=local.device)
+        self._mappings = mappings
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's buffer: uint8 [num_bytes] on the communicator's device, zero at first.
+
+        It stays readable for as long as any tensor made from it, past `close` too.
+
+        Raises:
+            ThinwireError: the memory was closed.
+        """
+        return self._require_open(self._local)
+
+    @property
+    def bases(self) -> torch.Tensor:
+        """int64 [size] on the communicator's device: where each rank's buffer begins in this rank's address space.
+
+        Raises:
+            ThinwireError: the memory was closed.
+        """
+        return self._require_open(self._bases)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._local is None
+
+    def close(self) -> None:
+        """Lets go of the peers' buffers now, and of the own one once no tensor made from it is left. Not collective.
+
+        Peers that have not closed yet may go on using this rank's buffer. Nothing of this rank may use `bases` any
+        more. On CUDA it waits for what the device was given to do. May be called again.
+        """
+        if self._local is None:
+            return
+        if self._local.device.type == "cuda":
+            # Kernels of any stream may still store to what is about to be unmapped.
+            torch.cuda.synchronize(self._local.device)
+        # A mapping ends with its last reference. mmap.close() would end it under tensors that use it.
+        self._local = self._bases = None
+        self._mappings.clear()
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"SymmetricMemory({self.kind!r}, num_bytes={self.num_bytes}, generation={self.generation}{state})"
+
+    def _require_open(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise ThinwireError("this symmetric memory is closed")
+        return tensor
+
+
+def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> SymmetricMemory:
+    """Gives every rank a zeroed buffer and the addresses of all of them. Collective; blocks the host.
+
+    Args:
+        comm: the ranks. Its device decides the heap, and whether the ranks are threads of one process.
+        num_bytes: of each rank's buffer, at least 1; the same on all ranks.
+        generation: a number for the caller's use, the same on all ranks.
+
+    Raises:
+        ConfigMismatch: ranks asked for different things.
+        TransportUnavailable: some rank cannot map some peer's buffer, and why.
+        CapacityError: what was asked for is not there, with both figures.
+        ThinwireError: sizes that make no sense.
+        PeerTimeout: a peer did not take part.
+
+        All but PeerTimeout are the same on every rank, and leave nothing allocated.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm, allocate(comm, 4096) as memory:
+    ...     memory.kind, memory.local.shape, memory.bases.tolist() == [memory.local.data_ptr()]
+    ('posix', torch.Size([4096]), True)
+    """
+    _check_request(comm, num_bytes, generation)
+    heap = _choose_heap(comm)(comm, num_bytes)
+    try:
+        # Not as inference tensors, which nobody could write to later.
+        with torch.inference_mode(False):
+            facts = _on_all_ranks(comm, heap.inspect)
+            offers = _on_all_ranks(comm, lambda: heap.create(facts))
+            bases = _on_all_ranks(comm, lambda: heap.attach(offers))[comm.rank]
+            assert heap.local is not None
+            return SymmetricMemory(heap.kind, generation, heap.local, bases, heap.mappings)
+    except BaseException:
+        # Not left to the end of `heap`: the error's traceback would keep it.
+        heap.mappings.clear()
+        raise
+    finally:
+        heap.local = None
+        heap.finish()
+
+
+def _check_request(comm: Communicator, num_bytes: int, generation: int) -> None:
+    request = {"num_bytes": num_bytes, "generation": generation}
+    # What is no int is compared by its text, so that ranks which pass the same nonsense get the same error.
+    described = {name: value if isinstance(value, int) else repr(value) for name, value in request.items()}
+    comm.require_same("symmetric memory", described)
+    for name, value, least in (("num_bytes", num_bytes, 1), ("generation", generation, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ThinwireError(f"{name} of symmetric memory is {value!r}, expected an int of at least {least}")
+
+
+def _on_all_ranks(comm: Communicator, step: Callable[[], _T]) -> list[_T]:
+    """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise."""
+    result: _T | None = None
+    error: ThinwireError | None = None
+    try:
+        result = step()
+    except PeerTimeout:
+        raise
+    except (CapacityError, TransportUnavailable) as problem:
+        error = problem
+    except (
+        Exception
+    ) as problem:  # of the system or of torch's private functions: the peers must hear of it all the same
+        error = TransportUnavailable(
+            f"rank {comm.rank} could not make symmetric memory: {type(problem).__name__}: {problem}"
+        )
+        error.__cause__ = problem
+    outcomes = comm.all_gather_object((error, result))
+    for rank, (theirs, _) in enumerate(outcomes):
+        if theirs is not None:
+            raise error if error is not None and rank == comm.rank else theirs
+    return [outcome for _, outcome in outcomes]
+
+
+# --- heaps ------------------------------------------------------------------------------------------------------------
+
+
+class _Heap(Protocol):
+    """How one kind of memory is made. All ranks take each step before any of them takes the next.
+
+    Attributes:
+        local: the own buffer, once `create` has run.
+        mappings: what keeps the peers' buffers at their addresses.
+    """
+
+    kind: str
+    local: torch.Tensor | None
+    mappings: list[Any]
+
+    def __init__(self, comm: Communicator, num_bytes: int) -> None: ...
+
+    def inspect(self) -> Any:
+        """What the ranks must know of this one before anything is allocated."""
+
+    def create(self, facts: list[Any]) -> Any:
+        """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
+
+    def attach(self, offers: list[Any]) -> list[int]:
+        """Maps the peers' buffers and returns the addresses of all."""
+
+    def finish(self) -> None:
+        """Gives back what only the steps needed."""
+
+
+def _choose_heap(comm: Communicator) -> type[_Heap]:
+    if comm.in_process or (comm.size == 1 and comm.device.type == "cuda"):
+        return ThreadHeap
+    return CudaHeap if comm.device.type == "cuda" else PosixHeap

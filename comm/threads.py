@@ -1,0 +1,286 @@
+"""Exchange between ranks that are threads of one process: what `run_ranks(mode="thread")` gives its ranks.
+
+Each message is carried by whichever end posts it second, as a copy from one buffer straight into the other. Messages
+match by pair, place in the sequence of their pair, length, kind of memory and label, as over Gloo: ranks that disagree
+do not match, and get :class:`~thinwire.errors.PeerTimeout`.
+
+A rank is *gone* when it closed its communicator, raised, or gave up waiting. Nobody waits for it any longer, and those
+who did learn which rank began it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange import Pending, check_buffers, name_ranks
+from thinwire.errors import PeerTimeout
+
+__all__ = ["ThreadExchange", "ThreadWorld"]
+
+_T = TypeVar("_T")
+_POLL_SECONDS = 20e-6
+_OBJECT = -1  # the length of a message that is an object
+
+# source, target, place in their sequence, bytes, kind of memory, label
+_Key = tuple[int, int, int, int, str, str]
+
+
+class ThreadWorld:
+    """What the ranks of one group of threads share.
+
+    Args:
+        size: ranks in the group.
+        within: the world that one of its ranks made this one in, if so; it fails together with that one.
+    """
+
+    def __init__(self, size: int, within: ThreadWorld | None = None) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._half_posted: dict[_Key, _Transfer] = {}
+        self._waiting: dict[int, set[int]] = {}  # who waits, and for whom
+        self._gone: dict[int, _Departure] = {}
+        self._inner: weakref.WeakSet[ThreadWorld] = weakref.WeakSet()
+        if within is not None:
+            within._inner.add(self)
+
+    def leave(self, rank: int, reason: str, to_blame: Iterable[int] | None = None) -> None:
+        """Ends a rank's part, and every wait for it. Only the first call for a rank counts.
+
+        Args:
+            rank: who goes.
+            reason: what peers are told, such as "rank 1 raised ValueError".
+            to_blame: ranks; None means that one.
+        """
+        self._leave(rank, (reason,), (rank,) if to_blame is None else to_blame)
+
+    def fail(self, reason: str) -> None:
+        """Ends the part of every rank: all that wait, now or later, raise PeerTimeout at once.
+
+        Blamed are the ranks that were not waiting for others.
+        """
+        with self._changed:
+            stuck = [rank for rank in range(self.size) if rank not in self._gone and rank not in self._waiting]
+            for rank in range(self.size):
+                self._leave(rank, (reason,), stuck)
+        for world in list(self._inner):
+            world.fail(reason)
+
+    def require_present(self, rank: int) -> None:
+        """Raises PeerTimeout if the rank gave up before, or was given up."""
+        with self._changed:
+            if rank in self._gone:
+                raise self._error(rank, "this group cannot be used any more, make a new one; earlier", {rank})
+
+    def post(self, key: _Key, poster: int, end: _End) -> _Transfer:
+        """Adds one end of a message, and moves it if the other end was there."""
+        with self._changed:
+            transfer = self._half_posted.pop(key, None)
+            if transfer is None:
+                transfer = self._half_posted[key] = _Transfer(*key[:2], poster, end)
+                return transfer
+        transfer.move(end)
+        with self._changed:
+            transfer.done = True
+            self._changed.notify_all()
+        return transfer
+
+    def wait(self, rank: int, transfers: Sequence[_Transfer], timeout: float) -> None:
+        """Until all are done. Raises PeerTimeout when time is up or when a rank that is waited for is gone."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            try:
+                while missing := {transfer.other_end(rank) for transfer in transfers if not transfer.done}:
+                    self._waiting[rank] = missing
+                    if rank in self._gone or missing & self._gone.keys():
+                        gone = {rank} if rank in self._gone else missing & self._gone.keys()
+                        raise self._error(rank, f"gave up waiting for {name_ranks(missing)}", gone)
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise self._give_up_on_silent(rank, missing, timeout)
+                    self._changed.wait(remaining)
+            finally:
+                self._waiting.pop(rank, None)
+
+    def _leave(self, rank: int, reasons: tuple[str, ...], to_blame: Iterable[int]) -> None:
+        with self._changed:
+            if rank not in self._gone:
+                self._gone[rank] = _Departure(reasons, frozenset(to_blame))
+                self._half_posted = {key: half for key, half in self._half_posted.items() if half.poster != rank}
+                self._changed.notify_all()
+
+    def _error(self, rank: int, text: str, gone: set[int]) -> PeerTimeout:
+        """What `rank` raises on account of ranks that are gone, itself perhaps. From now on it is gone, too."""
+        departures = [self._gone[peer] for peer in sorted(gone)]
+        reasons = tuple(dict.fromkeys(reason for departure in departures for reason in departure.reasons))
+        to_blame = frozenset().union(*(departure.to_blame for departure in departures)) - {rank} or gone - {rank}
+        self._leave(rank, reasons, to_blame)
+        return PeerTimeout(f"rank {rank} of {self.size}: {text}: {'; '.join(reasons)}", ranks=to_blame)
+
+    def _give_up_on_silent(self, rank: int, missing: set[int], timeout: float) -> PeerTimeout:
+        """Looks behind peers that themselves wait, for the ranks that do not."""
+        seen: set[int] = set()
+        ahead = set(missing)
+        while ahead:
+            peer = ahead.pop()
+            seen.add(peer)
+            ahead |= self._waiting.get(peer, set()) - seen
+        to_blame = {peer for peer in seen if peer not in self._waiting} or missing
+        text = f"no answer from {name_ranks(missing)} within {timeout:g} s: stuck, gone, or expecting another message"
+        if to_blame != missing:
+            text += f"; it was {name_ranks(to_blame)} that did not wait for others"
+        text = f"rank {rank} of {self.size}: {text}"
+        self.leave(rank, text, to_blame)
+        return PeerTimeout(text, ranks=to_blame)
+
+
+class _Departure(NamedTuple):
+    """Why a rank is gone: what was at the root of it, and who is to blame."""
+
+    reasons: tuple[str, ...]
+    to_blame: frozenset[int]
+
+
+@dataclass
+class _End:
+    """What one rank posted of a message: a uint8 tensor, or a list that holds or shall hold an object."""
+
+    buffer: Any
+    stream: torch.cuda.Stream | None  # on which the buffer is used
+    ready: torch.cuda.Event | None  # from when on it may be touched
+
+    @classmethod
+    def of(cls, buffer: Any) -> _End:
+        if not isinstance(buffer, Tensor) or buffer.device.type != "cuda":
+            return cls(buffer, None, None)
+        stream = torch.cuda.current_stream(buffer.device)
+        return cls(buffer, stream, stream.record_event())
+
+
+class _Transfer:
+    """One message, of which at least one end was posted."""
+
+    def __init__(self, source: int, target: int, poster: int, end: _End) -> None:
+        self.source = source
+        self.target = target
+        self.poster = poster
+        self.done = False
+        self.finished: torch.cuda.Event | None = None  # on CUDA, where `done` means that the copy is on its stream
+        self._end: _End | None = end
+
+    def other_end(self, rank: int) -> int:
+        """The rank at the other end of this one's."""
+        return self.source if rank == self.target else self.target
+
+    def move(self, second: _End) -> None:
+        """Copies. Called once, when the second end is there, without the world's lock."""
+        first, self._end = self._end, None
+        assert first is not None
+        sent, received = (first, second) if self.poster == self.source else (second, first)
+        if isinstance(sent.buffer, list):
+            received.buffer[:] = sent.buffer
+            return
+        # The buffer may be an inference tensor of a thread that is in that mode; this one may not be.
+        with torch.inference_mode(), torch.cuda.stream(received.stream):  # no stream: no change
+            if received.stream is None or sent.ready is None:
+                received.buffer.copy_(sent.buffer)
+                return
+            received.stream.wait_event(sent.ready)
+            received.buffer.copy_(sent.buffer, non_blocking=True)
+            for buffer in (sent.buffer, received.buffer):
+                buffer.record_stream(received.stream)
+            self.finished = received.stream.record_event()
+
+
+class _ThreadPending(Pending):
+    """An exchange under way, and its messages."""
+
+    def __init__(self, exchange: ThreadExchange, transfers: list[_Transfer]) -> None:
+        super().__init__(exchange, (), ())
+        self.transfers = transfers
+
+
+class ThreadExchange:
+    """One rank's sends and receives. Not thread-safe: only its own rank's thread may use it.
+
+    On CUDA, a rank's copies into its buffers run on the stream that was current when it posted them, after what the
+    sender's stream had been given until it posted. Waiting blocks the host until the peers have posted, too.
+
+    Args:
+        world: what the ranks share.
+        rank: this one's.
+        timeout: seconds that a wait may last.
+        device: where tensors may live, beside main memory.
+    """
+
+    backend = "threads"
+
+    def __init__(self, world: ThreadWorld, rank: int, timeout: float, device: torch.device) -> None:
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.timeout = timeout
+        self.device = device
+        self._num_sent = [0] * self.size
+        self._num_received = [0] * self.size
+
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+        """Starts the exchange described at :meth:`Communicator.post`."""
+        self.world.require_present(self.rank)
+        device_types = tuple(dict.fromkeys(("cpu", self.device.type)))
+        for name, buffers in (("sends", sends), ("receives", receives)):
+            check_buffers(name, buffers, self.rank, self.size, "an exchange between threads", device_types)
+        return self._post(sends, receives, lambda buffer: (buffer.numel(), buffer.device.type, label))
+
+    def share_objects(self, obj: _T) -> list[_T]:
+        """Every rank's object itself, in rank order."""
+        self.world.require_present(self.rank)
+        sends = [None if peer == self.rank else [obj] for peer in range(self.size)]
+        receives: list[list[_T] | None] = [None if peer == self.rank else [] for peer in range(self.size)]
+        self.complete(self._post(sends, receives, lambda _: (_OBJECT, "cpu", "")))
+        return [obj if box is None else box[0] for box in receives]
+
+    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
+        """Ends `pending`; see :meth:`Pending.wait`."""
+        assert isinstance(pending, _ThreadPending)
+        deadline = time.monotonic() + self.timeout
+        self.world.wait(self.rank, pending.transfers, self.timeout)
+        events = {transfer: transfer.finished for transfer in pending.transfers if transfer.finished is not None}
+        for event in events.values():
+            torch.cuda.current_stream(self.device).wait_event(event)
+        while block_host and (slow := [transfer for transfer, event in events.items() if not event.query()]):
+            if time.monotonic() > deadline:
+                peers = {transfer.other_end(self.rank) for transfer in slow}
+                text = f"rank {self.rank} of {self.size}: the copies with {name_ranks(peers)} were not done within "
+                self.world.leave(self.rank, f"{text}{self.timeout:g} s", ())
+                raise PeerTimeout(f"{text}{self.timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        pending.transfers = []
+
+    def close(self) -> None:
+        """Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout."""
+        self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")
+
+    def _post(
+        self, sends: Sequence[Any], receives: Sequence[Any], describe: Callable[[Any], tuple[int, str, str]]
+    ) -> _ThreadPending:
+        transfers = []
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            for buffer, counters, pair in (
+                (receives[peer], self._num_received, (peer, self.rank)),
+                (sends[peer], self._num_sent, (self.rank, peer)),
+            ):
+                if buffer is None or (isinstance(buffer, Tensor) and not buffer.numel()):
+                    continue
+                key = (*pair, counters[peer], *describe(buffer))
+                counters[peer] += 1
+                transfers.append(self.world.post(key, self.rank, _End.of(buffer)))
+        return _ThreadPending(self, transfers)

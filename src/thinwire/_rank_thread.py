@@ -1,0 +1,152 @@
+"""The thread mode of :func:`thinwire.testing.run_ranks`: ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.bootstrap import rank_thread
+from thinwire.comm.threads import ThreadWorld
+from thinwire.errors import PeerTimeout
+
+__all__ = ["Outcome", "run_rank_threads"]
+
+_LAST_SECONDS = 1.0  # that ranks get to end once their waits were ended
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended.
+
+    Attributes:
+        results: of the ranks that returned.
+        failures: tracebacks of the ranks that raised, the first one first.
+        stacks: where the ranks were that had done neither when time was up.
+    """
+
+    results: dict[int, Any]
+    failures: dict[int, str]
+    stacks: dict[int, str]
+
+
+def run_rank_threads(
+    fn: Callable[..., Any], world_size: int, args: Sequence[object], device: str, timeout: float, grace: float
+) -> Outcome:
+    """Runs `fn(comm, *args)` in a thread for each rank.
+
+    Args:
+        fn: any callable.
+        world_size: ranks.
+        args: behind the communicator.
+        device: "cpu" or "cuda", the current one.
+        timeout: seconds for everything.
+        grace: seconds that the others get once a rank has failed.
+    """
+    starter = threading.current_thread()
+    # Ranks may start ranks of their own. When the outer ones are given up, so are these.
+    world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threads = [_RankThread(comm, world, fn, args, ended) for comm in Communicator.of_threads(world, device=device)]
+    limit = time.monotonic() + timeout
+    try:
+        for thread in threads:
+            thread.start()
+        running = set(range(world_size))
+        while running:
+            try:
+                rank = ended.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                break
+            running.discard(rank)
+            if threads[rank].failure is not None:
+                limit = min(limit, time.monotonic() + grace)
+        stacks = {rank: _stack_of(threads[rank]) for rank in sorted(running)}
+        outcomes = [(thread.failure, rank) for rank, thread in enumerate(threads) if rank not in running]
+        return Outcome(
+            {rank: threads[rank].result for failure, rank in outcomes if failure is None},
+            {rank: failure[1] for failure, rank in sorted(outcomes, key=_moment) if failure is not None},
+            stacks,
+        )
+    finally:
+        # Threads cannot be killed, but what they wait for can be ended.
+        world.fail("run_ranks gave up, as a rank had failed or time was up")
+        last = time.monotonic() + _LAST_SECONDS
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(max(0.0, last - time.monotonic()))
+
+
+def _moment(outcome: tuple[tuple[float, str] | None, int]) -> float:
+    return 0.0 if outcome[0] is None else outcome[0][0]
+
+
+class _RankThread(threading.Thread):
+    """One rank. A daemon: one that never returns does not keep the process from ending."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        world: ThreadWorld,
+        fn: Callable[..., Any],
+        args: Sequence[object],
+        ended: queue.SimpleQueue[int],
+    ) -> None:
+        super().__init__(name=f"rank {comm.rank}", daemon=True)
+        self.world = world
+        self.result: Any = None
+        self.failure: tuple[float, str] | None = None  # when, and the traceback
+        self._comm = comm
+        self._call: tuple[Callable[..., Any], Sequence[object]] | None = (fn, args)
+        self._ended = ended
+        # What the caller's stream was given may be what makes the arguments.
+        on_cuda = comm.device.type == "cuda"
+        self._callers_stream = torch.cuda.current_stream(comm.device) if on_cuda else None
+
+    def run(self) -> None:
+        """Leaves a result or a failure, and says that it has ended."""
+        assert self._call is not None
+        (fn, args), self._call = self._call, None
+        try:
+            with self._comm, rank_thread(self._comm), self._stream_of_its_own():
+                try:
+                    self.result = fn(self._comm, *args)
+                except BaseException as error:
+                    self._tell_peers(error)
+                    raise
+        except BaseException:
+            self.failure = (time.monotonic(), traceback.format_exc())
+        finally:
+            self._ended.put(self._comm.rank)
+
+    @contextlib.contextmanager
+    def _stream_of_its_own(self) -> Iterator[None]:
+        if self._callers_stream is None:
+            yield
+            return
+        device = self._comm.device
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            stream = torch.cuda.current_stream()
+            stream.wait_stream(self._callers_stream)
+            yield
+            stream.synchronize()  # results are for other streams; and what went wrong shows up here
+
+    def _tell_peers(self, error: BaseException) -> None:
+        first_line = str(error).partition("\n")[0]
+        reason = f"rank {self._comm.rank} raised {type(error).__name__}: {first_line}"
+        to_blame = error.ranks if isinstance(error, PeerTimeout) and error.ranks else None
+        self.world.leave(self._comm.rank, reason, to_blame)
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
