@@ -15,7 +15,7 @@ from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
-__all__ = ["BACKEND_VARIABLE", "Backend", "select_backend"]
+__all__ = ["BACKEND_VARIABLE", "Backend", "RoundKernels", "select_backend", "select_round_kernels"]
 
 #: Environment variable that overrides the choice: `triton`, `numba` or `torch` (slow; the reference).
 BACKEND_VARIABLE = "THINWIRE_BACKEND"
@@ -60,6 +60,60 @@ def select_backend(device: torch.device, wire: WireFormat) -> Backend:
     if name == "torch":
         return _reference(reason)
     raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
+
+
+@dataclass(frozen=True)
+class RoundKernels:
+    """The kernels of a round over peers' memory, in the order in which a round calls them.
+
+    The functions have the contracts of the launchers of the same names in `thinwire.triton_kernels`.
+    """
+
+    send_tokens: Callable[..., None]
+    wait: Callable[..., None]
+    route: Callable[..., None]
+    gather: Callable[..., None]
+    send_sums: Callable[..., None]
+    close_round: Callable[..., None]
+    sum_home: Callable[..., None]
+
+
+def select_round_kernels(backend: Backend) -> RoundKernels:
+    """The kernels of the direct transport that belong to a backend.
+
+    Raises:
+        TransportUnavailable: plain torch has none: it cannot signal.
+    """
+    if backend.name == "triton":
+        from thinwire.triton_kernels import dispatch, home, route, signal
+
+        return RoundKernels(
+            dispatch.send_tokens,
+            signal.wait,
+            route.route,
+            route.gather,
+            home.send_sums,
+            dispatch.close_round,
+            home.sum_home,
+        )
+    if backend.name == "numba":
+        from thinwire.fused.cpu import dispatch as cpu_dispatch
+        from thinwire.fused.cpu import home as cpu_home
+        from thinwire.fused.cpu import route as cpu_route
+
+        return RoundKernels(
+            cpu_dispatch.send_tokens,
+            cpu_dispatch.wait,
+            cpu_route.route,
+            cpu_route.gather,
+            cpu_home.send_sums,
+            cpu_dispatch.close_round,
+            cpu_home.sum_home,
+        )
+    raise TransportUnavailable(
+        f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport needs "
+        "triton or numba"
+    )
 
 
 def _triton(device: torch.device, reason: str) -> Backend:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.moe.plan import ArrivalPlan, SendPlan
+from thinwire.moe.rounds import Round, Traffic
 
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
@@ -16,69 +15,53 @@ if TYPE_CHECKING:
 __all__ = ["Dispatched", "Traffic"]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one leg of a round sends from this rank to other ranks; rows that stay are not counted.
-
-    Attributes:
-        rows: records sent.
-        logical_bytes: what the rows hold in their own dtype.
-        wire_bytes: what is sent instead: records, and with them the expert ids and router weights on the dispatch leg.
-    """
-
-    rows: int
-    logical_bytes: int
-    wire_bytes: int
-
-
 class Dispatched:
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
+    On the direct transport all tensors are the lane's own: the next dispatch on the lane overwrites them, their shapes
+    never change, and reading them from kernels needs no synchronisation with the host.
+
     Attributes:
-        rows: uint8 [records, row_bytes], the records as they arrived, by source rank, then token.
-        index: int64 [entries], the record of each expert-sorted row: by expert, then source rank, then token.
+        rows: uint8 [records, row_bytes], the records as they arrived. Staged: by source rank, then token. Direct: one
+            for every token that could come, `source rank * max_tokens + token`; `index` says which came.
+        index: int64 [rows of `tokens`], the record of each row, by expert, then source rank, then token; -1 where the
+            row is padding. On the direct transport there are as many entries as could ever be needed, -1 at the end.
         expert_counts: int64 [local experts], rows of each expert, without padding.
         expert_offsets: int64 [local experts + 1], where each expert's rows begin in `tokens`, with padding to `align`.
         lane: the lane of the round.
     """
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        lane: int,
-        dtype: torch.dtype,
-        sends: SendPlan,
-        recv_counts: list[int],
-        rows: torch.Tensor,
-        arrival: ArrivalPlan,
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, lane: int, round_: Round) -> None:
         self._ep = ep
-        self._dtype = dtype
-        self._sends = sends
-        self._recv_counts = recv_counts
-        self._arrival = arrival
+        self._round = round_
         self._tokens: torch.Tensor | None = None
         self._capacity: int | None = None
+        self._num_rows: int | None = None
         self.lane = lane
-        self.rows = rows
-        self.index = arrival.index
-        self.expert_counts = arrival.expert_counts
-        self.expert_offsets = arrival.expert_offsets
+        self.rows = round_.rows
+        self.index = round_.index
+        self.expert_counts = round_.expert_counts
+        self.expert_offsets = round_.expert_offsets
 
     @property
     def tokens(self) -> torch.Tensor:
         """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
 
+        How many rows there are must be known on the host for that, so on CUDA this waits for the device; `gather` does
+        not.
+
         Raises:
             LaneError: the round is over.
+            PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
         """
         self._ep._require_open(self)
         if self._tokens is None:
-            self._tokens = self._gather(self._arrival.num_rows)
+            self._num_rows = self._round.num_rows()
+            self._tokens, _ = self._round.gather(self._num_rows)
         return self._tokens
 
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' input in a fixed shape.
+        """The experts' input in a fixed shape. Does not wait for the device.
 
         Args:
             capacity: rows of the result. Rows past it are dropped: they add nothing to `combine`.
@@ -94,38 +77,35 @@ class Dispatched:
         if capacity < 0:
             raise CapacityError(f"capacity {capacity} is negative")
         self._capacity = capacity
-        overflow = torch.tensor(self._arrival.num_rows > capacity, device=self.rows.device)
-        return self._gather(capacity), overflow
-
-    def _gather(self, capacity: int) -> torch.Tensor:
-        arrival = self._arrival
-        tokens = torch.zeros(capacity, self._ep.hidden_size, dtype=self._dtype, device=self.rows.device)
-        fits = arrival.rows < capacity
-        unpack_rows = self._ep._dispatch_backend.unpack_rows
-        unpack_rows(self.rows, self._ep.wire, arrival.index[fits], arrival.rows[fits], tokens)
-        return tokens
+        return self._round.gather(capacity)
 
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
 
-        Peers may combine meanwhile: they get zeros for what they sent here.
+        Peers may combine meanwhile: what they sent here adds nothing.
 
         Raises:
             LaneError: the round is over.
             PeerTimeout: a peer did not answer in time.
         """
         self._ep._require_open(self)
-        nothing = torch.empty(0, self._ep.hidden_size, dtype=self._dtype, device=self.rows.device)
-        self._ep._send_home(nothing, self, None)
+        self._ep._open_rounds[self.lane] = None
+        self._round.abandon()
 
     @property
     def dispatch_traffic(self) -> Traffic:
-        """What this rank sent to dispatch its tokens."""
-        sent = sum(self._sends.counts) - self._sends.counts[self._ep.comm.rank]
-        return self._ep._traffic(sent, self._dtype, self._ep._message_bytes(self._dtype))
+        """What this rank sent to dispatch its tokens. Waits for the device.
+
+        Raises:
+            LaneError: on the direct transport, when the lane has gone on to a later round.
+        """
+        return self._round.dispatch_traffic()
 
     @property
     def combine_traffic(self) -> Traffic:
-        """What this rank sends back for the tokens that it received."""
-        sent = sum(self._recv_counts) - self._recv_counts[self._ep.comm.rank]
-        return self._ep._traffic(sent, self._dtype, self._ep.combine_wire.row_bytes(self._ep.hidden_size, self._dtype))
+        """What this rank sends back for the tokens that it received. Waits for the device.
+
+        Raises:
+            LaneError: on the direct transport, when the lane has gone on to a later round.
+        """
+        return self._round.combine_traffic()

@@ -11,21 +11,26 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.symmetric import allocate
 from thinwire.errors import CapacityError, LaneError, RoutingError, TransportUnavailable
-from thinwire.fused.backend import select_backend
+from thinwire.fused.backend import RoundKernels, select_backend, select_round_kernels
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
-from thinwire.fused.staged import StagedExchange, dense_segments
-from thinwire.moe.dispatched import Dispatched, Traffic
-from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
+from thinwire.moe.checks import check_expert_out, check_out, check_tokens
+from thinwire.moe.direct import DirectRounds
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.rounds import Rounds
 from thinwire.moe.routing import expert_range
+from thinwire.moe.staged import StagedRounds
+from thinwire.triton_kernels.round_layout import MAX_WORLD, RoundLayout
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 
 __all__ = ["ExpertParallel"]
 
-_TRANSPORTS = ("auto", "staged")
+_TRANSPORTS = ("auto", "direct", "staged")
 _MAX_TOP_K = 32
 
 
@@ -42,14 +47,23 @@ class ExpertParallel:
         max_tokens: the most tokens a rank dispatches at once; the same on every rank.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
-        transport: `"auto"` or `"staged"`.
+        transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
+            through the process group. `"auto"`: direct where every rank can map every peer's memory, else staged;
+            `explain()` says why.
         lanes: rounds that may be open at once.
         align: every expert's rows begin at a multiple of this in `Dispatched.tokens`.
+        num_programs: programs of the direct kernels that send rows, fewer to leave multiprocessors to other work; None
+            means four a multiprocessor. Of no effect on the CPU.
+        timeout: seconds that a round of the direct transport may wait for a peer; None means the communicator's. The
+            staged transport waits as long as the communicator does.
+        dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16. It spares memory
+            with the direct transport and wire format `none`, and does nothing else.
 
     Raises:
         ConfigMismatch: on every rank, when ranks passed different settings.
         RoutingError: sizes that make no sense.
         TransportUnavailable: a transport or backend that is not there, or a group that cannot move the tensors.
+        CapacityError: the direct transport was asked for, and its memory is not there; both figures are given.
 
     >>> import thinwire as tw
     >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 64, 16, wire="none") as ep:
@@ -73,8 +87,13 @@ class ExpertParallel:
         transport: str = "auto",
         lanes: int = 1,
         align: int = 1,
+        num_programs: int | None = None,
+        timeout: float | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "lanes": lanes, "align": align}
+        if num_programs is not None:
+            sizes["num_programs"] = num_programs
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise RoutingError(f"{name} is {value!r}; an int of at least 1 is needed")
@@ -82,41 +101,107 @@ class ExpertParallel:
             raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0 is needed")
         if top_k > _MAX_TOP_K:
             raise RoutingError(f"top_k is {top_k}; at most {_MAX_TOP_K} experts a token are supported")
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise RoutingError(f"timeout is {timeout!r}; a finite number of seconds above 0 is needed")
+        if dtype not in (None, *FLOAT_DTYPES):
+            raise RoutingError(f"dtype is {dtype!r}; float32, float16, bfloat16 or None is needed")
         if transport not in _TRANSPORTS:
             raise TransportUnavailable(f"transport {transport!r} is not available; accepted: {', '.join(_TRANSPORTS)}")
         if not isinstance(comm, Communicator):
             raise TransportUnavailable(f"comm is {comm!r}; a Communicator is needed, such as thinwire.init() returns")
-        comm.check_exchange()
-        self.comm = comm
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
         self.wire = resolve_wire(wire)
         self.combine_wire = self.wire if combine_wire is None else resolve_wire(combine_wire)
-        self.transport = "staged"
-        self.align = align
-        self.local_experts = expert_range(num_experts, comm.size, comm.rank)
-        self._dispatch_backend = select_backend(comm.device, self.wire)
-        self._combine_backend = select_backend(comm.device, self.combine_wire)
-        self._open_rounds: list[Dispatched | None] = [None] * lanes
+        self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
+        self._requested = (transport, timeout)
         self._closed = False
+        self._assemble(comm, generation=0)
+
+    def _assemble(self, comm: Communicator, generation: int) -> None:
+        """Everything that depends on the group. Collective."""
+        transport, timeout = self._requested
+        self._generation = generation
+        self.comm = comm
+        self.timeout = comm.timeout if timeout is None else timeout
+        self.local_experts = expert_range(self.num_experts, comm.size, comm.rank)
+        self.dispatch_backend = select_backend(comm.device, self.wire)
+        self.combine_backend = select_backend(comm.device, self.combine_wire)
+        self._open_rounds: list[Dispatched | None] = [None] * self.lanes
         settings: dict[str, str | int | float | bool | None] = {
-            **sizes,
-            "max_tokens": max_tokens,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden_size": self.hidden_size,
+            "max_tokens": self.max_tokens,
+            "lanes": self.lanes,
+            "align": self.align,
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,
             "combine_wire": str(self.combine_wire),
             "combine_wire_alignment": self.combine_wire.alignment,
             "wire_version": WIRE_VERSION,
-            "transport": self.transport,
+            "transport": transport,
+            "dtype": str(self.dtype),
+            "generation": generation,
             "thinwire": VERSION,
         }
         comm.require_same("ExpertParallel", settings)
+        self._rounds = self._choose_rounds(transport, generation)
+        self.transport = self._rounds.name
+
+    def _choose_rounds(self, transport: str, generation: int) -> Rounds:
+        if transport == "staged":
+            self.comm.check_exchange()
+            return StagedRounds(self, "as asked for")
+        try:
+            reason = "as asked for" if transport == "direct" else "every rank can map every peer's memory"
+            return self._direct_rounds(reason, generation)
+        except (CapacityError, TransportUnavailable) as error:
+            # The same error on every rank, so every rank makes the same choice.
+            if transport == "direct":
+                raise
+            reason = str(error)
+        try:
+            self.comm.check_exchange()
+        except TransportUnavailable as error:
+            raise TransportUnavailable(f"no transport is available: direct: {reason}; staged: {error}") from error
+        return StagedRounds(self, f"direct is not available: {reason}")
+
+    def _direct_rounds(self, reason: str, generation: int) -> DirectRounds:
+        """The direct transport, or the same error on every rank."""
+        kernels: RoundKernels | None = None
+        problem = ""
+        try:
+            kernels = select_round_kernels(self.dispatch_backend)
+        except TransportUnavailable as error:
+            problem = str(error)
+        if self.comm.size > MAX_WORLD:
+            problem = f"{self.comm.size} ranks; the direct transport takes up to {MAX_WORLD}"
+        problems = self.comm.all_gather_object(problem)
+        for rank, text in enumerate(problems):
+            if text:
+                raise TransportUnavailable(f"rank {rank}: {text}")
+        assert kernels is not None
+        layout = RoundLayout.of(
+            world=self.comm.size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden=self.hidden_size,
+            max_tokens=self.max_tokens,
+            wire=self.wire,
+            combine_wire=self.combine_wire,
+            dtype=self.dtype,
+        )
+        memory = allocate(self.comm, self.lanes * layout.NUM_BYTES, generation)
+        return DirectRounds(self, layout, memory, kernels, reason)
 
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
     ) -> Dispatched:
         """Sends each token to the ranks that own its experts. Collective; ranks may have any number of tokens.
 
-        A round that is still open on the lane is over with this call.
+        A round that is still open on the lane is over with this call, on every rank. On CUDA with the direct transport
+        this launches kernels and does not wait for them: it may be captured in a CUDA graph, and a PeerTimeout, or a
+        RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
         Args:
             x: [tokens, hidden_size] float32, float16 or bfloat16.
@@ -134,32 +219,10 @@ class ExpertParallel:
             PeerTimeout: a peer did not answer in time.
         """
         self._check_lane(lane)
-        self._check_tokens(x, topk_ids, topk_weights)
+        check_tokens(self, x, topk_ids, topk_weights)
         x = x if x.stride(1) == 1 else x.contiguous()
-        ids, weights = merge_repeated_experts(topk_ids, topk_weights)
-        sends = SendPlan.of(ids, self.num_experts, self.comm.size)
         self._open_rounds[lane] = None
-        recv_counts = self._exchange_counts(sends.counts, x.dtype)
-        row_bytes, record_bytes = self.wire.row_bytes(self.hidden_size, x.dtype), self._message_bytes(x.dtype)
-        id_words = slice(row_bytes // 4, row_bytes // 4 + self.top_k)
-        weight_words = slice(id_words.stop, id_words.stop + self.top_k)
-        slots = dense_segments(sends.counts)
-
-        def pack(start: int, stop: int, records: torch.Tensor) -> None:
-            tokens = sends.tokens[slots.row_index(start, stop, x.device)]
-            self._dispatch_backend.pack_rows(x, self.wire, tokens, records[:, :row_bytes])
-            tail = records.view(torch.int32)
-            tail[:, id_words] = ids[tokens]
-            tail[:, weight_words] = weights[tokens].view(torch.int32)
-            tail[:, weight_words.stop :] = 0
-
-        label = f"dispatch {self.wire!r} {x.dtype}"
-        arrived = StagedExchange.post(self.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
-        words = arrived.view(torch.int32)
-        arrival = ArrivalPlan.of(
-            words[:, id_words], words[:, weight_words].view(torch.float32), self.local_experts, self.align
-        )
-        dispatched = Dispatched(self, lane, x.dtype, sends, recv_counts, arrived[:, :row_bytes], arrival)
+        dispatched = Dispatched(self, lane, self._rounds.dispatch(lane, x, topk_ids, topk_weights))
         self._open_rounds[lane] = dispatched
         return dispatched
 
@@ -173,7 +236,8 @@ class ExpertParallel:
             out: [tokens, hidden_size] in x's dtype, filled in place.
 
         Returns:
-            [tokens, hidden_size] in x's dtype; zero for a token without experts.
+            [tokens, hidden_size] in x's dtype; zero for a token without experts. On CUDA with the direct transport the
+            result of a round that failed is NaN.
 
         Raises:
             LaneError: the round is over, or not this object's.
@@ -182,49 +246,61 @@ class ExpertParallel:
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open(d)
-        self._check_expert_out(expert_out, d)
-        tokens = d._sends.record_index.shape[0]
-        if out is not None:
-            self.comm.check_device("out", out)
-            if out.shape != (tokens, self.hidden_size) or out.dtype != d._dtype or not out.is_contiguous():
-                raise RoutingError(
-                    f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}; contiguous {d._dtype} "
-                    f"[{tokens}, {self.hidden_size}] is needed"
-                )
-        return self._send_home(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), d, out)
-
-    def _send_home(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
-        """`combine` after its checks; rows that expert_out does not have add nothing."""
-        self._open_rounds[d.lane] = None
+        check_expert_out(self, expert_out, d)
+        tokens, dtype = d._round.num_tokens, d._round.dtype
         if out is None:
-            tokens = d._sends.record_index.shape[0]
-            out = torch.empty(tokens, self.hidden_size, dtype=d._dtype, device=self.comm.device)
-        positions = torch.where(d._arrival.positions < expert_out.shape[0], d._arrival.positions, -1)
-        slots = dense_segments(d._recv_counts)
-
-        def pack(start: int, stop: int, records: torch.Tensor) -> None:
-            chosen = slots.row_index(start, stop, positions.device)
-            self._combine_backend.pack_weighted_sums(
-                expert_out, positions[chosen], d._arrival.weights[chosen], self.combine_wire, d._dtype, records
-            )
-
-        row_bytes = self.combine_wire.row_bytes(self.hidden_size, d._dtype)
-        label = f"combine {self.combine_wire!r} {d._dtype}"
-        home = StagedExchange.post(self.comm, d._recv_counts, d._sends.counts, row_bytes, pack, label).wait()
-        self._combine_backend.sum_records(home, d._sends.record_index, self.combine_wire, out)
+            out = torch.empty(tokens, self.hidden_size, dtype=dtype, device=expert_out.device)
+        else:
+            check_out(self, out, d)
+        self._open_rounds[d.lane] = None
+        d._round.combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
         return out
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held between calls: none, since the staged transport allocates what a call needs."""
-        return 0
+        """Bytes held between calls, the same before and after each: lanes of the direct transport, none if staged."""
+        return self._rounds.memory_bytes
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device.
+
+        Raises:
+            PeerTimeout: a peer did not answer in time.
+            RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
+        """
+        self._require_not_closed()
+        self._rounds.check()
+
+    def rebuild(self, group: dist.ProcessGroup | Communicator) -> None:
+        """Goes on with another group, such as the ranks that are left after a PeerTimeout. Collective over that group.
+
+        Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
+        that was given up and wakes. `comm`, `local_experts` and, with transport `"auto"`, the transport may be others
+        afterwards. The old communicator stays the caller's.
+
+        Args:
+            group: a communicator, or a process group that is given this one's device and timeout.
+
+        Raises:
+            ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
+        """
+        self._require_not_closed()
+        comm = group
+        if not isinstance(comm, Communicator):
+            comm = Communicator(comm, device=self.comm.device, timeout=self.comm.timeout)
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        generation = max(comm.all_gather_object(self._generation)) + 1
+        self.close()
+        self._assemble(comm, generation)
+        self._closed = False
 
     def explain(self) -> str:
         """What was chosen, and why."""
-        backend = self._dispatch_backend
+        backend = self.dispatch_backend
         return "\n".join(
             (
-                f"transport: {self.transport} (the only one in this version)",
+                self._rounds.describe(),
                 f"wire: {self.wire} out, {self.combine_wire} back",
                 f"kernels: {backend.name} ({backend.reason})",
                 f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
@@ -233,9 +309,12 @@ class ExpertParallel:
         )
 
     def close(self) -> None:
-        """Ends every round; the object cannot be used afterwards. The communicator stays open."""
-        self._open_rounds = [None] * len(self._open_rounds)
+        """Ends every round and gives memory back; the communicator stays open. May be called again."""
+        if self._closed:
+            return
         self._closed = True
+        self._open_rounds = [None] * self.lanes
+        self._rounds.close()
 
     def __enter__(self) -> ExpertParallel:
         return self
@@ -243,31 +322,14 @@ class ExpertParallel:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _exchange_counts(self, counts: list[int], dtype: torch.dtype) -> list[int]:
-        """The peers' counts; with them everyone learns everyone's dtype, which must be the same."""
-        kinds = len(FLOAT_DTYPES)
-        received = self.comm.exchange_counts([count * kinds + FLOAT_DTYPES.index(dtype) for count in counts])
-        for peer, value in enumerate(received):
-            if FLOAT_DTYPES[value % kinds] != dtype:
-                raise RoutingError(
-                    f"rank {self.comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % kinds]}; all "
-                    "ranks of a round need the same dtype"
-                )
-        return [value // kinds for value in received]
-
-    def _message_bytes(self, dtype: torch.dtype) -> int:
-        """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
-        return -(-(self.wire.row_bytes(self.hidden_size, dtype) + 8 * self.top_k) // 16) * 16
-
-    def _traffic(self, rows: int, dtype: torch.dtype, record_bytes: int) -> Traffic:
-        return Traffic(rows, rows * self.hidden_size * dtype.itemsize, rows * record_bytes)
-
-    def _check_lane(self, lane: int) -> None:
+    def _require_not_closed(self) -> None:
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
-        if not isinstance(lane, int) or not 0 <= lane < len(self._open_rounds):
-            last = len(self._open_rounds) - 1
-            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {last}")
+
+    def _check_lane(self, lane: int) -> None:
+        self._require_not_closed()
+        if not isinstance(lane, int) or not 0 <= lane < self.lanes:
+            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
 
     def _require_open(self, d: Dispatched) -> None:
         if not isinstance(d, Dispatched):
@@ -278,42 +340,3 @@ class ExpertParallel:
             raise LaneError(
                 f"this round on lane {d.lane} is over: it was combined or abandoned, or a later dispatch took its lane"
             )
-
-    def _check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            self.comm.check_device(name, tensor)
-        if x.dtype not in FLOAT_DTYPES or x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise RoutingError(
-                f"x is {x.dtype} {list(x.shape)}; float32, float16 or bfloat16 [tokens, {self.hidden_size}] is needed"
-            )
-        if x.shape[0] > self.max_tokens:
-            raise CapacityError(f"{x.shape[0]} tokens were passed; this ExpertParallel was made for {self.max_tokens}")
-        shape = (x.shape[0], self.top_k)
-        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:
-            raise RoutingError(
-                f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; int32 or int64 {list(shape)} is needed"
-            )
-        if not topk_weights.is_floating_point() or topk_weights.shape != shape:
-            raise RoutingError(
-                f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
-            )
-        if topk_ids.numel() and not (-1 <= int(topk_ids.min()) and int(topk_ids.max()) < self.num_experts):
-            raise RoutingError(
-                f"topk_ids runs from {int(topk_ids.min())} to {int(topk_ids.max())}; experts are 0 ... "
-                f"{self.num_experts - 1}, and -1 stands for none"
-            )
-        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-            raise RoutingError("dispatch has no backward: call it under torch.no_grad() or torch.inference_mode()")
-
-    def _check_expert_out(self, expert_out: torch.Tensor, d: Dispatched) -> None:
-        self.comm.check_device("expert_out", expert_out)
-        accepted = [d._arrival.num_rows] if d._capacity is None else [d._arrival.num_rows, d._capacity]
-        right_shape = expert_out.dim() == 2 and expert_out.shape[1] == self.hidden_size
-        if expert_out.dtype not in FLOAT_DTYPES or not right_shape or expert_out.shape[0] not in accepted:
-            raise RoutingError(
-                f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
-                f"[{' or '.join(map(str, accepted))}, {self.hidden_size}], a row for each of the round's tokens, is "
-                "needed"
-            )
-        if torch.is_grad_enabled() and expert_out.requires_grad:
-            raise RoutingError("combine has no backward: call it under torch.no_grad() or torch.inference_mode()")

@@ -19,7 +19,7 @@ from thinwire.fused.cpu.loops import accumulate_groups
 from thinwire.fused.cpu.vectors import FLOAT32, INT4, NONE
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_weighted_sums", "scratch_bytes", "sum_record_row", "sum_records", "weighted_sum_row"]
+__all__ = ["pack_sum_row", "pack_weighted_sums", "scratch_bytes", "sum_record_row", "sum_records", "weighted_sum_row"]
 
 _LANES = 16
 _REST_BYTES = 4 * _LANES
@@ -82,6 +82,18 @@ def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, hidden,
 
 
 @device
+def pack_sum_row(total, dtype, record, layout):
+    """Writes a sum, as `weighted_sum_row` leaves it, as a record, all bytes of it; `none` rounds it to `dtype`."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    if kind == NONE:
+        size = hidden * (4 if dtype == FLOAT32 else 2)
+        round_row(total, hidden, record, dtype, 0)
+        zero_bytes(record + size, row_bytes - size)
+    else:
+        quantize_row(total, FLOAT32, record, layout)
+
+
+@device
 def sum_record_row(records, record_stride, record_index, terms, dtype, layout, out, scratch):
     """Sums into the row at `out` the records that `record_index`, an address of `terms` int64, names; -1 names none."""
     kind, group, row_scale, hidden, scales_offset, row_bytes = layout
@@ -114,13 +126,7 @@ def pack_weighted_sums_kernel(
         first = r * terms
         named, factors = positions + 8 * first, weights + 4 * first
         total = weighted_sum_row(rows, row_stride, dtype, named, factors, terms, hidden, scratch)
-        record = records + r * record_stride
-        if kind == NONE:
-            size = hidden * (4 if record_dtype == FLOAT32 else 2)
-            round_row(total, hidden, record, record_dtype, 0)
-            zero_bytes(record + size, row_bytes - size)
-        else:
-            quantize_row(total, FLOAT32, record, layout)
+        pack_sum_row(total, record_dtype, records + r * record_stride, layout)
 
 
 @kernel

@@ -18,6 +18,7 @@ __all__ = [
     "load_int64",
     "stack_buffer",
     "store_float32",
+    "store_int8",
     "store_int32",
     "store_int64",
     "zero_bytes",
@@ -58,6 +59,7 @@ def _storer(number: str) -> Any:
     return intrinsic(store)
 
 
+store_int8 = _storer("int8")
 load_int32, store_int32 = _loader("int32"), _storer("int32")
 load_int64, store_int64 = _loader("int64"), _storer("int64")
 load_float32, store_float32 = _loader("float32"), _storer("float32")

@@ -1,0 +1,308 @@
+"""Rounds over the direct transport: kernels store into the peers' memory, and nothing else is called.
+
+A lane has one round after the other; `docs/protocol.md` says why one buffer is enough. On CUDA every call here returns
+when its kernels are launched, and what goes wrong on the device is raised by a later call or by `check`. On the CPU the
+kernels run at once, and their waits block.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import LaneError, PeerTimeout, RoutingError
+from thinwire.fused.backend import RoundKernels
+from thinwire.moe.plan import SendPlan
+from thinwire.moe.rounds import Round, Rounds, Traffic
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    CONTROL_STATUS,
+    DISPATCH,
+    DTYPE_CODES,
+    LINE_BYTES,
+    LINE_DTYPE,
+    LINE_TOKENS,
+    MISMATCHED,
+    REPORT_BAD_IDS,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
+    RUNNING,
+    TIMED_OUT,
+    Lane,
+    RoundLayout,
+)
+
+if TYPE_CHECKING:
+    from thinwire.moe.parallel import ExpertParallel
+
+__all__ = ["DirectRounds"]
+
+_PHASES = {DISPATCH: "dispatch", COMBINE: "combine"}
+_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
+_prepare_lock = threading.Lock()
+
+
+class DirectRounds(Rounds):
+    """Lanes over symmetric memory.
+
+    Args:
+        ep: whose rounds they are.
+        layout: of one lane.
+        memory: at least `layout.NUM_BYTES` for each lane; closed with this object.
+        kernels: that do the work.
+        reason: why this transport was chosen.
+    """
+
+    name = "direct"
+
+    def __init__(
+        self, ep: ExpertParallel, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
+    ) -> None:
+        self.ep = ep
+        self.reason = reason
+        self.kernels = kernels
+        self.memory = memory
+        self.timeout = ep.timeout
+        self.grace = min(_MAX_GRACE, ep.timeout)
+        self.lanes = [
+            Lane.of(
+                layout,
+                ep.wire,
+                ep.combine_wire,
+                ep.comm.rank,
+                ep.align,
+                memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
+                memory.bases + number * layout.NUM_BYTES,
+            )
+            for number in range(ep.lanes)
+        ]
+        # The host's window on what kernels report; it may be read at any time, without asking the device.
+        self._reports = [lane.report.numpy() for lane in self.lanes]
+        self._open = [False] * ep.lanes
+        self.rounds_begun = [0] * ep.lanes
+        self._prepared: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Round:
+        """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
+        self.raise_failure(lane)
+        if x.is_cuda:
+            self._prepare(x, topk_ids.dtype)
+        if self._open[lane]:
+            self.close_round(lane)
+        tensors = self.lanes[lane]
+        self.kernels.send_tokens(tensors, x, topk_ids, topk_weights.float(), self.ep.num_programs)
+        self._open[lane] = True
+        self.rounds_begun[lane] += 1
+        self._wait(lane, DISPATCH)
+        self.kernels.route(tensors)
+        return _DirectRound(self, lane, x.dtype, x.shape[0])
+
+    def close_round(self, lane: int) -> None:
+        """Ends the open round without sums from this rank."""
+        self._open[lane] = False
+        self.kernels.close_round(self.lanes[lane])
+        self._wait(lane, COMBINE)
+
+    def combine(self, lane: int, expert_out: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
+        """Launches the sums to their homes, the wait for all peers, and the sums at home."""
+        self.raise_failure(lane)
+        self._open[lane] = False
+        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.ep.num_programs)
+        self._wait(lane, COMBINE)
+        self.kernels.sum_home(self.lanes[lane], out)
+
+    def _wait(self, lane: int, phase: int) -> None:
+        self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
+        if not self.memory.local.is_cuda:
+            if self._reports[lane][REPORT_STATUS] == MISMATCHED:
+                self._refuse_mismatch(lane)
+            self.raise_failure(lane)
+
+    def _refuse_mismatch(self, lane: int) -> None:
+        """On the CPU nothing was read yet, and every rank sees the mismatch: all of them close the round and go on."""
+        error = self._mismatch(lane)
+        self._reports[lane][REPORT_STATUS] = RUNNING
+        self.lanes[lane].control[CONTROL_STATUS] = RUNNING
+        self.close_round(lane)
+        raise error
+
+    def raise_failure(self, lane: int) -> None:
+        """Raises what kernels reported on a lane.
+
+        Raises:
+            PeerTimeout: a wait ended; the lane stays unusable until `rebuild`.
+            RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
+        """
+        report = self._reports[lane]
+        if report[REPORT_STATUS] == TIMED_OUT:
+            raise self._timeout(lane)
+        if report[REPORT_STATUS] == MISMATCHED:
+            raise self._mismatch(lane)
+        if report[REPORT_BAD_IDS]:
+            report[REPORT_BAD_IDS] = 0
+            raise RoutingError(
+                f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.ep.num_experts - 1}; they "
+                "counted as none"
+            )
+
+    def _timeout(self, lane: int) -> PeerTimeout:
+        comm, report = self.ep.comm, self._reports[lane]
+        blamed, missing, said = report[REPORT_PEERS:].reshape(3, comm.size)
+        ranks = [rank for rank in range(comm.size) if blamed[rank]]
+        stuck_on_us = [rank for rank in range(comm.size) if said[rank] == 2]
+        epoch, phase = int(report[REPORT_EPOCH]), _PHASES[int(report[REPORT_PHASE])]
+        if ranks:
+            reason = f"no answer from {_name_ranks(ranks)} within {self.timeout:g} s"
+        elif stuck_on_us:
+            reason = f"{_name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
+        else:
+            late = [rank for rank in range(comm.size) if missing[rank]]
+            reason = f"{_name_ranks(late)} answered too late, or gave up as well"
+        return PeerTimeout(
+            f"rank {comm.rank} of {comm.size}, lane {lane}, round {epoch}, {phase}: {reason}; the lane cannot be used "
+            "any more, rebuild(group) makes new ones",
+            ranks=ranks,
+            lane=lane,
+            epoch=epoch,
+            phase=phase,
+        )
+
+    def _mismatch(self, lane: int) -> RoutingError:
+        comm, layout = self.ep.comm, self.lanes[lane].layout
+        lines = self.lanes[lane].buffer[layout.SIGNALS :][: comm.size * LINE_BYTES].cpu().view(torch.int32)
+        lines = lines.view(comm.size, -1)
+        names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
+        described = [
+            f"rank {rank} {int(line[LINE_TOKENS])} tokens of {names.get(int(line[LINE_DTYPE]), 'an unknown dtype')}"
+            for rank, line in enumerate(lines)
+        ]
+        return RoutingError(
+            f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens; they "
+            f"dispatched: {', '.join(described)}"
+        )
+
+    def _prepare(self, x: torch.Tensor, id_dtype: torch.dtype) -> None:
+        """Compiles and loads all kernels of a round before any of them waits for a peer.
+
+        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
+        one.
+        """
+        key = (x.dtype, id_dtype)
+        if key in self._prepared or torch.cuda.is_current_stream_capturing():
+            return
+        with _prepare_lock:
+            lane = self.lanes[0]
+            local: dict[str, Any] = {
+                name: torch.zeros_like(getattr(lane, name))
+                for name in ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
+            }
+            # Kernels that find a poisoned lane do nothing, and these are all of them.
+            local["control"][CONTROL_STATUS] = TIMED_OUT
+            idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
+            row = torch.zeros(1, lane.layout.HIDDEN, dtype=x.dtype, device=x.device)
+            ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=x.device)
+            self.kernels.send_tokens(idle, row, ids, ids.float(), self.ep.num_programs)
+            self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
+            self.kernels.route(idle)
+            self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=x.device))
+            for dtype in DTYPE_CODES:
+                self.kernels.send_sums(idle, row.to(dtype), x.dtype, self.ep.num_programs)
+            self.kernels.close_round(idle)
+            self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
+            self.kernels.sum_home(idle, row)
+            torch.cuda.current_stream(x.device).synchronize()
+        self._prepared.add(key)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Symmetric buffers and what lanes keep beside them; nothing is allocated later but results."""
+        return sum(lane.memory_bytes for lane in self.lanes)
+
+    def describe(self) -> str:
+        """For `explain`."""
+        size = self.memory_bytes / 2**20
+        return (
+            f"transport: direct ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, {self.memory.kind} "
+            f"heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
+        )
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong."""
+        if self.memory.local.is_cuda:
+            torch.cuda.current_stream(self.memory.local.device).synchronize()
+        for lane in range(len(self.lanes)):
+            self.raise_failure(lane)
+
+    def close(self) -> None:
+        """Gives the memory back. Tensors made from it stay readable."""
+        self.lanes.clear()
+        self.memory.close()
+
+
+class _DirectRound(Round):
+    def __init__(self, rounds: DirectRounds, lane: int, dtype: torch.dtype, num_tokens: int) -> None:
+        self._rounds = rounds
+        self._lane = lane
+        self._tensors = rounds.lanes[lane]
+        self._number = rounds.rounds_begun[lane]
+        self.dtype = dtype
+        self.num_tokens = num_tokens
+        self.rows = self._tensors.records[:, : self._tensors.wire.row_bytes(rounds.ep.hidden_size, dtype)]
+        self.index = self._tensors.index
+        self.expert_counts = self._tensors.expert_counts
+        self.expert_offsets = self._tensors.expert_offsets
+
+    def num_rows(self) -> int:
+        used = int(self.expert_offsets[-1])  # a host synchronisation on CUDA
+        self._rounds.raise_failure(self._lane)
+        return used
+
+    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.rows.device
+        tokens = torch.empty(capacity, self._rounds.ep.hidden_size, dtype=self.dtype, device=device)
+        overflow = torch.empty((), dtype=torch.bool, device=device)
+        self._rounds.kernels.gather(self._tensors, tokens, overflow)
+        return tokens, overflow
+
+    def combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+        self._rounds.combine(self._lane, expert_out, self.dtype, out)
+
+    def abandon(self) -> None:
+        self._rounds.close_round(self._lane)
+
+    def dispatch_traffic(self) -> Traffic:
+        self._require_latest()
+        ep, layout = self._rounds.ep, self._tensors.layout
+        plane = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)[: layout.WORLD * self._plane_words]
+        ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[ep.comm.rank, : self.num_tokens]
+        counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
+        rows = sum(counts) - counts[ep.comm.rank]
+        to_each_peer = self.num_tokens * layout.TOP_K * 8 + 4 * (1 + LINE_DTYPE)
+        wire_bytes = rows * ep.wire.row_bytes(ep.hidden_size, self.dtype) + (layout.WORLD - 1) * to_each_peer
+        return Traffic(rows, rows * ep.hidden_size * self.dtype.itemsize, wire_bytes)
+
+    def combine_traffic(self) -> Traffic:
+        self._require_latest()
+        ep, layout = self._rounds.ep, self._tensors.layout
+        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1)
+        rows = int(sent.sum() - sent[ep.comm.rank])
+        wire_bytes = rows * ep.combine_wire.row_bytes(ep.hidden_size, self.dtype) + (layout.WORLD - 1) * 8
+        return Traffic(rows, rows * ep.hidden_size * self.dtype.itemsize, wire_bytes)
+
+    @property
+    def _plane_words(self) -> int:
+        return self._tensors.layout.MAX_TOKENS * self._tensors.layout.TOP_K
+
+    def _require_latest(self) -> None:
+        if self._rounds.rounds_begun[self._lane] != self._number:
+            raise LaneError(f"lane {self._lane} has gone on to a later round; what this one sent is not known any more")
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,226 @@
+"""The direct transport on a GPU: its kernels, many ranks on one device, CUDA graphs, and waits that end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="compiled kernels need Triton")
+
+import torch
+
+from tests.moe.test_direct import HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K, assert_same, experts, tokens, transcript
+from tests.rounds import Tokens, make_lanes, run_round
+from tests.wires import DTYPES, WIRES, assert_same_bits
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import PeerTimeout, RoutingError
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels import dispatch, home, route, signal
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, LINE_BYTES
+
+KERNELS = SimpleNamespace(
+    send_tokens=dispatch.send_tokens,
+    close_round=dispatch.close_round,
+    wait=signal.wait,
+    route=route.route,
+    gather=route.gather,
+    send_sums=home.send_sums,
+    sum_home=home.sum_home,
+)
+#: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
+SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+def _rounds(
+    wire: str,
+    world: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    counts: tuple[int, ...],
+    dtype: torch.dtype,
+    align: int = 1,
+    first_epoch: int = 0,
+) -> None:
+    """Rounds of ranks whose kernels are launched one after the other, each step compared with plain torch."""
+    generator = torch.Generator().manual_seed(hidden)
+    lanes = make_lanes(world, num_experts, top_k, hidden, max(counts), wire, align=align, device="cuda")
+    for lane in lanes:
+        lane.control[CONTROL_EPOCH] = first_epoch
+        lane.buffer[: 3 * world * LINE_BYTES].view(torch.int32).view(3, world, -1)[:, :, 0] = first_epoch
+    scales = torch.randn(num_experts, hidden, generator=generator)
+    for number in range(3):
+        sent = [Tokens.random(count, hidden, top_k, num_experts, dtype, generator) for count in counts]
+        on_gpu = [Tokens(mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda()) for mine in sent]
+        run_round(KERNELS, lanes, on_gpu, scales, closing=(0,) if number == 1 else ())
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_kernels_equal_plain_torch_for_every_wire(wire: str) -> None:
+    for dtype in DTYPES:
+        _rounds(wire, 4, 13, 4, 5121, (17, 0, 33, 8), dtype)
+
+
+@pytest.mark.parametrize(
+    ("world", "num_experts", "top_k", "hidden", "counts"),
+    [
+        (1, 8, 2, 7168, (128,)),
+        (8, 256, 8, 7168, (128, 0, 1, 64, 128, 3, 100, 77)),
+        (3, 2, 2, 1, (5, 0, 4)),
+        (2, 300, 32, 9001, (70, 9)),
+        (72, 100, 3, 64, tuple(range(72))),
+    ],
+)
+def test_kernels_equal_plain_torch_for_every_shape(
+    world: int, num_experts: int, top_k: int, hidden: int, counts: tuple[int, ...]
+) -> None:
+    _rounds("int8", world, num_experts, top_k, hidden, counts, torch.bfloat16, align=8, first_epoch=2**31 - 2)
+
+
+def _on_the_gpu(comm: Communicator, fn: Callable[..., object], *args: object) -> object:
+    """Runs `fn` with a communicator whose tensors live on the one GPU that these processes share."""
+    with Communicator(comm.group, device="cuda:0", timeout=comm.timeout) as on_gpu:
+        return fn(on_gpu, *args)
+
+
+def _everywhere(fn: Callable[..., object], *args: object) -> list[list[object]]:
+    """The results of `fn` on 8 ranks that are threads, and on 4 ranks that are processes, of one GPU."""
+    return [
+        run_ranks(fn, 8, *args, mode="thread", device="cuda", timeout=300),
+        run_ranks(_on_the_gpu, 4, fn, *args, env=SHARED_GPU, timeout=300),
+    ]
+
+
+@pytest.mark.parametrize(("world", "mode"), [(8, "thread"), (4, "process")])
+def test_ranks_that_share_a_gpu_give_what_the_cpu_gives(world: int, mode: str) -> None:
+    expected = run_ranks(transcript, world, "staged", False, 4, mode="thread", timeout=300)
+    if mode == "thread":
+        got = run_ranks(transcript, world, "direct", True, 4, mode="thread", device="cuda", timeout=300)
+    else:
+        got = run_ranks(_on_the_gpu, world, transcript, "direct", True, 4, env=SHARED_GPU, timeout=300)
+    assert_same(mode, expected, got)
+
+
+def _graphs(comm: Communicator) -> None:
+    """Dispatch, gather, experts and combine in a graph, replayed with other tokens and other routing each time."""
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct", lanes=2) as ep:
+        x, ids, weights = (tensor.to(comm.device) for tensor in tokens(1, "one_expert", torch.bfloat16, 0))
+        scales = torch.randn(HIDDEN, device=comm.device)
+        capacity = comm.size * MAX_TOKENS * TOP_K
+
+        def step(lane: int) -> tuple[torch.Tensor, torch.Tensor]:
+            d = ep.dispatch(x, ids, weights, lane=lane)
+            rows, overflow = d.gather(capacity)
+            return ep.combine(rows * scales, d), overflow
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y, overflow = step(0)
+        comm.barrier()
+        for seed in range(1, 9):
+            kind = ("ragged", "one_expert")[seed % 2]
+            fresh = tokens(comm.rank, "one_expert", torch.bfloat16, seed)
+            x.copy_(fresh[0])
+            ids.copy_(fresh[1] if kind == "one_expert" else torch.randint(-1, NUM_EXPERTS, ids.shape))
+            weights.copy_(fresh[2])
+            graph.replay()
+            replayed = y.clone()
+            eager, _ = step(1)
+            assert_same_bits(f"replay {seed}", eager.cpu(), replayed.cpu())
+            assert not overflow
+        ep.check()
+
+
+def test_graphs_replay_with_routing_that_changes() -> None:
+    _everywhere(_graphs)
+
+
+def _no_synchronisation(comm: Communicator) -> None:
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep:
+        x, ids, weights = (tensor.to(comm.device) for tensor in tokens(comm.rank, "ragged", torch.bfloat16, 0))
+
+        def step() -> torch.Tensor:
+            d = ep.dispatch(x, ids, weights)
+            rows, _ = d.gather(comm.size * MAX_TOKENS * TOP_K)
+            return ep.combine(rows, d)
+
+        step()
+        ep.check()
+        comm.barrier()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                step()
+            comm.share_objects(None) if comm.in_process else None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ep.check()
+
+
+def test_the_hot_path_never_waits_for_the_device() -> None:
+    _everywhere(_no_synchronisation)
+
+
+def _a_silent_rank(comm: Communicator) -> tuple[tuple[int, ...], float]:
+    """The last rank stays away: the others are told so, get NaN, and go on as a process."""
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct", timeout=2.0) as ep:
+        x, ids, weights = (tensor.to(comm.device) for tensor in tokens(1, "one_expert", torch.bfloat16, 0))
+        d = ep.dispatch(x, ids, weights)
+        ep.combine(d.tokens, d)
+        ep.check()
+        blamed: tuple[int, ...] = ()
+        waited = 0.0
+        if comm.rank < comm.size - 1:
+            started = time.monotonic()
+            d = ep.dispatch(x, ids, weights)
+            rows, _ = d.gather(MAX_TOKENS)
+            y = ep.combine(rows, d)
+            with pytest.raises(PeerTimeout) as caught:
+                ep.check()
+            waited, blamed = time.monotonic() - started, caught.value.ranks
+            assert caught.value.phase == "dispatch" and caught.value.lane == 0 and caught.value.epoch == 2
+            assert rows.isnan().all() and y.isnan().all()
+            with pytest.raises(PeerTimeout):
+                ep.dispatch(x, ids, weights)
+        comm.barrier()
+        ep.rebuild(comm)
+        d = ep.dispatch(x, ids, weights)
+        assert not ep.combine(d.tokens, d).isnan().any()
+        ep.check()
+    return blamed, waited
+
+
+def test_waits_end_and_all_name_the_same_rank() -> None:
+    for results in _everywhere(_a_silent_rank):
+        world = len(results)
+        for blamed, waited in results[:-1]:  # type: ignore[misc]
+            assert blamed == (world - 1,) and waited < 4.0
+
+
+def _bad_ids(comm: Communicator) -> None:
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep:
+        x, ids, weights = (tensor.to(comm.device) for tensor in tokens(1, "one_expert", torch.bfloat16, 0))
+        d = ep.dispatch(x, torch.full_like(ids, NUM_EXPERTS), weights)
+        y = ep.combine(d.tokens, d)
+        with pytest.raises(RoutingError, match="outside of -1 ... 6"):
+            ep.check()
+        assert not y.any()
+        d = ep.dispatch(x, ids, weights)
+        expert_out = experts(ep, d.tokens, d.expert_counts, d.expert_offsets)
+        ep.combine(expert_out, d)
+        ep.check()
+
+
+def test_ids_out_of_range_are_told_later_and_count_as_none() -> None:
+    run_ranks(_bad_ids, 2, mode="thread", device="cuda", timeout=120)
