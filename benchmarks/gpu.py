@@ -1,0 +1,63 @@
+"""Every benchmark that runs on a GPU, one after the other, each in a process of its own: `python -m benchmarks.gpu`.
+
+What each printed and the JSON it wrote go to one folder, with a summary of what ran and how it ended. One that fails does
+not keep the others from running, and makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import timing
+
+#: Name of the result, and the module with its arguments.
+BENCHMARKS = {
+    "codec": ("bench_codec",),
+    "dispatch_threads": ("bench_dispatch", "--ranks", "8", "--experts", "256"),
+    "all_to_all": ("bench_all_to_all", "--ranks", "2", "8"),
+}
+
+
+def run(name: str, folder: Path, timeout: float) -> dict[str, object]:
+    """Runs one benchmark; its output goes to `<name>.txt`, its figures to `<name>.json`."""
+    module, *arguments = BENCHMARKS[name]
+    json_file = folder / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--device", "cuda", *arguments, "--json", str(json_file)]
+    started = time.monotonic()
+    with (folder / f"{name}.txt").open("w") as output:
+        try:
+            status: int | str = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {timeout:g} s"
+    result = {"status": status, "seconds": round(time.monotonic() - started, 1), "written": json_file.exists()}
+    print(f"{name}: {result}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="the folder")
+    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each benchmark")
+    options = parser.parse_args()
+    device = timing.check_device("cuda")
+    described = timing.machine(device)
+    timing.print_machine(described)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {name: run(name, options.out, options.timeout) for name in options.only}
+    (options.out / "summary.json").write_text(json.dumps({"machine": described, "results": results}, indent=1) + "\n")
+    torch.cuda.synchronize()
+    return 0 if all(result["status"] == 0 for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
