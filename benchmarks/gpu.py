@@ -1,7 +1,7 @@
 """Every benchmark that runs on a GPU, one after the other, each in a process of its own: `python -m benchmarks.gpu`.
 
-What each printed and the JSON it wrote go to one folder, with a summary of what ran and how it ended. One that fails does
-not keep the others from running, and makes the exit status 1.
+What each printed and the JSON it wrote go to one folder, with a summary of what ran and how it ended. One that fails
+does not keep the others from running, and makes the exit status 1.
 """
 
 from __future__ import annotations

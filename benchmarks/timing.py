@@ -1,7 +1,8 @@
 """How every benchmark here takes its times, and says on what machine.
 
-Functions that are compared run in turn, round after round, in one process: what else the machine does then hits all of
-them alike. A share is the median over rounds of the ratio within the round.
+Functions that are compared run in turn, round after round, in one process (or in the same processes, where several
+ranks are needed): what else the machine does then hits all of them alike. A share is the median over rounds of the
+ratio within the round.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from typing import Any
 
 import torch
 
+from thinwire.comm import Communicator
 from thinwire.version import VERSION
 
 __all__ = [
+    "Laps",
     "captured",
     "check_device",
     "interleaved",
+    "interleaved_over_ranks",
     "machine",
     "median_ratio",
     "print_machine",
@@ -35,6 +39,9 @@ __all__ = [
 ]
 
 Times = dict[str, list[float]]
+
+_MOST_CALLS = 2000
+_CALIBRATION_CALLS = 3
 
 
 def check_device(name: str) -> torch.device:
@@ -87,6 +94,98 @@ def _sample_cuda(function: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+class Laps:
+    """Times of the parts of a function, which marks where each ends; see `interleaved_over_ranks`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str | None, Any]] = []
+
+    def start(self) -> None:
+        """What comes now belongs to the next part that is marked."""
+        self._mark(None)
+
+    def end(self, part: str) -> None:
+        """The part ends here, and the next one begins."""
+        self._mark(part)
+
+    def _mark(self, part: str | None) -> None:
+        if self._on_gpu:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((part, mark))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part, added up since this was called last."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = {}
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            if part is not None:
+                taken = before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
+                seconds[part] = seconds.get(part, 0.0) + taken
+        self._marks.clear()
+        return seconds
+
+
+def interleaved_over_ranks(
+    comm: Communicator,
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    sample_seconds: float = 0.02,
+    laps: Laps | None = None,
+) -> Times:
+    """Seconds of a call on the slowest rank, in `repeats` rounds of all functions in turn. Collective.
+
+    All ranks run the same functions in the same order. Before a sample they meet at a barrier; a sample is so many
+    calls, the same number on every rank, that they take about `sample_seconds`, and its time is that of the rank that
+    took longest. What each call does for the first time, such as compiling, is over before the first sample.
+
+    Args:
+        comm: the ranks.
+        functions: the same names on every rank.
+        repeats: samples of each function.
+        sample_seconds: 0 makes a sample of one call.
+        laps: where a function marks its parts. Its times are then those of the parts, named by them.
+    """
+    sample = _sample_cuda if comm.device.type == "cuda" else _sample_cpu
+    calls = {name: _agree_on_calls(comm, function, sample_seconds) for name, function in functions.items()}
+    if laps is not None:
+        laps.take()
+    own: Times = {}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            comm.barrier()
+            seconds = sample(_repeated(function, calls[name]))
+            parts = {} if laps is None else laps.take()
+            for part, taken in (parts or {name: seconds}).items():
+                own.setdefault(part, []).append(taken / calls[name])
+    everyone = comm.all_gather_object(own)
+    return {name: [max(taken) for taken in zip(*(times[name] for times in everyone), strict=True)] for name in own}
+
+
+def _agree_on_calls(comm: Communicator, function: Callable[[], object], sample_seconds: float) -> int:
+    function()
+    if sample_seconds == 0:
+        return 1
+    comm.barrier()
+    sample = _sample_cuda if comm.device.type == "cuda" else _sample_cpu
+    taken = sample(_repeated(function, _CALIBRATION_CALLS)) / _CALIBRATION_CALLS
+    slowest = max(comm.all_gather_object(taken))
+    return max(1, min(_MOST_CALLS, round(sample_seconds / slowest)))
+
+
+def _repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(calls):
+            function()
+
+    return run
+
+
 def captured(function: Callable[[], object]) -> Callable[[], object]:
     """The function as a CUDA graph: its kernels without the time that Python takes to launch them."""
     stream = torch.cuda.Stream()
@@ -110,6 +209,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     described: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),  # of what ran before: a busy machine gives other figures
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }

@@ -20,6 +20,7 @@ from thinwire.moe.plan import SendPlan
 from thinwire.moe.rounds import Round, Rounds, Traffic
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
+    CONTROL_EPOCH,
     CONTROL_STATUS,
     DISPATCH,
     DTYPE_CODES,
@@ -85,6 +86,7 @@ class DirectRounds(Rounds):
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._open = [False] * ep.lanes
+        self._failed: int | None = None  # the lane on which a wait ended first, after which none can be used
         self.rounds_begun = [0] * ep.lanes
         self._prepared: set[tuple[torch.dtype, torch.dtype]] = set()
 
@@ -136,12 +138,14 @@ class DirectRounds(Rounds):
         """Raises what kernels reported on a lane.
 
         Raises:
-            PeerTimeout: a wait ended; the lane stays unusable until `rebuild`.
+            PeerTimeout: a wait ended, on this lane or another; all stay unusable until `rebuild`.
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
+        if self._failed is None:
+            self._give_up_with_any_lane()
+        if self._failed is not None:
+            raise self._timeout(self._failed)
         report = self._reports[lane]
-        if report[REPORT_STATUS] == TIMED_OUT:
-            raise self._timeout(lane)
         if report[REPORT_STATUS] == MISMATCHED:
             raise self._mismatch(lane)
         if report[REPORT_BAD_IDS]:
@@ -150,6 +154,22 @@ class DirectRounds(Rounds):
                 f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.ep.num_experts - 1}; they "
                 "counted as none"
             )
+
+    def _give_up_with_any_lane(self) -> None:
+        """Once a wait has ended, tells the peers so on every lane.
+
+        Some of them may have got what this rank missed, and wait for it on another lane next. They would blame it.
+        """
+        timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
+        if not timed_out:
+            return
+        self._failed = timed_out[0]
+        for lane, tensors in enumerate(self.lanes):
+            if self._reports[lane][REPORT_STATUS] == RUNNING:
+                # A wait for a signal that this rank has not given cannot but end by giving up.
+                if not self._open[lane]:
+                    tensors.control[CONTROL_EPOCH] += 1
+                self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
 
     def _timeout(self, lane: int) -> PeerTimeout:
         comm, report = self.ep.comm, self._reports[lane]
@@ -165,7 +185,7 @@ class DirectRounds(Rounds):
             late = [rank for rank in range(comm.size) if missing[rank]]
             reason = f"{_name_ranks(late)} answered too late, or gave up as well"
         return PeerTimeout(
-            f"rank {comm.rank} of {comm.size}, lane {lane}, round {epoch}, {phase}: {reason}; the lane cannot be used "
+            f"rank {comm.rank} of {comm.size}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild(group) makes new ones",
             ranks=ranks,
             lane=lane,
@@ -264,6 +284,7 @@ class _DirectRound(Round):
         return used
 
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._rounds.raise_failure(self._lane)
         device = self.rows.device
         tokens = torch.empty(capacity, self._rounds.ep.hidden_size, dtype=self.dtype, device=device)
         overflow = torch.empty((), dtype=torch.bool, device=device)

@@ -13,7 +13,8 @@ import torch
 import thinwire as tw
 from tests.comm import test_communicator as of_processes
 from tests.wires import assert_same_bits
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import run_ranks
@@ -100,21 +101,36 @@ def test_objects_are_shared_between_threads_and_not_between_processes():
     run_ranks(share_from_a_process, 1)
 
 
-def test_shared_objects_are_let_go():
+def test_what_was_exchanged_is_let_go_while_the_ranks_live_on():
     class Thing:
         pass
 
     alive = []
 
     def share(comm):
-        thing = Thing()
-        alive.append(weakref.ref(thing))
+        thing, buffer = Thing(), row(1, 2, 3)
+        alive.extend((weakref.ref(thing), weakref.ref(buffer)))
         comm.share_objects(thing)
-        comm.all_gather_object(None)
+        peers = [None if peer == comm.rank else buffer for peer in range(comm.size)]
+        pending = comm.post(peers, [None if peer is None else torch.zeros_like(peer) for peer in peers])
+        comm.barrier()  # so all is done, although nobody has waited for this
+        del thing, buffer, peers
+        gc.collect()
+        comm.barrier()
+        assert len(alive) == 6 and all(reference() is None for reference in alive)
+        pending.wait()
 
     run_ranks(share, 3, mode="thread")
-    gc.collect()
-    assert len(alive) == 3 and all(reference() is None for reference in alive)
+
+
+def test_a_threads_communicator_gives_way_to_the_one_before():
+    outer, inner = Communicator.of_threads(ThreadWorld(2))
+    with rank_thread(outer):
+        with rank_thread(inner):
+            assert default_communicator() is inner
+        assert default_communicator() is outer
+    with pytest.raises(ThinwireError, match="no default communicator"):
+        default_communicator()
 
 
 def test_unusable_arguments_are_refused_before_anything_is_sent():

@@ -1,0 +1,211 @@
+"""Two hosts on one machine: a rank in each of two network namespaces, joined by a link of limited rate.
+
+The namespaces have no names: each belongs to its rank's process and ends with it, and with it ends the link. A rank
+ends when its standard input does, so nothing stays behind, whichever way the benchmark ends: by an error, by Ctrl-C, or
+killed.
+
+What the kernel does with a packet on its way to the other host runs on this machine's processors too. On a machine of
+few cores a fast link is therefore slower than its rate, and slower than between two real hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LinkUnavailable", "burst_bytes", "congestion_control", "run_on_two_hosts"]
+
+_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_INTERFACE = "tw0"
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_PORT = 29577
+_LATENCY = "50ms"  # what the queue before the link holds; beyond that packets are dropped
+_STARTING = 30.0  # seconds that a namespace may take
+_POLL_SECONDS = 0.01
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(mbit|gbit)")
+_ROOT = Path(__file__).parents[1]
+
+
+class LinkUnavailable(RuntimeError):
+    """There can be no such link here; the message says why."""
+
+
+def run_on_two_hosts(function: str, settings: dict[str, Any], *, rate: str, timeout: float = 300.0) -> list[Any]:
+    """Runs `function(comm, **settings)` on two ranks whose only connection is a link of `rate` each way.
+
+    Args:
+        function: "module:name"; ranks import it by that. What it returns must fit into JSON.
+        settings: keyword arguments, which must fit into JSON too.
+        rate: bits a second, such as "500mbit" or "10gbit".
+        timeout: seconds for everything.
+
+    Returns:
+        Each rank's result.
+
+    Raises:
+        ValueError: a rate that is none.
+        LinkUnavailable: this is not root, a tool is missing, or the kernel refuses; nothing was run.
+        RuntimeError: a rank failed; what it said is on standard error.
+        TimeoutError: the ranks had not finished in time, and were killed.
+    """
+    burst = burst_bytes(rate)
+    _require_tools()
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="thinwire-link-") as folder, contextlib.ExitStack() as ended:
+        results = [Path(folder) / f"rank{rank}.json" for rank in range(2)]
+        hosts = [ended.enter_context(_host(rank)) for rank in range(2)]
+        _join(hosts, rate, burst)
+        for host, result in zip(hosts, results, strict=True):
+            assert host.stdin is not None
+            job = {"function": function, "settings": settings, "result": str(result), "timeout": timeout}
+            host.stdin.write(json.dumps(job) + "\n")
+            host.stdin.flush()
+        _wait(hosts, deadline)
+        return [json.loads(result.read_text()) for result in results]
+
+
+def burst_bytes(rate: str) -> int:
+    """What may pass a link of this rate at once after a pause: what it carries in a millisecond.
+
+    That much of every transfer is for nothing. Less than two packets, which are 64 KiB here, would lower the rate.
+
+    >>> burst_bytes("1gbit"), burst_bytes("2.5mbit")
+    (131072, 131072)
+    >>> burst_bytes("10gbit")
+    1250000
+    """
+    match = _RATE.fullmatch(rate)
+    if match is None:
+        raise ValueError(f"rate {rate!r} is none; accepted: a number and mbit or gbit, such as 10gbit")
+    bits_per_millisecond = float(match[1]) * {"mbit": 1e3, "gbit": 1e6}[match[2]]
+    return max(1 << 17, int(bits_per_millisecond / 8))
+
+
+def congestion_control() -> str:
+    """Which of TCP's ways to share a link the ranks use: this kernel's default."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def _require_tools() -> None:
+    if not sys.platform.startswith("linux"):
+        raise LinkUnavailable(f"network namespaces need Linux; this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise LinkUnavailable(f"network namespaces need root; this is user {os.geteuid()}")
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise LinkUnavailable(f"{', '.join(missing)} not found; they come with iproute2 and util-linux")
+
+
+@contextlib.contextmanager
+def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
+    """A rank's process in a namespace of its own; it waits for its job on standard input."""
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": _ADDRESSES[0],
+        "MASTER_PORT": str(_PORT),
+        "GLOO_SOCKET_IFNAME": _INTERFACE,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that these addresses have no names
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+    process = subprocess.Popen(
+        ["unshare", "--net", sys.executable, "-m", "benchmarks.link"],
+        stdin=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its ranks
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _join(hosts: Sequence[subprocess.Popen[str]], rate: str, burst: int) -> None:
+    for host in hosts:
+        _await_namespace(host)
+    _command("ip", "link", "add", _INTERFACE, "netns", str(hosts[0].pid), "type", "veth", "peer", "name", _INTERFACE,
+             "netns", str(hosts[1].pid))  # fmt: skip
+    for host, address in zip(hosts, _ADDRESSES, strict=True):
+        inside = ("nsenter", "--target", str(host.pid), "--net")
+        _command(*inside, "ip", "address", "add", f"{address}/24", "dev", _INTERFACE)
+        _command(*inside, "ip", "link", "set", "lo", "up")
+        _command(*inside, "ip", "link", "set", _INTERFACE, "up")
+        _command(*inside, "tc", "qdisc", "add", "dev", _INTERFACE, "root", "tbf", "rate", rate, "burst", str(burst),
+                 "latency", _LATENCY)  # fmt: skip
+
+
+def _await_namespace(host: subprocess.Popen[str]) -> None:
+    """Until the process has left this process's namespace for its own."""
+    ours, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + _STARTING
+    while host.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{host.pid}/ns/net") != ours:
+                return
+        time.sleep(_POLL_SECONDS)
+    raise LinkUnavailable("unshare --net could not make a network namespace (its message is above)")
+
+
+def _command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise LinkUnavailable(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def _wait(hosts: Sequence[subprocess.Popen[str]], deadline: float) -> None:
+    running = dict(enumerate(hosts))
+    while running:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {', '.join(map(str, running))} had not finished in time and were killed")
+        for rank, host in list(running.items()):
+            code = host.poll()
+            if code is None:
+                continue
+            if code:
+                raise RuntimeError(f"rank {rank} ended with exit code {code}; what it said is above")
+            del running[rank]
+        time.sleep(_POLL_SECONDS)
+
+
+def _rank_main() -> None:
+    """A rank's process: reads its job, which comes once the link is up, and leaves its result in the job's file."""
+    line = sys.stdin.readline()
+    if not line:
+        return  # the benchmark ended before it had a job
+    threading.Thread(target=_end_with_benchmark, daemon=True).start()
+    job = json.loads(line)
+    import torch
+
+    import thinwire
+
+    torch.set_num_threads(1)
+    module, _, name = job["function"].partition(":")
+    with thinwire.init(device="cpu", timeout=job["timeout"]) as comm:
+        result = getattr(importlib.import_module(module), name)(comm, **job["settings"])
+    Path(job["result"]).write_text(json.dumps(result))
+
+
+def _end_with_benchmark() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _rank_main()

@@ -1,0 +1,167 @@
+"""The link benchmark runs where there can be a link, says why where there cannot, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_link, link
+from thinwire.comm import Communicator
+from thinwire.wire import WireFormat
+
+ROOT = Path(__file__).parents[2]
+SETTLING = 20.0  # seconds that an ended process may take to be gone
+
+
+def interfaces(comm: Communicator) -> list[list[str]]:
+    """The network interfaces of every rank's host."""
+    own = [name for _, name in socket.if_nameindex()]
+    return comm.all_gather_object(sorted(own))
+
+
+@pytest.fixture(scope="module")
+def linked() -> list[list[list[str]]]:
+    """What `interfaces` says on two linked hosts, for tests that need a link; they are skipped where there is none."""
+    try:
+        return link.run_on_two_hosts(f"{__name__}:interfaces", {}, rate="1gbit", timeout=120)
+    except link.LinkUnavailable as reason:
+        pytest.skip(f"there can be no limited link here: {reason}")
+
+
+def stay(comm: Communicator, *, folder: str, fail: bool) -> None:
+    """Leaves word that this rank is there, and does not come back; rank 0 may fail instead."""
+    comm.barrier()
+    Path(folder, f"{comm.rank}.partial").write_text(str(os.getpid()))
+    Path(folder, f"{comm.rank}.partial").rename(Path(folder, f"{comm.rank}.pid"))
+    comm.barrier()
+    if fail and comm.rank == 0:
+        raise ValueError("as asked")
+    time.sleep(600)
+
+
+def _pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in sorted(folder.glob("*.pid"))]
+
+
+def _await_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + SETTLING
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.usefixtures("linked")
+def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "link.json"
+    bench_link.main(["--rate", "1gbit", "--rows", "5", "--hidden", "96", "--repeats", "2", "--json", str(file)])
+    lines = json.loads(file.read_text())["figures"]
+    names = ["all_to_all_single bf16", "isend, irecv bf16", "thinwire none", "thinwire int8", "thinwire int4"]
+    assert [line["transfer"] for line in lines] == names
+    for line in lines:
+        wire = line["transfer"].split()[-1]
+        row_bytes = WireFormat.parse(wire).row_bytes(96) if wire in ("int8", "int4") else 2 * 96
+        assert line["wire_bytes"] == 5 * row_bytes and line["logical_bytes"] == 5 * 2 * 96
+        assert 0 < line["fastest"] <= line["seconds"] <= line["slowest"]
+        low, high = {"int8": (0.001, 0.012), "int4": (0.02, 0.15)}.get(wire, (0, 0))
+        assert low <= line["error"] <= high
+    assert "thinwire int8 at 1gbit" in capsys.readouterr().out
+
+
+def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[list[str]]]) -> None:
+    # A kernel may put tunnels that are down into every namespace.
+    unusable = {"tunl0", "sit0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
+    assert linked[0] == linked[1]
+    assert [set(names) - unusable for names in linked[0]] == [{"lo", "tw0"}] * 2
+    assert "tw0" not in [name for _, name in socket.if_nameindex()]
+
+
+@pytest.mark.usefixtures("linked")
+def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 1"):
+        settings = {"folder": str(tmp_path), "fail": True}
+        link.run_on_two_hosts(f"{__name__}:stay", settings, rate="1gbit", timeout=120)
+    assert len(_pids(tmp_path)) == 2
+    _await_end(_pids(tmp_path))
+
+
+@pytest.mark.usefixtures("linked")
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_ranks_end_with_the_benchmark(tmp_path: Path, end: signal.Signals) -> None:
+    settings = {"folder": str(tmp_path), "fail": False}
+    code = f"from benchmarks import link; link.run_on_two_hosts({__name__ + ':stay'!r}, {settings!r}, rate='1gbit')"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(_pids(tmp_path)) < 2:
+            assert benchmark.poll() is None and time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+        benchmark.send_signal(end)
+        benchmark.wait(SETTLING)
+        _await_end(_pids(tmp_path))
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+        for pid in filter(_alive, _pids(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    bench_link.main(["--rate", "1gbit"])
+    assert capsys.readouterr().out == "skipped: network namespaces need root; this is user 1000\n"
+
+
+def test_without_the_tools_it_names_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    bench_link.main(["--rate", "1gbit"])
+    shown = "skipped: unshare, nsenter, ip, tc not found; they come with iproute2 and util-linux\n"
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("rate", ["fast", "1", "10gbps", "-1gbit"])
+def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_link.main([f"--rate={rate}"])
+    assert f"rate {rate!r} is none; accepted: a number and mbit or gbit" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("linked")
+def test_what_the_kernel_refuses_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(link, "_LATENCY", "long")
+    bench_link.main(["--rate", "1gbit"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("skipped: nsenter ") and "latency" in shown
+
+
+def test_ratios_are_within_rounds_and_against_the_faster_of_the_exact_ways() -> None:
+    samples = {
+        bench_link.COLLECTIVE: [4.0, 8.0, 36.0],
+        bench_link.EXACT[0]: [3.0, 3.0, 3.0],
+        bench_link.EXACT[1]: [1.0, 2.0, 9.0],
+        "thinwire int8": [4.0, 8.0, 3.0],
+    }
+    rank = {"samples": samples, "wire_bytes": dict.fromkeys(samples, 100)}
+    ranks = [{**rank, "error": dict.fromkeys(samples, error)} for error in (0.1, 0.3)]
+    line = bench_link.figures("1gbit", 200, ranks)[-1]
+    assert line["ratio_to_all_to_all"] == 1.0 and line["ratio_to_best_bf16"] == 0.25
+    assert line["wire_bits_per_second"] == 200 and line["error"] == 0.3
