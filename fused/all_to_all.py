@@ -1,19 +1,22 @@
 """All-to-all-v: every rank sends each peer its own number of rows, exactly or quantised.
 
-`none` moves the bytes straight out of the input and into the output; quantised rows take the staged transport, as
-records (`thinwire.fused.staged`).
+On the *direct* transport (`thinwire.fused.channel`) ranks store rows and records into each other's memory, and the
+counts come with them. On the *staged* one bytes travel through the process group: `none` straight out of the input and
+into the output, quantised rows as records (`thinwire.fused.staged`). Both give the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import torch
 
 from thinwire.comm import Communicator, default_communicator
-from thinwire.errors import CountsError, WireFormatError
+from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.backend import select_backend
+from thinwire.fused.channel import FLAT_ROW
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.counts import (
     Counts,
@@ -23,13 +26,13 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
+from thinwire.fused.direct import AnyChannel, Refusal, open_channel, send_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.wire import WireFormat
 
 __all__ = ["Pending", "all_to_all_v"]
 
-#: Elements to a row when a 1-D tensor is quantised.
-_FLAT_ROW = 1024
+_TRANSPORTS = ("auto", "direct", "staged")
 
 
 class Pending:
@@ -49,6 +52,7 @@ class Pending:
 
         Raises:
             PeerTimeout: a peer did not answer within the communicator's timeout.
+            CountsError: on the direct transport, a peer sent something else than was expected.
         """
         if self._result is None:
             if self._finish is None:
@@ -73,6 +77,7 @@ def all_to_all_v(
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
     comm: Communicator | None = None,
+    transport: str = "auto",
     async_op: bool = False,
     check: bool = False,
 ) -> torch.Tensor | Pending:
@@ -84,25 +89,34 @@ def all_to_all_v(
             `none` any dtype.
         send_counts: rows for each rank, list of ints or integer tensor [size]. Neither this nor recv_counts: the rows
             are split equally.
-        recv_counts: rows from each rank. None with send_counts given: counts are exchanged first, which on CUDA
-            synchronises with the host.
+        recv_counts: rows from each rank. None with send_counts given: what the peers send is taken. The direct
+            transport learns it with the rows; the staged one exchanges counts first, and on CUDA blocks the host.
         send_displs: first row of x for each rank; None means one after the other.
         recv_displs: first row of the output for each rank; None means one after the other.
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
             `max(displ + count)` rows, and gaps are zero.
         wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm: None means the communicator that `init` made.
-        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before.
-        check: also compare counts, row length, dtype and wire with every peer, at the cost of one small exchange.
+        transport: "direct", "staged", or "auto": direct for CPU ranks of one host with the numba backend, else staged.
+            That is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why.
+            On CUDA "direct" has to be asked for. With recv_counts it then never waits for the device, and can be
+            captured in a CUDA graph; what goes wrong there is raised by a later call.
+        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before. On the direct
+            transport long segments move only while their ranks are in `wait()`, so all ranks should come to it at the
+            same place among their collective calls; and a later call on the communicator ends this one first.
+        check: also compare counts, row shape, dtype and wire with every peer, at the cost of one small exchange. All
+            ranks then raise, before a row moves.
 
     Returns:
         The output, or a Pending.
 
     Raises:
         CountsError: counts or displacements that do not fit the tensors or overlap; with check, on every rank, those
-            that disagree between two ranks.
+            that disagree between two ranks. On the direct transport also without check, but only on the rank that
+            expected something else than it was sent: its output is then undefined, and all ranks may go on.
         WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
         PeerTimeout: a peer did not answer within the communicator's timeout.
+        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
 
     Source: the semantics of MPI_Alltoallv, MPI standard 4.1, section 6.8.
 
@@ -113,45 +127,83 @@ def all_to_all_v(
     >>> comm.close()
     """
     comm = comm if comm is not None else default_communicator()
-    wire = resolve_wire(wire)
+    wire = _parse_wire(wire) if type(wire) is str else resolve_wire(wire)
     _check_tensors(x, out, wire, comm)
-    sends, given_counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
-    counts = comm.exchange_counts(sends.counts) if given_counts is None else given_counts
-    receives = receive_segments(counts, recv_displs, None if out is None else out.shape[0])
-    own_sent, own_received = sends.counts[comm.rank], receives.counts[comm.rank]
+    sends, counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
+    rows = None if out is None else out.shape[0]
+
+    def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
+        receives = receive_segments(counts, recv_displs, rows)
+        return receives, _new_output(x, receives) if out is None else out
+
+    placed = None if counts is None else place(counts)
+    if counts is not None and not check and sends.counts[comm.rank] != counts[comm.rank]:
+        raise CountsError(
+            f"rank {comm.rank} sends itself {sends.counts[comm.rank]} rows but expects {counts[comm.rank]}"
+        )
+    channel = _choose_channel(transport, wire, comm)
     if check:
-        _compare_with_peers(x, sends, receives, wire, comm)
-    elif own_sent != own_received:
-        raise CountsError(f"rank {comm.rank} sends itself {own_sent} rows but expects {own_received}")
+        counts = _compare_with_peers(x, sends, counts, wire, comm)
+        placed = placed or place(counts)
+    if channel is not None:
+        transfer = send_rows(channel, x, sends, placed, place, wire, wait=not async_op)
+        return Pending(transfer.wait, comm.device) if async_op else transfer.wait()
+    receives, target = placed or place(comm.exchange_counts(sends.counts))
     with torch.no_grad():
-        if out is None:
-            out = x.new_zeros((receives.rows, *x.shape[1:]))
         if x.dim() > 1 and math.prod(x.shape[1:]) == 0:
-            pending = Pending(lambda: out, comm.device)
+            pending = Pending(lambda: target, comm.device)
         elif wire.quantized:
-            pending = _post_quantized(x.resolve_neg(), sends, out, receives, wire, comm)
+            pending = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
         else:
-            pending = _post_exact(x, sends, out, receives, comm)
+            pending = _post_exact(x, sends, target, receives, comm)
         return pending if async_op else pending.wait()
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_wire(name: str) -> WireFormat:
+    return WireFormat.parse(name)
+
+
+def _choose_channel(transport: str, wire: WireFormat, comm: Communicator) -> AnyChannel | None:
+    """What the direct transport works with; None for the staged one."""
+    if transport not in _TRANSPORTS:
+        raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(_TRANSPORTS)}")
+    # On CUDA only who asks for it gets it: it takes memory there, and finds out later about ranks that disagree.
+    if transport == "direct" or (transport == "auto" and comm.device.type == "cpu"):
+        channel = open_channel(comm, wire)
+        if not isinstance(channel, Refusal):
+            return channel
+        if transport == "direct":
+            raise TransportUnavailable(f"all_to_all_v cannot take the direct transport: {channel.reason}")
+    comm.check_exchange()
+    if wire.quantized:
+        select_backend(comm.device, wire)
+    return None
+
+
+def _new_output(x: torch.Tensor, receives: Segments) -> torch.Tensor:
+    """Zeros only where there are gaps: segments do not overlap, so they leave some if the rows outnumber theirs."""
+    shape = (receives.rows, *x.shape[1:])
+    return x.new_empty(shape) if sum(receives.counts) == shape[0] else x.new_zeros(shape)
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> None:
     """All that can be refused before peers hear of this call."""
-    comm.check_exchange()
-    comm.check_device("x", x)
+    # check_device is asked only where the answer is not plain: small calls are over in microseconds.
+    if not isinstance(x, torch.Tensor) or x.device != comm.device:
+        comm.check_device("x", x)
     require_float(x, wire, "all_to_all_v")
     if x.dim() < 1:
         raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
-    if torch.is_grad_enabled() and x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         raise WireFormatError(
             "all_to_all_v has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
         )
-    if wire.quantized:
-        select_backend(x.device, wire)
     if out is None:
         return
-    comm.check_device("out", out)
-    if out.dtype != x.dtype or out.shape[1:] != x.shape[1:] or out.dim() != x.dim():
+    if not isinstance(out, torch.Tensor) or out.device != comm.device:
+        comm.check_device("out", out)
+    if out.dtype != x.dtype or out.dim() != x.dim() or out.shape[1:] != x.shape[1:]:
         raise CountsError(
             f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(x.shape[1:])}"
         )
@@ -185,22 +237,26 @@ def _resolve_counts(
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
+    a_start, a_bytes = _extent(a)
+    b_start, b_bytes = _extent(b)
+    apart = a_start >= b_start + b_bytes or b_start >= a_start + a_bytes
+    return not apart and a.device == b.device and a_bytes > 0 and b_bytes > 0
 
-    def extent(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
-    (a_start, a_stop), (b_start, b_stop) = extent(a), extent(b)
-    return a_start < b_stop and b_start < a_stop
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins, and how many bytes on it ends."""
+    if t.is_contiguous() or not t.numel():
+        return t.data_ptr(), t.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), (last + 1) * t.itemsize
 
 
 def _compare_with_peers(
-    x: torch.Tensor, sends: Segments, receives: Segments, wire: WireFormat, comm: Communicator
-) -> None:
+    x: torch.Tensor, sends: Segments, counts: list[int] | None, wire: WireFormat, comm: Communicator
+) -> list[int]:
+    """Raises on every rank if two ranks disagree, else returns the receive counts."""
     row = (tuple(x.shape[1:]), str(x.dtype), repr(wire))
-    everyone = comm.all_gather_object((sends.counts, receives.counts, row))
+    everyone = comm.all_gather_object((sends.counts, counts, row))
     for source, (sent, _, source_row) in enumerate(everyone):
         if source_row != everyone[0][2]:
             raise CountsError(
@@ -208,11 +264,12 @@ def _compare_with_peers(
                 f"{everyone[0][2][0]} {everyone[0][2][1]} as {everyone[0][2][2]}"
             )
         for target, (_, received, _) in enumerate(everyone):
-            if sent[target] != received[source]:
+            if received is not None and sent[target] != received[source]:
                 raise CountsError(
                     f"rank {source} sends rank {target} {sent[target]} rows, but rank {target} expects "
                     f"{received[source]} from rank {source}"
                 )
+    return [sent[comm.rank] for sent, _, _ in everyone]
 
 
 def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, comm: Communicator) -> Pending:
@@ -280,19 +337,19 @@ def _post_rows(
 def _post_flat(
     x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
 ) -> Pending:
-    """A 1-D tensor: each segment travels as rows of _FLAT_ROW elements, the last one padded with zeros."""
-    row_sends = dense_segments([-(-count // _FLAT_ROW) for count in sends.counts])
-    row_receives = dense_segments([-(-count // _FLAT_ROW) for count in receives.counts])
-    rows = x.new_zeros((row_sends.rows, _FLAT_ROW))
+    """A 1-D tensor: each segment travels as rows of FLAT_ROW elements, the last one padded with zeros."""
+    row_sends = dense_segments([-(-count // FLAT_ROW) for count in sends.counts])
+    row_receives = dense_segments([-(-count // FLAT_ROW) for count in receives.counts])
+    rows = x.new_zeros((row_sends.rows, FLAT_ROW))
     for (count, displ), first in zip(_pairs(sends), row_sends.displs, strict=True):
-        rows.view(-1)[first * _FLAT_ROW : first * _FLAT_ROW + count] = x[displ : displ + count]
+        rows.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count] = x[displ : displ + count]
     unpack = _post_rows(rows, row_sends, row_receives, wire, comm)
 
     def finish() -> torch.Tensor:
-        arrived = x.new_empty((row_receives.rows, _FLAT_ROW))
+        arrived = x.new_empty((row_receives.rows, FLAT_ROW))
         unpack(arrived)
         for (count, displ), first in zip(_pairs(receives), row_receives.displs, strict=True):
-            out[displ : displ + count] = arrived.view(-1)[first * _FLAT_ROW : first * _FLAT_ROW + count]
+            out[displ : displ + count] = arrived.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count]
         return out
 
     return Pending(finish, out.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,10 @@ __all__ = ["Counts", "Segments", "equal_split", "parse_integers", "receive_segme
 
 Counts = Sequence[int] | torch.Tensor
 
+_LARGEST = 2**63 - 1  # what kernels and messages hold
 
-@dataclass(frozen=True)
-class Segments:
+
+class Segments(NamedTuple):
     """Where each peer's rows lie: `counts[r]` rows from row `displs[r]` on."""
 
     counts: list[int]
@@ -40,11 +42,14 @@ class Segments:
 
 
 def parse_integers(values: Counts, size: int, name: str) -> list[int]:
-    """A list of `size` non-negative ints from a list, a tuple or an integer tensor.
+    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor.
 
     Raises:
         CountsError: naming the argument and the entry that is wrong.
     """
+    if type(values) is list and len(values) == size and set(map(type, values)) == {int}:
+        if min(values) >= 0 and max(values) <= _LARGEST:  # the usual case, told apart at little cost
+            return values.copy()
     if isinstance(values, torch.Tensor):
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.dim() != 1:
             raise CountsError(f"{name} must be a 1-D integer tensor; got {values.dtype} {list(values.shape)}")
@@ -57,8 +62,8 @@ def parse_integers(values: Counts, size: int, name: str) -> list[int]:
     for peer, value in enumerate(values):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise CountsError(f"{name}[{peer}] is {value!r}; an int of at least 0 is needed")
-        if int(value) < 0:
-            raise CountsError(f"{name}[{peer}] is {int(value)}; counts and displacements are at least 0")
+        if not 0 <= int(value) <= _LARGEST:
+            raise CountsError(f"{name}[{peer}] is {int(value)}; counts and displacements are 0 to 2**63 - 1")
         parsed.append(int(value))
     return parsed
 
@@ -76,7 +81,7 @@ def equal_split(rows: int, size: int) -> list[int]:
 
 def _segments(counts: list[int], displs: Counts | None, name: str) -> Segments:
     if displs is None:
-        return Segments(counts, [sum(counts[:peer]) for peer in range(len(counts))])
+        return Segments(counts, [0, *accumulate(counts[:-1])])
     return Segments(counts, parse_integers(displs, len(counts), name))
 
 
@@ -87,7 +92,8 @@ def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segmen
         CountsError: when a segment ends past the input's last row.
     """
     segments = _segments(counts, displs, "send_displs")
-    _check_bounds(segments, rows, "send", "the input has")
+    if displs is not None or sum(counts) > rows:
+        _check_bounds(segments, rows, "send", "the input has")
     return segments
 
 
@@ -98,8 +104,10 @@ def receive_segments(counts: list[int], displs: Counts | None, rows: int | None)
         CountsError: when a segment ends past the output's last row, or two overlap.
     """
     segments = _segments(counts, displs, "recv_displs")
-    if rows is not None:
+    if rows is not None and (displs is not None or sum(counts) > rows):
         _check_bounds(segments, rows, "recv", "out has")
+    if displs is None:
+        return segments
     filled = sorted((d, d + c, peer) for peer, (c, d) in enumerate(zip(counts, segments.displs, strict=True)) if c)
     for (start, stop, peer), (next_start, next_stop, next_peer) in zip(filled, filled[1:], strict=False):
         if next_start < stop:

@@ -26,6 +26,7 @@ from thinwire.triton_kernels.round_layout import (
     DTYPE_CODES,
     LINE_BYTES,
     LINE_DTYPE,
+    LINE_FLAG,
     LINE_TOKENS,
     MISMATCHED,
     REPORT_BAD_IDS,
@@ -86,7 +87,9 @@ class DirectRounds(Rounds):
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._open = [False] * ep.lanes
-        self._failed: int | None = None  # the lane on which a wait ended first, after which none can be used
+        # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
+        self._failed: int | None = None
+        self._stuck: list[bool] = [False] * ep.comm.size
         self.rounds_begun = [0] * ep.lanes
         self._prepared: set[tuple[torch.dtype, torch.dtype]] = set()
 
@@ -142,7 +145,7 @@ class DirectRounds(Rounds):
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
         if self._failed is None:
-            self._give_up_with_any_lane()
+            self._look_for_timeout()
         if self._failed is not None:
             raise self._timeout(self._failed)
         report = self._reports[lane]
@@ -155,16 +158,22 @@ class DirectRounds(Rounds):
                 "counted as none"
             )
 
-    def _give_up_with_any_lane(self) -> None:
-        """Once a wait has ended, tells the peers so on every lane.
+    def _look_for_timeout(self) -> None:
+        """Once a wait has ended, tells the peers so on every lane, and looks on every lane for what they have told.
 
-        Some of them may have got what this rank missed, and wait for it on another lane next. They would blame it.
+        A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
+        them on the next. Neither are to blame.
         """
         timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
         if not timed_out:
             return
+        if self.memory.local.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
+            lines = tensors.buffer[tensors.layout.STUCK :][: self.ep.comm.size * LINE_BYTES].cpu().view(torch.int32)
+            said = lines.view(self.ep.comm.size, -1)[:, LINE_FLAG].tolist()
+            self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][REPORT_STATUS] == RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
                 if not self._open[lane]:
@@ -174,7 +183,7 @@ class DirectRounds(Rounds):
     def _timeout(self, lane: int) -> PeerTimeout:
         comm, report = self.ep.comm, self._reports[lane]
         blamed, missing, said = report[REPORT_PEERS:].reshape(3, comm.size)
-        ranks = [rank for rank in range(comm.size) if blamed[rank]]
+        ranks = [rank for rank in range(comm.size) if blamed[rank] and not self._stuck[rank]]
         stuck_on_us = [rank for rank in range(comm.size) if said[rank] == 2]
         epoch, phase = int(report[REPORT_EPOCH]), _PHASES[int(report[REPORT_PHASE])]
         if ranks:

@@ -20,7 +20,8 @@ the next kernel on the stream, so no other program ever spins. The wait ends: wh
 it is stuck, the rank tells all peers that it is stuck too, gives the others a grace time to signal or to say the same,
 and blames those who did neither. A survivor always does one of the two, since it leaves its own wait when it sees
 another's report; so all survivors name the same ranks. A plain timeout would blame innocents: a rank that waits for a
-dead one is late for everyone else.
+dead one is late for everyone else. Whatever ends a wait, the clock or a report, is read before the flags: the other way
+round, a rank could give up on peers that signalled in between, one phase before everyone else.
 
 On AMD GPUs this compiles and is unproven: a wavefront's stores need `s_waitcnt vmcnt(0)` before the barrier, and peers'
 memory must be fine-grained. Arrivals are at system scope there.
@@ -111,9 +112,9 @@ else:
 
 
 @triton.jit
-def line_words(base, LINES: tl.constexpr, WORD: tl.constexpr, peers):
-    """Pointers to a word of the lines that `peers` write, in the row of lines at offset LINES of the buffer `base`."""
-    return (base + (LINES + 4 * WORD) + peers.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
+def line_words(base, lines, WORD: tl.constexpr, peers):
+    """Pointers to a word of the lines that `peers` write, in the row of lines at `lines` of the buffer `base`."""
+    return (base + (lines + 4 * WORD) + peers.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -158,20 +159,20 @@ def publish(bases_ptr, rank, LINES: tl.constexpr, epoch, WORLD: tl.constexpr, BL
 
 
 @triton.jit
-def load_flags(base, LINES: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def load_flags(base, lines, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """The flags of all lines in a row, int32 [BLOCK], 0 past the last; what is read afterwards is at least as new."""
     peers = tl.arange(0, BLOCK)
     flags = tl.atomic_add(
-        line_words(base, LINES, 0, peers), tl.zeros((BLOCK,), tl.int32), mask=peers < WORLD, sem="acquire", scope="sys"
+        line_words(base, lines, 0, peers), tl.zeros((BLOCK,), tl.int32), mask=peers < WORLD, sem="acquire", scope="sys"
     )
     return tl.where(peers < WORLD, flags, 0)
 
 
 @triton.jit
-def behind(base, LINES: tl.constexpr, epoch, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """1 for each peer whose flag has not come to `epoch`, else 0: int32 [BLOCK]."""
-    flags = load_flags(base, LINES, WORLD, BLOCK)
-    late = tl.where(flags - epoch < 0, 1, 0)
+def behind(base, lines, targets, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """1 for each peer whose flag has not come to its target, else 0: int32 [BLOCK]. One target may serve all."""
+    flags = load_flags(base, lines, WORLD, BLOCK)
+    late = tl.where(flags - targets < 0, 1, 0)
     return tl.where(tl.arange(0, BLOCK) < WORLD, late, 0)
 
 
@@ -180,8 +181,9 @@ def give_up(
     base,
     bases_ptr,
     rank,
-    LINES: tl.constexpr,
+    lines,
     STUCK: tl.constexpr,
+    targets,
     epoch,
     PHASE: tl.constexpr,
     grace_ns,
@@ -194,7 +196,7 @@ def give_up(
     """Reports to the peers, gives them the grace time, and writes down who is to blame."""
     peers = tl.arange(0, BLOCK)
     known = peers < WORLD
-    missing = behind(base, LINES, epoch, WORLD, BLOCK)
+    missing = behind(base, lines, targets, WORLD, BLOCK)
     store_line_words(bases_ptr, rank, STUCK, _STUCK_EPOCH, epoch, WORLD, BLOCK)
     store_line_words(bases_ptr, rank, STUCK, _STUCK_PHASE, PHASE, WORLD, BLOCK)
     store_line_words(bases_ptr, rank, STUCK, _STUCK_ON_YOU, missing, WORLD, BLOCK)
@@ -204,10 +206,11 @@ def give_up(
     limit = clock_ns(PLATFORM) + grace_ns.to(tl.int64)
     silent = 1
     while silent > 0:
+        over = clock_ns(PLATFORM) > limit
         said = load_flags(base, STUCK, WORLD, BLOCK)
-        blamed = tl.where(said == 0, behind(base, LINES, epoch, WORLD, BLOCK), 0)
+        blamed = tl.where(said == 0, behind(base, lines, targets, WORLD, BLOCK), 0)
         silent = tl.sum(blamed)
-        if clock_ns(PLATFORM) > limit:
+        if over:
             silent = silent * 0
         tl.store(words, blamed, mask=known)
         on_you = tl.load(line_words(base, STUCK, _STUCK_ON_YOU, peers), mask=known, other=0)
@@ -220,25 +223,26 @@ def give_up(
 def wait_for_all(
     base,
     rank,
-    LINES: tl.constexpr,
+    lines,
     STUCK: tl.constexpr,
-    epoch,
+    targets,
     timeout_ns,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Waits until no flag is behind `epoch`, time is up, or a peer reports that it is stuck. Returns how many are."""
+    """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. Returns how many are."""
     limit = clock_ns(PLATFORM) + timeout_ns.to(tl.int64)
-    late = tl.sum(behind(base, LINES, epoch, WORLD, BLOCK))
+    late = tl.sum(behind(base, lines, targets, WORLD, BLOCK))
     waiting = late
     while waiting > 0:
-        late = tl.sum(behind(base, LINES, epoch, WORLD, BLOCK))
-        waiting = late
+        over = clock_ns(PLATFORM) > limit
         stuck = load_flags(base, STUCK, WORLD, BLOCK)
-        if tl.sum(tl.where(tl.arange(0, BLOCK) == rank, 0, stuck)) > 0:
+        late = tl.sum(behind(base, lines, targets, WORLD, BLOCK))
+        waiting = late
+        if over:
             waiting = waiting * 0
-        if clock_ns(PLATFORM) > limit:
+        if tl.sum(tl.where(tl.arange(0, BLOCK) == rank, 0, stuck)) > 0:
             waiting = waiting * 0
         pause(PLATFORM)
     tl.debug_barrier()
@@ -268,8 +272,8 @@ def wait_kernel(
         late = wait_for_all(base, rank, lines, ROUND.STUCK, epoch, timeout_ns, ROUND.WORLD, BLOCK, PLATFORM)
         if late > 0:
             give_up(
-                base, bases_ptr, rank, lines, ROUND.STUCK, epoch, PHASE, grace_ns, report_ptr, ROUND.WORLD, BLOCK,
-                STORE, PLATFORM,
+                base, bases_ptr, rank, lines, ROUND.STUCK, epoch, epoch, PHASE, grace_ns, report_ptr, ROUND.WORLD,
+                BLOCK, STORE, PLATFORM,
             )  # fmt: skip
             poison(control_ptr, report_ptr, _TIMED_OUT, epoch, PHASE)
         elif PHASE == 0:

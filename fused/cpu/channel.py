@@ -25,6 +25,7 @@ from thinwire.fused.cpu.intrinsics import (
     zero_bytes,
 )
 from thinwire.fused.cpu.signal import signalled
+from thinwire.fused.cpu.streaming import stream_bytes
 from thinwire.triton_kernels.round_layout import (
     LINE_STUCK_EPOCH,
     LINE_STUCK_ON_YOU,
@@ -38,10 +39,13 @@ from thinwire.triton_kernels.round_layout import (
     TIMED_OUT,
 )
 
-__all__ = ["DIFFERS", "DRAIN", "HEADERS", "PEERS", "POST", "SCALARS", "move"]
+__all__ = ["DIFFERS", "DRAIN", "HEADERS", "PAUSED", "PEERS", "POST", "RESUME", "SCALARS", "move"]
 
-# What `move` is to do, added up: send the parity part, wait for every header, wait for everything.
-POST, HEADERS, DRAIN = 1, 2, 4
+# What `move` is to do, added up: send the parity part, wait for every header, wait for everything; and go on with a
+# wait, after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C.
+POST, HEADERS, DRAIN, RESUME = 1, 2, 4, 8
+PAUSED = 3  # beside RUNNING, TIMED_OUT and MISMATCHED
+_SLICE_NS = 100_000_000
 
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
@@ -87,6 +91,7 @@ _HEADER_PIECES, _HEADER_COUNT, _HEADER_WHAT = 4, 8, 16
 _WHAT_WORDS = 4
 _PHASE_HEADERS, _PHASE_PIECES = np.int32(0), np.int32(1)
 _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
+_STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
 _SPINS = 200  # looks before the first yield
 _ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 
@@ -144,7 +149,10 @@ def unpack_piece(call, peers, peer, number, source):
     units = min(call[_UNITS_PER_PIECE], units_of(call, count) - first)
     target = call[_OUT] + peers[_RECV_DISPL, peer] * call[_OUT_STEP]
     if call[_EXACT]:
-        copy_bytes(target + first, source, units)
+        if units_of(call, count) >= _STREAM_BYTES:
+            stream_bytes(target + first, source, units)
+        else:
+            copy_bytes(target + first, source, units)
         return
     layout, record_bytes, dtype, in_order = layout_of(call), call[_RECORD_BYTES], call[_DTYPE], np.int64(0)
     stride = call[_OUT_STEP] * call[_COUNTS_PER_ROW]
@@ -303,9 +311,12 @@ def missing(call, peers, peer, draining, fingerprint=FINGERPRINT):
 
 
 @kernel
-def late(call, peers, draining, fingerprint=FINGERPRINT):
-    """Whether a peer has let this rank wait for longer than the timeout, or is missing while another gave up."""
-    now = monotonic_ns()
+def late(call, peers, draining, now, fingerprint=FINGERPRINT):
+    """Whether a peer has let this rank wait for longer than the timeout, or is missing while another gave up.
+
+    `now`, and the reports, are read before the flags. The other way round, a rank that was off its processor in between
+    would give up on peers that have done their part meanwhile.
+    """
     stuck = False
     for peer in range(call[_WORLD]):
         stuck |= peer != call[_RANK] and load_acquire(peers[_STUCK_HERE, peer]) != _ZERO
@@ -339,8 +350,10 @@ def give_up(call, peers, draining, fingerprint=FINGERPRINT):
         store_int32(line + 4 * LINE_STUCK_ON_YOU, lacking)
         store_release(line, _ONE)
     limit = monotonic_ns() + call[_GRACE]
-    silent = 1
-    while silent > 0:
+    silent, over = 1, False
+    while silent > 0 and not over:
+        yield_processor()
+        over = monotonic_ns() > limit  # before the reports: those that came in time count
         silent = 0
         for peer in range(world):
             said = load_acquire(peers[_STUCK_HERE, peer])
@@ -351,9 +364,6 @@ def give_up(call, peers, draining, fingerprint=FINGERPRINT):
             store_int32(words + 4 * (2 * world + peer), said)
             if blamed:
                 silent += 1
-        if monotonic_ns() > limit:
-            break
-        yield_processor()
     store_int32(report + 4 * REPORT_EPOCH, np.int32(call[_EPOCH]))
     store_int32(report + 4 * REPORT_PHASE, phase)
     store_int32(report + 4 * REPORT_STATUS, np.int32(TIMED_OUT))
@@ -371,15 +381,17 @@ def verdict(call, peers, fingerprint=FINGERPRINT):
 
 @kernel
 def move(call, peers, todo, fingerprint=FINGERPRINT):
-    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; or TIMED_OUT,
-    and so will every later call."""
+    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED; or
+    TIMED_OUT, and so will every later call."""
     if call[_STATUS] != RUNNING or todo == 0:
         return call[_STATUS]
     world, draining, opening = call[_WORLD], todo & DRAIN != 0, todo & POST != 0
     if opening:
         begin(call, peers)
-    for peer in range(world):
-        peers[_LIMIT, peer] = 0  # a peer's clock starts when it is first missed
+    if todo & RESUME == 0:
+        for peer in range(world):
+            peers[_LIMIT, peer] = 0  # a peer's clock starts when it is first missed
+    pause = monotonic_ns() + _SLICE_NS
     looks = 0
     while True:
         moved, left = False, False
@@ -402,8 +414,11 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
         looks = 0 if moved else looks + 1
         if 0 < looks <= _SPINS:
             continue
-        if late(call, peers, draining):
+        now = monotonic_ns()
+        if late(call, peers, draining, now):
             give_up(call, peers, draining)
             return call[_STATUS]
+        if now > pause:
+            return np.int64(PAUSED)
         if not moved:
             yield_processor()

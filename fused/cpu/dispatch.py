@@ -24,12 +24,13 @@ from thinwire.fused.cpu.intrinsics import (
     store_float32,
     store_int32,
 )
-from thinwire.fused.cpu.route import (
+from thinwire.fused.cpu.lane import (
     RANKS_BYTES,
-    check_rows,
     destinations,
     numbers_at,
     numbers_of,
+    numbers_that_fit,
+    readable_rows,
     record_layout_of,
 )
 from thinwire.fused.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, line_of, publish, wait_for_all
@@ -148,10 +149,8 @@ def send_tokens(
         TransportUnavailable: without numba.
     """
     layout = lane.layout
+    x = readable_rows(x, layout.HIDDEN, "x")
     tokens = x.shape[0]
-    if layout.HIDDEN > 1 and x.stride(-1) != 1:
-        x = x.contiguous()
-    check_rows(x, layout.HIDDEN, "x")
     expected = (tokens, layout.TOP_K)
     if tokens > layout.MAX_TOKENS or topk_ids.shape != expected or topk_weights.shape != expected:
         raise RoutingError(
@@ -160,8 +159,7 @@ def send_tokens(
         )
     if topk_ids.dtype not in _ID_TYPES:
         raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
-    numbers = numbers_of(lane, x.dtype)
-    # Held on to while the kernel reads from their addresses.
+    numbers = numbers_that_fit(lane, x.dtype)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     send_tokens_kernel(
         numbers.address,

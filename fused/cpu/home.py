@@ -14,17 +14,18 @@ from thinwire.fused.cpu.combine import pack_sum_row, scratch_bytes, sum_record_r
 from thinwire.fused.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.fused.cpu.dispatch import publish_sums
 from thinwire.fused.cpu.intrinsics import load_int32, load_int64, stack_buffer, store_int64
-from thinwire.fused.cpu.route import (
+from thinwire.fused.cpu.lane import (
     MIXED_DTYPES,
     POISONED,
     RANKS_BYTES,
     WRITTEN,
     check_dtype,
-    check_rows,
+    check_out,
     destinations,
     mixed_dtypes,
     numbers_at,
-    numbers_of,
+    numbers_that_fit,
+    readable_rows,
     sum_layout_of,
     token_count,
 )
@@ -103,10 +104,8 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
         TransportUnavailable: without numba.
     """
     layout = lane.layout
-    if layout.HIDDEN > 1 and expert_out.stride(-1) != 1:
-        expert_out = expert_out.contiguous()
-    check_rows(expert_out, layout.HIDDEN, "expert_out")
-    numbers = numbers_of(lane, dtype)
+    expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
+    numbers = numbers_that_fit(lane, dtype)
     scratch = torch.empty(8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K), dtype=torch.uint8)
     result = send_sums_kernel(
         numbers.address,
@@ -163,8 +162,8 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
         TransportUnavailable: without numba.
     """
     layout = lane.layout
-    check_rows(out, layout.HIDDEN, "out")
-    numbers = numbers_of(lane, out.dtype)
+    check_out(out, layout.HIDDEN)
+    numbers = numbers_that_fit(lane, out.dtype)
     scratch = torch.empty(scratch_bytes(layout.HIDDEN, layout.SLOTS), dtype=torch.uint8)
     result = sum_home_kernel(
         numbers.address,

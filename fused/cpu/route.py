@@ -1,4 +1,4 @@
-"""Routing on the CPU: which rank owns what, which expert gets which record, and the experts' rows.
+"""Routing on the CPU: which of this rank's experts gets which record, and the experts' rows.
 
 The order of rows is that of `thinwire.moe.plan.ArrivalPlan`: by expert, then source rank, then token. It follows from
 the ids that arrived and from the counts of tokens alone. A peer's ids are only ever compared, and its counts are
@@ -7,15 +7,12 @@ checked, so that whatever it writes, nothing outside this rank's tensors is touc
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from thinwire.errors import RoutingError, WireFormatError
-from thinwire.fused.cpu.codec import Layout, dequantize_row, dtype_code, element_bytes, record_layout
-from thinwire.fused.cpu.compat import FINGERPRINT, device, intrinsic, kernel, types
+from thinwire.errors import RoutingError
+from thinwire.fused.cpu.codec import dequantize_row, element_bytes
+from thinwire.fused.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.fused.cpu.intrinsics import (
     load_float32,
     load_int32,
@@ -27,254 +24,27 @@ from thinwire.fused.cpu.intrinsics import (
     store_int64,
     zero_bytes,
 )
-from thinwire.fused.cpu.signal import line_of
-from thinwire.fused.cpu.vectors import NONE, constant, load
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    CONTROL_STATUS,
-    DTYPE_CODES,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_TOKENS,
-    MAX_WORLD,
-    RUNNING,
-    Lane,
-    RoundLayout,
+from thinwire.fused.cpu.lane import (
+    MIXED_DTYPES,
+    POISONED,
+    RANKS_BYTES,
+    WRITTEN,
+    check_dtype,
+    check_out,
+    mixed_dtypes,
+    numbers_at,
+    numbers_of,
+    record_layout_of,
+    token_count,
 )
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.round_layout import CONTROL_STATUS, RUNNING, Lane
 
-__all__ = [
-    "MIXED_DTYPES",
-    "POISONED",
-    "RANKS_BYTES",
-    "WRITTEN",
-    "LaneNumbers",
-    "Numbers",
-    "check_dtype",
-    "check_rows",
-    "destinations",
-    "gather",
-    "mixed_dtypes",
-    "numbers_at",
-    "numbers_of",
-    "record_layout_of",
-    "route",
-    "sum_layout_of",
-    "token_count",
-]
-
-#: What kernels that fill an output return.
-WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
-
-#: Bytes of an array of ranks, as int64.
-RANKS_BYTES = 8 * MAX_WORLD
+__all__ = ["gather", "route"]
 
 # Words of the control block that no other kernel uses. What the last round left in `positions` and in `index`: so much
 # is cleared and no more, or a decode step would pay for slots that only a prefill fills.
 _CONTROL_TOKENS, _CONTROL_ROWS = 3, 4
 _ZERO = np.float32(0.0)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What kernels know of a lane
-
-
-class LaneNumbers(NamedTuple):
-    """All that is the same in every round of a lane. Kernels read it from memory: it is too long for an argument."""
-
-    world: int
-    num_experts: int
-    top_k: int
-    hidden: int
-    max_tokens: int
-    slots: int
-    record_bytes: int
-    sum_bytes: int
-    stuck: int
-    signals: int  # the dispatch lines
-    combine_lines: int
-    ids: int
-    weights: int
-    records: int
-    sums: int
-    rank: int
-    align: int
-    experts_each: int
-    larger_ranks: int  # own one expert more
-    first_expert: int
-    local_experts: int
-    num_rows: int  # that the index has room for
-    dtype: int  # of the rows
-    dtype_word: int  # how a dispatch line names it
-    record_kind: int  # the layout of a dispatched record, as the codec has it
-    record_group: int
-    record_row_scale: int
-    record_hidden: int
-    record_scales_offset: int
-    record_row_bytes: int
-    sum_kind: int  # of a combined one
-    sum_group: int
-    sum_row_scale: int
-    sum_hidden: int
-    sum_scales_offset: int
-    sum_row_bytes: int
-
-
-_RECORD_FIELDS = [name for name in LaneNumbers._fields if name.startswith("record_") and name != "record_bytes"]
-_SUM_FIELDS = [name for name in LaneNumbers._fields if name.startswith("sum_") and name != "sum_bytes"]
-
-
-class Numbers(NamedTuple):
-    """`LaneNumbers` in memory, as int64."""
-
-    words: np.ndarray
-    address: int
-
-
-def _layout_that_fits(wire: WireFormat, hidden: int, dtype: torch.dtype | None, room: int) -> Layout:
-    if dtype is None:
-        return (0, 0, 0, hidden, 0, 0)
-    layout = record_layout(wire, hidden, dtype)
-    if layout[-1] > room:
-        raise WireFormatError(
-            f"a row of {hidden} elements of {dtype} takes {layout[-1]} bytes in wire format {str(wire)!r}, and this lane "
-            f"was laid out for records of {room} bytes; accepted: rows of the dtype that it was laid out for"
-        )
-    return layout
-
-
-@lru_cache(maxsize=512)
-def _numbers(
-    layout: RoundLayout, wire: WireFormat, combine_wire: WireFormat, rank: int, align: int, dtype: torch.dtype | None
-) -> Numbers:
-    if layout.WORLD > MAX_WORLD:
-        raise RoutingError(f"a lane of {layout.WORLD} ranks; accepted: at most {MAX_WORLD}")
-    record = _layout_that_fits(wire, layout.HIDDEN, dtype, layout.RECORD_BYTES)
-    total = _layout_that_fits(combine_wire, layout.HIDDEN, dtype, layout.SUM_BYTES)
-    numbers = LaneNumbers(
-        world=layout.WORLD,
-        num_experts=layout.NUM_EXPERTS,
-        top_k=layout.TOP_K,
-        hidden=layout.HIDDEN,
-        max_tokens=layout.MAX_TOKENS,
-        slots=layout.SLOTS,
-        record_bytes=layout.RECORD_BYTES,
-        sum_bytes=layout.SUM_BYTES,
-        stuck=layout.STUCK,
-        signals=layout.SIGNALS,
-        combine_lines=layout.SIGNALS + COMBINE * layout.WORLD * LINE_BYTES,
-        ids=layout.IDS,
-        weights=layout.WEIGHTS,
-        records=layout.RECORDS,
-        sums=layout.SUMS,
-        rank=rank,
-        align=align,
-        experts_each=layout.NUM_EXPERTS // layout.WORLD,
-        larger_ranks=layout.NUM_EXPERTS % layout.WORLD,
-        first_expert=layout.first_expert(rank),
-        local_experts=layout.first_expert(rank + 1) - layout.first_expert(rank),
-        num_rows=layout.num_rows(rank, align),
-        dtype=0 if dtype is None else dtype_code(dtype),
-        dtype_word=-1 if dtype is None else DTYPE_CODES[dtype],
-        **dict(zip(_RECORD_FIELDS, record, strict=True)),
-        **dict(zip(_SUM_FIELDS, total, strict=True)),
-    )
-    words = np.array(numbers, dtype=np.int64)
-    words.flags.writeable = False
-    return Numbers(words, words.ctypes.data)
-
-
-def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
-    """The numbers of a lane whose rows have a dtype; without one, of a kernel that looks at no row.
-
-    They hold no address, so lanes that are alike share them. The caller holds on to what this returns while a kernel
-    reads from it.
-
-    Raises:
-        WireFormatError: for a dtype that cannot travel, or whose records are larger than the lane's slots.
-        RoutingError: for more ranks than `MAX_WORLD`.
-    """
-    return _numbers(lane.layout, lane.wire, lane.combine_wire, lane.rank, lane.align, dtype)
-
-
-@intrinsic
-def numbers_at(typing_context, address):
-    """The `LaneNumbers` at an address."""
-    count = len(LaneNumbers._fields)
-
-    def codegen(context, builder, signature, args):
-        addresses = (builder.add(args[0], constant(8 * field)) for field in range(count))
-        word = context.get_value_type(types.int64)
-        return context.make_tuple(
-            builder, signature.return_type, [load(builder, address, word, 8) for address in addresses]
-        )
-
-    return types.NamedUniTuple(types.int64, count, LaneNumbers)(types.int64), codegen
-
-
-@device
-def record_layout_of(lane):
-    """What the codec's row functions must know of a dispatched record: a `Layout`."""
-    return (
-        lane.record_kind,
-        lane.record_group,
-        lane.record_row_scale,
-        lane.record_hidden,
-        lane.record_scales_offset,
-        lane.record_row_bytes,
-    )
-
-
-@device
-def sum_layout_of(lane):
-    """The same of a combined record."""
-    return (
-        lane.sum_kind,
-        lane.sum_group,
-        lane.sum_row_scale,
-        lane.sum_hidden,
-        lane.sum_scales_offset,
-        lane.sum_row_bytes,
-    )
-
-
-@device
-def mixed_dtypes(bases, lane, kind):
-    """Whether records of `kind` hold elements of another dtype than `lane` has: only those of `none` hold a dtype."""
-    line = line_of(bases, lane.rank, lane.signals, lane.rank)
-    return kind == NONE and np.int64(load_int32(line + 4 * LINE_DTYPE)) != lane.dtype_word
-
-
-@device
-def token_count(bases, lane, source):
-    """How many tokens a rank sent this rank in this round; 0 where it wrote a number that cannot be."""
-    tokens = load_int32(line_of(bases, lane.rank, lane.signals, source) + 4 * LINE_TOKENS)
-    return np.int64(tokens) if 0 <= tokens <= lane.max_tokens else np.int64(0)
-
-
-@device
-def destinations(ids, lane, ranks):
-    """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `slots`.
-
-    `ids` is the address of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
-    """
-    boundary = lane.larger_ranks * (lane.experts_each + 1)
-    zero_bytes(ranks, 8 * lane.world)
-    for k in range(lane.top_k):
-        expert = load_int32(ids + 4 * k)
-        if 0 <= expert < boundary:
-            store_int64(ranks + 8 * (expert // (lane.experts_each + 1)), 1)
-        elif 0 <= expert < lane.num_experts:
-            store_int64(ranks + 8 * (lane.larger_ranks + (expert - boundary) // lane.experts_each), 1)
-    count = 0
-    for rank in range(lane.world):
-        if load_int64(ranks + 8 * rank) != 0:
-            store_int64(ranks + 8 * count, rank)
-            count += 1
-    return count
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Route
 
 
 @device
@@ -442,29 +212,6 @@ def gather_kernel(
     return WRITTEN
 
 
-def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
-    """Refuses rows that a kernel, which sees an address and a stride, would read or write past.
-
-    Raises:
-        RoutingError: naming what was passed.
-    """
-    if rows.dim() != 2 or rows.shape[1] != hidden or (hidden > 1 and rows.stride(1) != 1):
-        raise RoutingError(
-            f"{name} is a tensor {tuple(rows.shape)} with strides {rows.stride()}; accepted: [rows, {hidden}] with each "
-            f"row's columns side by side"
-        )
-
-
-def check_dtype(result: int, name: str, dtype: torch.dtype) -> None:
-    """Refuses rows of another dtype than the records hold.
-
-    Raises:
-        RoutingError: if a kernel returned `MIXED_DTYPES`.
-    """
-    if result == MIXED_DTYPES:
-        raise RoutingError(f"{name} is {dtype}; with wire format 'none' it must be of the dtype of the tokens sent")
-
-
 def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     """The experts' input: out[r] = dequantised record index[r], zero where there is none.
 
@@ -475,11 +222,13 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
         overflow: bool [], whether there are more rows than `capacity`.
 
     Raises:
-        RoutingError: another shape or stride of `out`, or with `none` another dtype.
+        RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none.
         WireFormatError: another dtype.
         TransportUnavailable: without numba.
     """
-    check_rows(out, lane.layout.HIDDEN, "out")
+    check_out(out, lane.layout.HIDDEN)
+    if overflow.dtype != torch.bool or overflow.numel() != 1:
+        raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     numbers = numbers_of(lane, out.dtype)
     result = gather_kernel(
         numbers.address,

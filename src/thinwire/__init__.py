@@ -70,7 +70,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("thinwire.testing")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value  # found at once from now on
+    return value
 
 
 def __dir__() -> list[str]:

@@ -18,20 +18,27 @@ import torch
 from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, inspect_signals, record_launches
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import codec, combine, dispatch, home, pack, route, signal
+from thinwire.fused.channel import ChannelLayout
+from thinwire.triton_kernels import channel, codec, combine, dispatch, home, pack, route, signal
+from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
 CODEC_KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums", "sum_records")
 ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
+#: Of the direct all-to-all-v: the first pieces with their header, and a piece of the ring, which is given back.
+CHANNEL_KERNELS = ("send_rows", "take_rows")
 #: Kernels that move rows.
-KERNELS = CODEC_KERNELS + ROUND_KERNELS
-READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home")  # of records; the others write them
+KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS
+READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "take_rows")  # of records; others write them
+#: Kernels that copy exact rows, of any dtype.
+COPIERS = ("send_bytes", "take_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
-CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
+ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
+CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
-PUBLISHERS = ("send_tokens", "send_sums", "close_round")
+PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS)
 HIDDEN_SIZES = (2048, 5121, 7168)
 OTHER_WIRES = ("int8:row", "int8:64", "int8:32", "int4", "fp8", "none")
 OTHER_TARGETS = ("sm_90", "gfx942")
@@ -54,6 +61,8 @@ def cases() -> Iterator[Case]:
             for hidden in HIDDEN_SIZES:
                 yield Case(kernel, "int8", hidden, target)
         for wire in OTHER_WIRES:
+            if kernel in CHANNEL_KERNELS and wire == "none":
+                continue  # see COPIERS
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, 7168, target)
     for kernel in CONTROL_KERNELS:
@@ -81,9 +90,33 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     }[case.kernel]
 
 
+def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    """The same for a kernel of the direct all-to-all-v."""
+    end = channel.Endpoint.of(ChannelLayout.of(8, 4 << 20), 0, torch.zeros(8, dtype=torch.int64))
+    x, what = torch.empty(4, case.hidden, dtype=torch.bfloat16), torch.zeros(channel.WHAT_WORDS, dtype=torch.int64)
+    octets = x.view(-1).view(torch.uint8)
+    step, counts = 2 * case.hidden, ([4] * 8, [0] * 8)
+    if case.kernel in CHANNEL_KERNELS:
+        layout = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
+        if case.kernel == "send_rows":
+            return channel.send, (end, x, case.hidden, layout, False, what, 0, 4), 0
+        return channel.take, (end, x, case.hidden, layout, False, 1, 4), 0
+    function, arguments = {
+        "note": (channel.note, (end, counts, counts, 1, 500)),
+        "wait_headers": (channel.wait, (end, channel.HEADERS, 0, what, True, 30.0, 1.0)),
+        "wait_room": (channel.wait, (end, channel.ROOM, 1, what, False, 30.0, 1.0)),
+        "wait_pieces": (channel.wait, (end, channel.PIECES, 1, what, False, 30.0, 1.0)),
+        "send_bytes": (channel.send, (end, octets, step, None, False, what, 1, 4)),
+        "take_bytes": (channel.take, (end, octets, step, None, False, 1, 4)),
+    }[case.kernel]
+    return function, arguments, 0
+
+
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
-    if case.kernel not in CODEC_KERNELS:
+    if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS:
         return _round_launcher(case)
+    if case.kernel not in CODEC_KERNELS:
+        return _channel_launcher(case)
     wire = WireFormat.parse(case.wire)
     rows, top_k = 4, 8
     x = torch.empty(rows, case.hidden, dtype=torch.bfloat16)
@@ -130,8 +163,10 @@ def check(case: Case, report: Report) -> list[str]:
     faults = []
     if report.spills:
         faults.append(f"{report.spills} spills")
-    if report.fused:
+    if report.fused and case.kernel != "note":  # which has no floats, but AMD divides integers with them
         faults.append(f"{report.fused} fused multiply-adds")
+    if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < 16:
+        faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
     if case.kernel in CONTROL_KERNELS:
         return faults
     # Rows of 5121 bfloat16 begin on odd addresses: only their records, 32-byte aligned, can move 16 bytes at a time.

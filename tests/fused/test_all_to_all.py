@@ -17,6 +17,7 @@ from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, Wire
 from thinwire.fused import staged
 from thinwire.fused.all_to_all import Pending, all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
+from thinwire.fused.direct import open_channel
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -109,7 +110,7 @@ def _expected(
     return out
 
 
-def _exact_moves(comm: Communicator) -> None:
+def _exact_moves(comm: Communicator, transport: str) -> None:
     for seed, dtype in enumerate(EXACT_DTYPES):
         for tail in ((), (3,), (2, 5)):
             problem = _random_problem(comm.size, seed)
@@ -120,7 +121,9 @@ def _exact_moves(comm: Communicator) -> None:
             expected = _expected(comm.rank, problem, inputs)
             x = inputs[comm.rank]
             for recv_counts in (mine[1], None, torch.tensor(mine[1])):
-                got = all_to_all_v(x, mine[0], recv_counts, **placed, wire="none", comm=comm, check=True)
+                got = all_to_all_v(
+                    x, mine[0], recv_counts, **placed, wire="none", comm=comm, transport=transport, check=True
+                )
                 assert torch.equal(got, expected), (dtype, tail, seed)
             # What lies between the displacements stays, and out is what is returned.
             out = torch.ones(expected.shape[0] + 2, *tail, dtype=dtype)
@@ -128,18 +131,23 @@ def _exact_moves(comm: Communicator) -> None:
             for source in range(comm.size):
                 place = slice(recv_displs[comm.rank][source], recv_displs[comm.rank][source] + mine[1][source])
                 want[place] = expected[place]
-            pending = all_to_all_v(x, *mine, **placed, out=out, wire="none", comm=comm, async_op=True)
+            pending = all_to_all_v(
+                x, *mine, **placed, out=out, wire="none", comm=comm, transport=transport, async_op=True
+            )
             assert isinstance(pending, Pending) and pending.wait() is out and pending.wait() is out
             assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_exact_moves_of_every_dtype_equal_slicing(size: int) -> None:
-    run_ranks(_exact_moves, size, timeout=120)
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize(("size", "mode"), [(1, "process"), (2, "process"), (4, "process"), (3, "thread")])
+def test_exact_moves_of_every_dtype_equal_slicing(size: int, mode: str, transport: str) -> None:
+    run_ranks(_exact_moves, size, transport, mode=mode, timeout=120)
 
 
-def _quantized_moves(comm: Communicator, piece_bytes: int) -> None:
+def _quantized_moves(comm: Communicator, transport: str, piece_bytes: int) -> None:
     staged.PIECE_BYTES = piece_bytes
+    if transport == "direct":
+        open_channel(comm, None, piece_bytes)
     for seed, (spec, hidden, dtype) in enumerate(
         [("int8", 300, torch.float32), ("int8:row", 129, torch.bfloat16), ("int4", 64, torch.float16)]
         + [("fp8", 7, torch.float32), ("int8", 1, torch.bfloat16)]
@@ -156,19 +164,21 @@ def _quantized_moves(comm: Communicator, piece_bytes: int) -> None:
             recv_displs=recv_displs[comm.rank],
             wire=spec,
             comm=comm,
-            check=True,
+            transport=transport,
+            check=seed % 2 == 0,
         )
         assert isinstance(got, torch.Tensor)
         assert_same_bits(spec, expected, got)
         equal = torch.randn(2 * comm.size, 3, 43).to(dtype)
-        split = all_to_all_v(equal, wire=spec, comm=comm)
+        split = all_to_all_v(equal, wire=spec, comm=comm, transport=transport)
         assert isinstance(split, torch.Tensor) and split.shape == equal.shape
         own = slice(2 * comm.rank, 2 * comm.rank + 2)
         if dtype != torch.float16:  # int4 has no gate this tight
             assert relative_error(equal[own], split[own]) < 0.04
     # 1-D: counts are in elements, and each segment travels as rows of its own.
     flat = torch.arange(5000.0) - 2500
-    back = all_to_all_v(flat, [1000 + 3 * comm.size] + [7] * (comm.size - 1), comm=comm, wire="int8")
+    send_counts = [1000 + 3 * comm.size] + [7] * (comm.size - 1)
+    back = all_to_all_v(flat, send_counts, comm=comm, wire="int8", transport=transport)
     assert isinstance(back, torch.Tensor)
     sent = 1000 + 3 * comm.size if comm.rank == 0 else 7
     assert back.shape == (sent * comm.size,)
@@ -178,11 +188,12 @@ def _quantized_moves(comm: Communicator, piece_bytes: int) -> None:
         assert relative_error(flat[start : start + sent], piece) < 0.0072
 
 
-@pytest.mark.parametrize(("size", "piece_bytes"), [(1, 1 << 20), (2, 1 << 20), (4, 1 << 20), (3, 640)])
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize(("size", "piece_bytes"), [(1, 1 << 20), (4, 1 << 20), (3, 1280)])
 def test_quantized_moves_equal_slicing_of_the_quantised_rows_in_any_number_of_pieces(
-    size: int, piece_bytes: int
+    size: int, piece_bytes: int, transport: str
 ) -> None:
-    run_ranks(_quantized_moves, size, piece_bytes, timeout=120)
+    run_ranks(_quantized_moves, size, transport, piece_bytes, timeout=120)
 
 
 def _bad_input(comm: Communicator) -> None:
@@ -208,6 +219,8 @@ def _bad_input(comm: Communicator) -> None:
         (lambda: all_to_all_v(from_shared, ones, ones, out=of_shared, comm=comm), CountsError, "shares memory"),
         (lambda: all_to_all_v(wants_gradient, ones, comm=comm), WireFormatError, "no backward"),
         (lambda: all_to_all_v(wants_gradient, ones, wire="none", comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(x, ones, [0, 2**63], comm=comm), CountsError, "0 to 2**63 - 1"),
+        (lambda: all_to_all_v(x, ones, comm=comm, transport="fast"), TransportUnavailable, "auto, direct, staged"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()
@@ -248,33 +261,38 @@ def test_check_names_the_pair_that_disagrees_on_every_rank() -> None:
     assert messages == ["rank 1 sends rank 2 1 rows, but rank 2 expects 4 from rank 1"] * 3
 
 
-def _other_wires(comm: Communicator) -> None:
-    # Records of 64 int8 and 64 fp8 elements are equally long: without a label one would be read as the other.
+def _other_wires(comm: Communicator, transport: str) -> None:
+    # Records of 64 int8 and 64 fp8 elements are equally long: unless told apart one would be read as the other.
+    open_channel(comm)  # ranks load the kernels now, which may take longer than the impatient one waits
     short = Communicator(comm.group, timeout=2.0)
-    with pytest.raises(PeerTimeout):
-        all_to_all_v(torch.ones(2, 64), [1, 1], [1, 1], wire="fp8" if comm.rank else "int8", comm=short)
+    with pytest.raises(CountsError if transport == "direct" else PeerTimeout):
+        wire = "fp8" if comm.rank else "int8"
+        all_to_all_v(torch.ones(2, 64), [1, 1], [1, 1], wire=wire, comm=short, transport=transport)
 
 
-def test_rows_of_another_wire_are_never_taken_for_ones_own() -> None:
-    run_ranks(_other_wires, 2)
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_rows_of_another_wire_are_never_taken_for_ones_own(transport: str) -> None:
+    run_ranks(_other_wires, 2, transport)
 
 
-def _one_rank_raises(comm: Communicator) -> float:
+def _one_rank_raises(comm: Communicator, transport: str) -> float:
+    open_channel(comm)  # ranks load the kernels now, which may take longer than the impatient one waits
+    comm = Communicator(comm.group, timeout=2.0)
+    if transport == "direct":
+        open_channel(comm)
     started = time.monotonic()
     if comm.rank == 1:
         with pytest.raises(CountsError):
-            all_to_all_v(torch.zeros(4, 8), [9, 9], [1, 1], comm=comm)
+            all_to_all_v(torch.zeros(4, 8), [9, 9], [1, 1], comm=comm, transport=transport)
         time.sleep(comm.timeout + 1)
     else:
-        with pytest.raises(PeerTimeout):
-            all_to_all_v(torch.zeros(4, 8), [1, 1], [1, 1], comm=comm)
+        with pytest.raises(PeerTimeout) as caught:
+            all_to_all_v(torch.zeros(4, 8), [1, 1], [1, 1], comm=comm, transport=transport)
+        assert caught.value.ranks == (1,)
     return time.monotonic() - started
 
 
-def _one_rank_raises_with_short_timeout(comm: Communicator) -> float:
-    return _one_rank_raises(Communicator(comm.group, timeout=2.0))
-
-
-def test_peers_of_a_rank_that_raised_time_out_instead_of_hanging() -> None:
-    waited = run_ranks(_one_rank_raises_with_short_timeout, 2, timeout=60)[0]
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_peers_of_a_rank_that_raised_time_out_instead_of_hanging(transport: str) -> None:
+    waited = run_ranks(_one_rank_raises, 2, transport, timeout=60)[0]
     assert 1.0 <= waited <= 10.0

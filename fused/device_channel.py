@@ -1,0 +1,469 @@
+"""The channel of the direct all-to-all-v for ranks whose kernels are Triton's: on CUDA, and under its interpreter.
+
+Memory and protocol are those of `thinwire.fused.channel`; `thinwire.triton_kernels.channel` says in which steps the
+kernels go. Here it is decided what to launch.
+
+*Who looks at the headers.* With the receive counts given, the host knows the number of steps and launches all of them
+without ever asking the device; the kernel that waits for the headers compares them. Without, the host waits for the
+stream and reads them: that is the one synchronisation. CPU tensors, under the interpreter, are always looked at.
+
+*Ranks that disagree.* Where the host looks, it is as on CPU ranks: it takes in and drops what it did not expect, raises
+`CountsError` at the end of the call, and all may go on. Where it does not look, kernels that were launched already
+cannot be told to take in something else. So the device poisons the channel, tells all peers that this rank is stuck,
+and fills the output with bytes 0xFF. `CountsError` is raised by the next call or by `check`; from then on the channel
+is of no more use, and peers that miss this rank later get `PeerTimeout`. Nobody hangs, and nothing is stored past an
+output's segments.
+
+*Streams.* A call's kernels run on the stream that was current when it began; the next call's stream waits for it.
+While a graph is captured, that order is the caller's affair, as is that all ranks replay.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import CountsError, PeerTimeout, ThinwireError
+from thinwire.fused.channel import (
+    FLAT_ROW,
+    ChannelLayout,
+    Landing,
+    Parcel,
+    describe_difference,
+    timeout_error,
+    unusable_after,
+    what_of,
+)
+from thinwire.fused.counts import Segments
+from thinwire.triton_kernels import channel as kernels
+from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.round_layout import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    LINE_BYTES,
+    MISMATCHED,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_STATUS,
+    RUNNING,
+    TIMED_OUT,
+)
+from thinwire.wire import WireFormat
+
+__all__ = ["DeviceChannel", "DeviceTransfer", "piece_bytes_for"]
+
+#: On a GPU a step of the ring is four launches, about as long as 4 MiB take to each of 8 peers at 400 GB/s or more:
+#: smaller pieces would leave the link idle, and larger ones hardly gain.
+_PIECE_BYTES = 4 << 20
+_MOST_BYTES = 256 << 20  # of one GPU's memory; 8 ranks need 192 MiB
+_ALIGNMENT = 128
+_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
+_prepare_lock = threading.Lock()
+
+
+def piece_bytes_for(device: torch.device, world: int, pieces: int) -> int | None:
+    """What `ChannelLayout.of` is given where the caller has no wish: None, its own default, unless on CUDA.
+
+    >>> piece_bytes_for(torch.device("cuda"), 8, 4), piece_bytes_for(torch.device("cuda"), 72, 4)
+    (4194304, 621312)
+    """
+    if device.type != "cuda":
+        return None
+    share = _MOST_BYTES // (world * (2 + pieces))
+    return max(_ALIGNMENT, min(_PIECE_BYTES, share // _ALIGNMENT * _ALIGNMENT))
+
+
+@dataclass(frozen=True)
+class _Form(Parcel):
+    """A parcel, and what the kernels know of it.
+
+    Attributes:
+        layout: of a row's record; None for exact rows.
+        what: int64 [4] on the device, what a header says of the rows.
+    """
+
+    layout: RecordLayout | None = None
+    flat: bool = False
+    what: torch.Tensor | None = None
+
+    @property
+    def unit(self) -> int:
+        """What one of what is counted adds to a piece: bytes of exact rows, else a row, or an element of one."""
+        return self.step if self.layout is None else 1
+
+    def per_piece(self, piece_bytes: int) -> int:
+        """Units that a piece holds."""
+        if self.layout is None:
+            return piece_bytes
+        return piece_bytes // self.layout.ROW_BYTES * (self.layout.HIDDEN if self.flat else 1)
+
+    def pieces(self, count: int, piece_bytes: int) -> int:
+        """Pieces of so many rows, the one in a half among them even where it is empty."""
+        return max(1, -(-count * self.unit // self.per_piece(piece_bytes)))
+
+    def items(self, counts: Sequence[int], number: int, piece_bytes: int) -> int:
+        """Rows, or chunks of exact rows, that the largest of the pieces `number` has."""
+        per_piece = self.per_piece(piece_bytes)
+        units = max(0, min(max(counts) * self.unit - number * per_piece, per_piece))
+        per_item = kernels.CHUNK_BYTES if self.layout is None else self.layout.HIDDEN if self.flat else 1
+        return -(-units // per_item)
+
+
+class DeviceTransfer:
+    """One call on a channel. `wait()` ends it, as far as the host is concerned; the channel's next call does, too."""
+
+    __slots__ = ("_channel", "error", "form", "landing", "over", "place", "result", "sends", "stream", "stride", "x")
+
+    def __init__(
+        self,
+        channel: DeviceChannel,
+        form: _Form,
+        x: torch.Tensor,
+        stride: int,
+        sends: Segments,
+        landing: Landing | None,
+        place: Callable[[list[int]], Landing],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._channel, self.stride = channel, stride
+        self.form, self.sends, self.landing, self.place, self.stream = form, sends, landing, place, stream
+        self.x: torch.Tensor | None = x
+        self.error: BaseException | None = None
+        self.over = False  # all steps were launched
+        self.result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The output, filled in the order of the stream on which the call began.
+
+        Raises:
+            CountsError: what a peer sent is not what was expected. With the receive counts given, on CUDA, it is a
+                later call that raises this.
+            PeerTimeout: a peer did not answer within the communicator's timeout. On CUDA a later call raises it.
+        """
+        self._channel.complete(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
+class DeviceChannel:
+    """The memory, the kernels and the state of the direct transport of one communicator, at one rank.
+
+    Args:
+        memory: a buffer of `layout.NUM_BYTES` on every rank, zero at first; closed by `close`.
+        layout: of each buffer.
+        rank: this rank.
+        timeout: seconds that a peer may let this rank wait.
+    """
+
+    def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
+        self.layout, self.rank, self.timeout = layout, rank, timeout
+        self.grace = min(_MAX_GRACE, timeout)
+        self._memory = memory
+        self._device = memory.local.device
+        self._on_gpu = self._device.type == "cuda"
+        self.always_looks = not self._on_gpu  # at headers and reports, after each wait
+        self._end = kernels.Endpoint.of(layout, rank, memory.bases)
+        # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
+        self._idle = kernels.Endpoint.of(layout, rank, memory.bases)
+        self._idle.control[CONTROL_STATUS] = TIMED_OUT
+        # The host's window on what kernels report; it may be read at any time, without asking the device.
+        self._report = self._end.report.numpy()
+        # Never forgotten: captured graphs go on reading their words on the device.
+        self._forms: dict[tuple[torch.Size, torch.dtype, WireFormat], _Form] = {}
+        self._prepared: set[tuple[object, ...]] = set()
+        self._under_way: DeviceTransfer | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._failure: ThinwireError | None = None
+        self._closed = False
+        if self._on_gpu:
+            # What was set to zero here is used on whatever stream comes first.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def parcel(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
+        """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
+
+        On CUDA the first call with a form copies a few words to the device and waits for that.
+        """
+        key = (tail, dtype, wire)
+        form = self._forms.get(key)
+        if form is None:
+            if self._capturing():
+                raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
+            form = self._forms[key] = self._new_form(*key)
+        return form
+
+    def _new_form(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
+        elements = math.prod(tail)
+        what = torch.tensor(what_of(tail, dtype, wire), device=self._device)
+        if not wire.quantized or not elements:
+            return _Form(elements * dtype.itemsize, (), what=what)
+        layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
+        if layout.ROW_BYTES > self.layout.PIECE_BYTES:
+            return _Form(layout.ROW_BYTES, (), layout.ROW_BYTES, what=what)
+        return _Form(elements * dtype.itemsize, (), 0, layout, not tail, what)
+
+    def send(
+        self,
+        parcel: Parcel,
+        x: torch.Tensor,
+        x_step: int,
+        sends: Segments,
+        landing: Landing | None,
+        place: Callable[[list[int]], Landing],
+        *,
+        wait: bool,
+    ) -> DeviceTransfer:
+        """Begins a call; what was under way before is ended first. For the arguments see `Channel.send`.
+
+        Without `wait` the first piece of every pair leaves now, and everything else comes with `DeviceTransfer.wait`.
+
+        Raises:
+            PeerTimeout: the channel failed before.
+            CountsError: the same, on CUDA, by what a peer sent; or counts that are not given while a CUDA graph is
+                captured, which could not be asked for.
+        """
+        if self._under_way is not None:
+            self.complete(self._under_way)
+        self._require_usable()
+        assert isinstance(parcel, _Form) and parcel.what is not None
+        if landing is None and self._capturing():
+            raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
+        x = x.detach()
+        source = x.reshape(-1).view(torch.uint8) if parcel.layout is None else x
+        stride = x_step if parcel.layout is None else x_step // x.itemsize
+        self._prepare(parcel, source, stride)
+        transfer = DeviceTransfer(self, parcel, source, stride, sends, landing, place, self._take_turns())
+        nothing = [0] * self.layout.WORLD
+        receives = (nothing, nothing) if landing is None else (landing.segments.counts, landing.segments.displs)
+        self._note(transfer, *receives)
+        self._launch_send(transfer, 0)
+        self._under_way = transfer
+        if wait:
+            self.complete(transfer)
+        return transfer
+
+    def complete(self, transfer: DeviceTransfer) -> None:
+        """Ends a call if that has not happened; what it comes to is for `DeviceTransfer.wait` to say."""
+        if transfer is not self._under_way:
+            return
+        if self._closed:
+            transfer.error = ThinwireError("the communicator was closed while this call was under way")
+            self._under_way = transfer.x = None
+        else:
+            try:
+                with torch.cuda.stream(transfer.stream):  # no stream: no change
+                    transfer.result = self._drain(transfer)
+            except BaseException as error:
+                transfer.error = error
+                if not transfer.over and self._failure is None:
+                    # Nobody knows which steps were taken; to go on could put one call's rows into another.
+                    self._failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._under_way = transfer.x = None
+
+    def _drain(self, transfer: DeviceTransfer) -> torch.Tensor:
+        form, landing, world = transfer.form, transfer.landing, self.layout.WORLD
+        looks = landing is None or self.always_looks
+        self._wait(form, kernels.HEADERS, 0, check=not looks)
+        error: Exception | None = None
+        if looks:
+            headers = self._headers()
+            self._raise_timeout()
+            counts, pieces = headers[:, 1].tolist(), (headers[:, 0] + 1).tolist()
+            expected = counts if landing is None else landing.segments.counts
+            wrong = self._differences(form, headers, expected)
+            if wrong:
+                error = CountsError("; ".join(wrong))
+            elif landing is None:
+                try:
+                    landing = transfer.place(counts)
+                except Exception as problem:
+                    error = problem
+                else:
+                    self._note(transfer, landing.segments.counts, landing.segments.displs)
+            if error is not None:
+                # Takes in what is still to come in this call, and keeps none of it.
+                self._note(transfer, [-number for number in pieces], [0] * world)
+        else:
+            assert landing is not None
+            pieces = [form.pieces(count, self.layout.PIECE_BYTES) for count in landing.segments.counts]
+        self._move(transfer, None if error is not None else landing, pieces)
+        transfer.over = True
+        if error is not None:
+            raise error
+        assert landing is not None
+        return landing.memory if landing.finish is None else landing.finish()
+
+    def _move(self, transfer: DeviceTransfer, landing: Landing | None, pieces: list[int]) -> None:
+        """All steps from the taking of the first pieces on; without a landing nothing is kept."""
+        form, sends, piece_bytes = transfer.form, transfer.sends, self.layout.PIECE_BYTES
+        assert transfer.x is not None
+        counts, out, out_stride = [0], transfer.x, 0
+        if landing is not None:
+            counts, out, out_stride = landing.segments.counts, landing.memory.detach(), form.step
+            if form.layout is None:
+                out = out.reshape(-1).view(torch.uint8)
+            else:
+                out_stride = form.step // out.itemsize
+        most_out = max(form.pieces(count, piece_bytes) for count in sends.counts)
+        for number in range(max(most_out, *pieces)):
+            if 0 < number < most_out:
+                self._wait(form, kernels.ROOM, number)
+                self._launch_send(transfer, number)
+            if 0 < number < max(pieces):
+                self._wait(form, kernels.PIECES, number)
+            items = form.items(counts, number, piece_bytes)
+            if items or 0 < number < max(pieces):
+                kernels.take(self._end, out, out_stride, form.layout, form.flat, number, items)
+
+    def _launch_send(self, transfer: DeviceTransfer, number: int) -> None:
+        form = transfer.form
+        assert transfer.x is not None and form.what is not None
+        items = form.items(transfer.sends.counts, number, self.layout.PIECE_BYTES)
+        kernels.send(self._end, transfer.x, transfer.stride, form.layout, form.flat, form.what, number, items)
+
+    def _note(self, transfer: DeviceTransfer, counts: list[int], displs: list[int]) -> None:
+        form = transfer.form
+        per_piece = form.per_piece(self.layout.PIECE_BYTES)
+        kernels.note(self._end, (transfer.sends.counts, transfer.sends.displs), (counts, displs), form.unit, per_piece)
+
+    def _wait(self, form: _Form, reason: int, number: int, check: bool = False) -> None:
+        assert form.what is not None
+        kernels.wait(self._end, reason, number, form.what, check, self.timeout, self.grace)
+        if self.always_looks:
+            self._raise_timeout()
+
+    def _headers(self) -> torch.Tensor:
+        """Of every rank's header in the open call: ring pieces, count, and what a row is; int64 [world, 6] on the CPU.
+
+        On CUDA this waits for the current stream.
+        """
+        half = int(self._end.control[CONTROL_EPOCH]) & 1
+        first, size = self.layout.HEADERS + half * self.layout.WORLD * LINE_BYTES, self.layout.WORLD * LINE_BYTES
+        words = self._memory.local[first : first + size].cpu().view(torch.int64).view(self.layout.WORLD, -1)[:, :6]
+        words = words.clone()
+        words[:, 0] >>= 32  # behind the flag
+        return words
+
+    def _differences(self, form: _Form, headers: torch.Tensor, expected: Sequence[int]) -> list[str]:
+        """What is wrong with the headers."""
+        assert form.what is not None
+        what = form.what.tolist()
+        found = []
+        for peer, (pieces, count, *sent) in enumerate(headers.tolist()):
+            if sent != what or count != expected[peer]:
+                found.append(describe_difference(self.rank, peer, count, expected[peer], sent, what))
+            elif pieces + 1 != form.pieces(count, self.layout.PIECE_BYTES):
+                found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
+        return found
+
+    def _take_turns(self) -> torch.cuda.Stream | None:
+        """The current stream, once it waits for what the last call launched on another."""
+        if not self._on_gpu:
+            return None
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream and not self._capturing():
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        return stream
+
+    def _capturing(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def _prepare(self, form: _Form, x: torch.Tensor, stride: int) -> None:
+        """Compiles and loads all kernels of a call before any of them waits for a peer.
+
+        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
+        one. Waits for the current stream, at the first call of its form.
+        """
+        if not self._on_gpu or self._capturing():
+            return
+        key: tuple[object, ...] = ()  # kernels for exact rows find out themselves how wide they may copy
+        if form.layout is not None:
+            key = (form.layout, form.flat, stride == 1, stride % 16 == 0, x.data_ptr() % 16 == 0)
+        if key in self._prepared:
+            return
+        nothing = [0] * self.layout.WORLD
+        with _prepare_lock:
+            assert form.what is not None
+            kernels.note(self._idle, (nothing, nothing), (nothing, nothing), 1, 1)
+            # The output may begin anywhere; nothing is written to this one.
+            outs = (x.new_empty(16), x.new_empty(16)[1:])
+            for number in (0, 1):
+                kernels.send(self._idle, x, stride, form.layout, form.flat, form.what, number, 0)
+                for out in outs:
+                    out_stride = stride if form.layout is None else form.layout.HIDDEN
+                    kernels.take(self._idle, out, 1 if form.flat else out_stride, form.layout, form.flat, number, 0)
+            for reason in (kernels.HEADERS, kernels.ROOM, kernels.PIECES):
+                for check in (True, False):
+                    kernels.wait(self._idle, reason, 0, form.what, check, self.timeout, self.grace)
+            torch.cuda.current_stream(self._device).synchronize()
+        self._prepared.add(key)
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+        if isinstance(self._failure, PeerTimeout):
+            raise unusable_after(self._failure)
+        if self._failure is not None:
+            raise type(self._failure)(
+                "the direct transport of this communicator cannot be used any more, make a new communicator; earlier: "
+                f"{self._failure}"
+            )
+        self._raise_timeout()
+        if self._report[REPORT_STATUS] == MISMATCHED:
+            self._failure = self._mismatch()
+            raise self._mismatch()
+
+    def _raise_timeout(self) -> None:
+        if self._report[REPORT_STATUS] == TIMED_OUT:
+            self._failure = timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout)
+            # Not the one that is kept: its traceback would hold the tensors.
+            raise timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout)
+
+    def _mismatch(self) -> CountsError:
+        """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""
+        world = self.layout.WORLD
+        table = self._end.table.tolist()
+        expected, what = table[3 * world : 4 * world], table[6 * world :]
+        wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
+        found = [
+            describe_difference(self.rank, peer, count, expected[peer], sent, what)
+            for peer, (_, count, *sent) in enumerate(self._headers().tolist())
+            if wrong[peer]
+        ]
+        return CountsError(f"in call {self._report[REPORT_EPOCH]}: {'; '.join(found)}")
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device.
+
+        Raises:
+            CountsError, PeerTimeout: see `DeviceTransfer.wait`.
+        """
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        self._require_usable()
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        layout = self.layout
+        failed = self._failure is not None or self._report[REPORT_STATUS] != RUNNING
+        return (
+            f"all_to_all_v: direct, {layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, pieces of "
+            f"{layout.PIECE_BYTES} bytes, by Triton's kernels" + (", failed" if failed else "")
+        )
+
+    def close(self) -> None:
+        """Lets go of the memory. Not collective. On CUDA it waits for what the device was given to do."""
+        if not self._closed:
+            self._closed = True
+            self._memory.close()

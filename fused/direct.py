@@ -1,0 +1,196 @@
+"""All-to-all-v on the direct transport: when a communicator has it, and how rows get onto its channel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.symmetric import allocate
+from thinwire.errors import CapacityError, TransportUnavailable
+from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
+from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, ChannelLayout, Landing, Parcel, Transfer
+from thinwire.fused.counts import Segments
+from thinwire.fused.cpu import HAS_NUMBA
+from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
+from thinwire.fused.staged import dense_segments
+from thinwire.triton_kernels.compat import HAS_TRITON
+from thinwire.version import VERSION
+from thinwire.wire import WIRE_VERSION, WireFormat
+
+__all__ = ["AnyChannel", "AnyTransfer", "Refusal", "open_channel", "send_rows"]
+
+#: The output's segments and the output.
+Placed = tuple[Segments, torch.Tensor]
+#: By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
+AnyChannel = Channel | DeviceChannel
+AnyTransfer = Transfer | DeviceTransfer
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a communicator has no channel; the same on every rank."""
+
+    reason: str
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        return f"all_to_all_v: staged, as {self.reason}"
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def open_channel(
+    comm: Communicator, wire: WireFormat | None = None, piece_bytes: int | None = None, pieces: int = PIECES
+) -> AnyChannel | Refusal:
+    """The communicator's channel, or why there is none. Made at the first call, which is collective.
+
+    Args:
+        comm: closes the channel when it is closed.
+        wire: what the call at hand wants to send; looked at in the first call only, as are the others.
+        piece_bytes, pieces: see `ChannelLayout.of`; on CUDA None means 4 MiB, or less in a large group.
+
+    Raises:
+        TransportUnavailable: no backend can quantise for this wire, on any transport. Raised before peers are asked.
+        ConfigMismatch: ranks that asked for different layouts, or run different versions.
+        PeerTimeout: a peer did not take part.
+    """
+    return comm.attached("all_to_all_v", lambda: _new_channel(comm, wire, piece_bytes, pieces))
+
+
+def _new_channel(
+    comm: Communicator, wire: WireFormat | None, piece_bytes: int | None, pieces: int
+) -> AnyChannel | Refusal:
+    if wire is not None and wire.quantized:
+        select_backend(comm.device, wire)
+    reasons = comm.all_gather_object(_why_not(comm))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return Refusal(f"{reason} on rank {rank}")
+    if piece_bytes is None:
+        piece_bytes = piece_bytes_for(comm.device, comm.size, pieces)
+    layout = ChannelLayout.of(comm.size, piece_bytes, pieces)
+    settings: dict[str, Setting] = {
+        "piece_bytes": layout.PIECE_BYTES,
+        "pieces": layout.PIECES,
+        "version": VERSION,
+        "wire": WIRE_VERSION,
+    }
+    comm.require_same("the direct transport of all_to_all_v", settings)
+    try:
+        memory = allocate(comm, layout.NUM_BYTES)
+    except (TransportUnavailable, CapacityError) as error:
+        return Refusal(str(error))
+    # Ranks of either kind may share a group: they write the same bytes in the same order.
+    channel: AnyChannel
+    if comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton":
+        channel = DeviceChannel(memory, layout, comm.rank, comm.timeout)
+    else:
+        channel = Channel(memory, layout, comm.rank, comm.timeout)
+    comm.barrier()  # kernels that one rank still has to compile shall not count as its silence
+    return channel
+
+
+def _why_not(comm: Communicator) -> str | None:
+    """What keeps this rank from the direct transport."""
+    backend = os.environ.get(BACKEND_VARIABLE)
+    if comm.device.type == "cuda":
+        if backend not in (None, "", "triton"):
+            return f"it needs the triton backend on {comm.device} and {BACKEND_VARIABLE}={backend}"
+        return None if HAS_TRITON else "triton is not installed"
+    if comm.device.type != "cpu":
+        return f"it is for the CPU and CUDA, and the communicator's tensors live on {comm.device}"
+    if backend == "triton":
+        if not HAS_TRITON:
+            return "triton is not installed"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
+    if backend not in (None, "", "numba"):
+        return f"it needs the numba backend and {BACKEND_VARIABLE}={backend}"
+    if not HAS_NUMBA:
+        return "numba is not installed"
+    return None
+
+
+def send_rows(
+    channel: AnyChannel,
+    x: torch.Tensor,
+    sends: Segments,
+    placed: Placed | None,
+    place: Callable[[list[int]], Placed],
+    wire: WireFormat,
+    *,
+    wait: bool,
+) -> AnyTransfer:
+    """Begins an all-to-all-v; its arguments have been checked. With `wait` it is over on return.
+
+    Args:
+        x: [rows, ...].
+        sends: what of x goes to each rank.
+        placed: what is to be received, and into what; None if that is to be learnt from the peers.
+        place: makes `placed` from the counts, once they are known.
+        wire: the format in transit.
+
+    Raises:
+        CapacityError: a 1-D tensor in a format with records longer than a piece, which only an alignment can make.
+        CountsError, PeerTimeout: see `Channel.send` and `Transfer.wait`.
+    """
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    parcel = channel.parcel(x.shape[1:], x.dtype, wire)
+    if parcel.record_bytes:
+        return _send_long_records(channel, parcel, x, sends, placed, place, wire, wait=wait)
+    step = parcel.step
+    if not x.is_contiguous():
+        if wire.quantized and x.dim() > 1 and x.numel():
+            x = x.flatten(1)
+        if x.dim() == 2 and x.stride(1) == 1 and wire.quantized:
+            step = x.stride(0) * x.itemsize  # rows may lie apart
+        else:
+            x = x.contiguous()
+
+    landing = None if placed is None else Landing(*placed)
+    return channel.send(parcel, x, step, sends, landing, lambda counts: Landing(*place(counts)), wait=wait)
+
+
+def _send_long_records(
+    channel: AnyChannel,
+    parcel: Parcel,
+    x: torch.Tensor,
+    sends: Segments,
+    placed: Placed | None,
+    place: Callable[[list[int]], Placed],
+    wire: WireFormat,
+    *,
+    wait: bool,
+) -> AnyTransfer:
+    """Rows whose records are longer than a piece: made and read here, and sent as the bytes that they are."""
+    if x.dim() == 1:
+        raise CapacityError(
+            f"a record of {FLAT_ROW} elements takes {parcel.record_bytes} bytes in {wire!r}; for 1-D tensors it must "
+            f"fit into a piece of the direct transport, {channel.layout.PIECE_BYTES} bytes: pass transport='staged', "
+            "or a smaller alignment"
+        )
+    backend = select_backend(x.device, wire)
+    rows = x.flatten(1)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    records = torch.empty(sum(sends.counts), parcel.record_bytes, dtype=torch.uint8, device=x.device)
+    backend.pack_rows(rows, wire, sends.row_index(0, max(sends.counts), x.device), records)
+
+    def land(receives: Segments, out: torch.Tensor) -> Landing:
+        received = torch.empty(sum(receives.counts), parcel.record_bytes, dtype=torch.uint8, device=x.device)
+
+        def unpack() -> torch.Tensor:
+            index = receives.row_index(0, max(receives.counts), x.device)
+            backend.unpack_rows(received, wire, None, index, out.detach().flatten(1))
+            return out
+
+        return Landing(dense_segments(receives.counts), received, unpack)
+
+    landing = None if placed is None else land(*placed)
+    dense_sends = dense_segments(sends.counts)
+    return channel.send(parcel, records, parcel.step, dense_sends, landing, lambda n: land(*place(n)), wait=wait)

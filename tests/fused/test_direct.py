@@ -1,0 +1,218 @@
+"""The direct all-to-all-v between real ranks: when it is taken, what it leaves alone, and peers that die or stop."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+import torch.distributed as dist
+
+from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
+from thinwire.fused.all_to_all import Pending, all_to_all_v
+from thinwire.fused.direct import open_channel
+from thinwire.testing import run_ranks
+from thinwire.wire import WireFormat
+
+TIMEOUT = 1.0
+
+
+def _both_transports(comm: Communicator, piece_bytes: int | None) -> None:
+    open_channel(comm, None, piece_bytes)
+    rng = random.Random(comm.size)  # the same on every rank
+    generator = torch.Generator().manual_seed(comm.rank)
+    for spec in WIRES:
+        for dtype in DTYPES:
+            counts = [[rng.choice([0, 1, 4, 9]) for _ in range(comm.size)] for _ in range(comm.size)]
+            sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
+            x = magnitudes(max(1, sum(sent)), rng.choice([1, 40, 700]), dtype, generator)
+            x[0, 0] = float("nan")
+            results = [
+                all_to_all_v(x, sent, known, wire=spec, comm=comm, transport=transport)
+                for transport, known in (("staged", received), ("direct", received), ("direct", None), ("auto", None))
+            ]
+            for result in results[1:]:
+                assert_same_bits(f"{spec} {dtype}", results[0], result)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "piece_bytes"), [(2, "process", None), (3, "thread", 640), (5, "thread", None)]
+)
+def test_both_transports_give_the_same_bits(size: int, mode: str, piece_bytes: int | None) -> None:
+    run_ranks(_both_transports, size, piece_bytes, mode=mode, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+def _says_why(comm: Communicator) -> list[str]:
+    if comm.rank == 1:
+        os.environ["THINWIRE_BACKEND"] = "torch"
+    with pytest.raises(TransportUnavailable) as caught:
+        all_to_all_v(torch.zeros(4, 8), comm=comm, transport="direct")
+    moved = all_to_all_v(torch.ones(4, 8), comm=comm)  # alike on all ranks, or it would not return
+    assert isinstance(moved, torch.Tensor) and moved.shape == (4, 8)
+    return [str(caught.value), comm.explain().splitlines()[-1].strip()]
+
+
+def test_one_rank_that_cannot_makes_all_take_the_staged_transport_and_say_so() -> None:
+    reason = "it needs the numba backend and THINWIRE_BACKEND=torch on rank 1"
+    expected = [f"all_to_all_v cannot take the direct transport: {reason}", f"all_to_all_v: staged, as {reason}"]
+    assert run_ranks(_says_why, 2) == [expected] * 2
+
+
+def _explained(comm: Communicator) -> str:
+    all_to_all_v(torch.zeros(4, 8), comm=comm, transport="staged")
+    assert "all_to_all_v" not in comm.explain()
+    all_to_all_v(torch.zeros(4, 8), comm=comm)
+    return comm.explain().splitlines()[-1]
+
+
+def test_the_choice_is_explained() -> None:
+    line = "  all_to_all_v: direct, 3.0 MiB of symmetric memory, pieces of 262144 bytes"
+    assert run_ranks(_explained, 2, mode="thread") == [line] * 2
+
+
+def _other_pieces(comm: Communicator) -> None:
+    with pytest.raises(ConfigMismatch, match="piece_bytes: 1280 on rank 0; 1408 on rank 1"):
+        open_channel(comm, None, 1280 + 128 * comm.rank)
+    all_to_all_v(torch.zeros(4, 8), comm=comm, transport="direct")
+
+
+def test_ranks_with_other_pieces_are_told() -> None:
+    run_ranks(_other_pieces, 2, mode="thread")
+
+
+def _wide_records(comm: Communicator) -> None:
+    wire = WireFormat("int8", 128, 1 << 19)
+    x = torch.randn(2 * comm.size, 1024)
+    with pytest.raises(CapacityError, match="a record of 1024 elements takes 524288 bytes"):
+        all_to_all_v(x.view(-1), comm=comm, wire=wire)
+    results = [all_to_all_v(x, comm=comm, wire=wire, transport=transport) for transport in ("direct", "staged")]
+    assert_same_bits("long records", results[0], results[1])  # type: ignore[arg-type]
+
+
+def test_a_flat_tensor_whose_records_are_longer_than_a_piece_is_refused() -> None:
+    run_ranks(_wide_records, 2, mode="thread")
+
+
+class _Forbidden(Exception):
+    pass
+
+
+def _forbid(*args: object, **kwargs: object) -> None:
+    raise _Forbidden
+
+
+def _alone(comm: Communicator) -> None:
+    """After the first call the process group is not asked for anything."""
+    x = torch.arange(4.0 * comm.size * 700).view(4 * comm.size, 700)
+    ones = [1] * comm.size
+    all_to_all_v(x, comm=comm)
+    named = [name for name in dir(dist) if callable(getattr(dist, name)) and name[0].islower()]
+    kept = {name: getattr(dist, name) for name in named}
+    for name in named:
+        setattr(dist, name, _forbid)
+    comm.post = _forbid  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(_Forbidden):
+            all_to_all_v(x, ones, comm=comm, transport="staged")
+        for wire in ("none", "int8"):
+            all_to_all_v(x, comm=comm, wire=wire)
+            all_to_all_v(x, ones, comm=comm, wire=wire)
+            all_to_all_v(x.view(-1), ones, ones, comm=comm, wire=wire)
+            pending = all_to_all_v(x, ones, comm=comm, wire=wire, async_op=True)
+            assert isinstance(pending, Pending)
+            pending.wait()
+            with pytest.raises(CountsError, match="overlap"):
+                all_to_all_v(x, ones, recv_displs=[0] * comm.size, comm=comm, wire=wire)
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+        del comm.post  # type: ignore[misc]
+
+
+def test_calls_after_the_first_leave_the_process_group_alone() -> None:
+    run_ranks(_alone, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peers that die or stop
+
+
+def _call(comm: Communicator, rows: int, wire: str) -> None:
+    all_to_all_v(torch.ones(rows * comm.size, 512), [rows] * comm.size, wire=wire, comm=comm)
+
+
+def _until_timeout(comm: Communicator, rows: int, wire: str) -> tuple[float, tuple[int, ...]]:
+    """Calls until that fails. How long the last one took, and whom it blames."""
+    while True:
+        started = time.monotonic()
+        try:
+            _call(comm, rows, wire)
+        except PeerTimeout as error:
+            waited = time.monotonic() - started
+            # It is not hushed up by taking the other transport.
+            with pytest.raises(PeerTimeout, match="cannot be used any more"):
+                _call(comm, rows, wire)
+            assert "failed" in comm.explain()
+            return waited, error.ranks
+
+
+def _as_a_child(body: Callable[..., Any], *args: Any) -> int:
+    """Runs `body` in a fork of this rank, which can be killed and stopped without the rank's end. Returns its number.
+
+    What the rank has mapped, the child has mapped too: to its peers it is the rank.
+    """
+    child = os.fork()
+    if child:
+        return child
+    try:
+        body(*args)
+    finally:
+        os._exit(0)
+
+
+def _with_a_victim(comm: Communicator, number: int, rows: int, wire: str) -> tuple[float, tuple[int, ...]] | None:
+    patient = comm
+    open_channel(patient)  # ranks load the kernels now, which may take longer than the impatient one waits
+    comm = Communicator(comm.group, timeout=TIMEOUT)
+    _call(comm, rows, wire)
+    if comm.rank != 1:
+        outcome = _until_timeout(comm, rows, wire)
+        patient.barrier()
+        return outcome
+    child = _as_a_child(_until_timeout, comm, rows, wire)
+    time.sleep(0.3)
+    os.kill(child, number)
+    patient.barrier()
+    if number == signal.SIGSTOP:
+        # It wakes when the others are done with it, finds their reports, and gives up too.
+        os.kill(child, signal.SIGCONT)
+        limit = time.monotonic() + TIMEOUT + 2
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < limit, "the rank that was woken hangs"
+            time.sleep(0.01)
+    else:
+        os.waitpid(child, 0)
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("rows", "wire"), [(1, "none"), (2000, "int8")], ids=["one row", "pieces"])
+def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire: str) -> None:
+    for outcome in run_ranks(_with_a_victim, 3, number, rows, wire)[::2]:
+        assert outcome is not None
+        waited, blamed = outcome
+        assert blamed == (1,) and waited <= TIMEOUT + 2
