@@ -97,10 +97,8 @@ def all_to_all_v(
             `max(displ + count)` rows, and gaps are zero.
         wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm: None means the communicator that `init` made.
-        transport: "direct", "staged", or "auto": direct for CPU ranks of one host with the numba backend, else staged.
-            That is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why.
-            On CUDA "direct" has to be asked for. With recv_counts it then never waits for the device, and can be
-            captured in a CUDA graph; what goes wrong there is raised by a later call.
+        transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
+            is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why.
         async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before. On the direct
             transport long segments move only while their ranks are in `wait()`, so all ranks should come to it at the
             same place among their collective calls; and a later call on the communicator ends this one first.
@@ -168,8 +166,7 @@ def _choose_channel(transport: str, wire: WireFormat, comm: Communicator) -> Any
     """What the direct transport works with; None for the staged one."""
     if transport not in _TRANSPORTS:
         raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(_TRANSPORTS)}")
-    # On CUDA only who asks for it gets it: it takes memory there, and finds out later about ranks that disagree.
-    if transport == "direct" or (transport == "auto" and comm.device.type == "cpu"):
+    if transport != "staged":
         channel = open_channel(comm, wire)
         if not isinstance(channel, Refusal):
             return channel
