@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint types imports ahead-of-time bench clean
+.PHONY: demo test soak protocol lint types imports ahead-of-time bench clean
 
 demo: $(VENV)/ready
 	$(RUN) -m thinwire demo
 
 test: $(VENV)/ready
 	$(RUN) -m pytest
+
+soak: $(VENV)/ready
+	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json
+
+protocol: $(VENV)/ready
+	$(RUN) -m tests.protocol.check
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
@@ -26,6 +32,9 @@ ahead-of-time: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_codec --device cpu
+	$(RUN) -m benchmarks.bench_all_to_all --device cpu
+	$(RUN) -m benchmarks.bench_dispatch --device cpu
+	$(RUN) -m benchmarks.bench_link
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

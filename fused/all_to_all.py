@@ -98,7 +98,9 @@ def all_to_all_v(
         wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm: None means the communicator that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
-            is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why.
+            is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
+            with recv_counts, direct never waits for the device, and can be captured in a CUDA graph; what goes wrong
+            there is raised by a later call.
         async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before. On the direct
             transport long segments move only while their ranks are in `wait()`, so all ranks should come to it at the
             same place among their collective calls; and a later call on the communicator ends this one first.
@@ -126,29 +128,29 @@ def all_to_all_v(
     """
     comm = comm if comm is not None else default_communicator()
     wire = _parse_wire(wire) if type(wire) is str else resolve_wire(wire)
-    _check_tensors(x, out, wire, comm)
+    tail = _check_tensors(x, out, wire, comm)
     sends, counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
     rows = None if out is None else out.shape[0]
 
     def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
         receives = receive_segments(counts, recv_displs, rows)
-        return receives, _new_output(x, receives) if out is None else out
+        return receives, _new_output(x, tail, receives) if out is None else out
 
-    placed = None if counts is None else place(counts)
-    if counts is not None and not check and sends.counts[comm.rank] != counts[comm.rank]:
-        raise CountsError(
-            f"rank {comm.rank} sends itself {sends.counts[comm.rank]} rows but expects {counts[comm.rank]}"
-        )
+    placed = None
+    if counts is not None:
+        placed, rank = place(counts), comm.rank
+        if not check and sends.counts[rank] != counts[rank]:
+            raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
     channel = _choose_channel(transport, wire, comm)
     if check:
         counts = _compare_with_peers(x, sends, counts, wire, comm)
         placed = placed or place(counts)
     if channel is not None:
-        transfer = send_rows(channel, x, sends, placed, place, wire, wait=not async_op)
+        transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
         return Pending(transfer.wait, comm.device) if async_op else transfer.wait()
     receives, target = placed or place(comm.exchange_counts(sends.counts))
     with torch.no_grad():
-        if x.dim() > 1 and math.prod(x.shape[1:]) == 0:
+        if math.prod(tail) == 0:
             pending = Pending(lambda: target, comm.device)
         elif wire.quantized:
             pending = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
@@ -178,14 +180,14 @@ def _choose_channel(transport: str, wire: WireFormat, comm: Communicator) -> Any
     return None
 
 
-def _new_output(x: torch.Tensor, receives: Segments) -> torch.Tensor:
+def _new_output(x: torch.Tensor, tail: torch.Size, receives: Segments) -> torch.Tensor:
     """Zeros only where there are gaps: segments do not overlap, so they leave some if the rows outnumber theirs."""
-    shape = (receives.rows, *x.shape[1:])
+    shape = (receives.rows, *tail)
     return x.new_empty(shape) if sum(receives.counts) == shape[0] else x.new_zeros(shape)
 
 
-def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> None:
-    """All that can be refused before peers hear of this call."""
+def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:
+    """All that can be refused of tensors before peers hear of this call. Returns the shape of a row."""
     # check_device is asked only where the answer is not plain: small calls are over in microseconds.
     if not isinstance(x, torch.Tensor) or x.device != comm.device:
         comm.check_device("x", x)
@@ -196,13 +198,14 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, 
         raise WireFormatError(
             "all_to_all_v has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
         )
+    tail = x.shape[1:]
     if out is None:
-        return
+        return tail
     if not isinstance(out, torch.Tensor) or out.device != comm.device:
         comm.check_device("out", out)
-    if out.dtype != x.dtype or out.dim() != x.dim() or out.shape[1:] != x.shape[1:]:
+    if out.dtype != x.dtype or out.dim() != x.dim() or out.shape[1:] != tail:
         raise CountsError(
-            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(x.shape[1:])}"
+            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(tail)}"
         )
     if not out.is_contiguous() or out.is_conj() or out.is_neg():
         raise CountsError(
@@ -211,6 +214,7 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, 
         )
     if _overlap(x, out):
         raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
+    return tail
 
 
 def _resolve_counts(

@@ -15,6 +15,7 @@ __all__ = ["Counts", "Segments", "equal_split", "parse_integers", "receive_segme
 Counts = Sequence[int] | torch.Tensor
 
 _LARGEST = 2**63 - 1  # what kernels and messages hold
+_PLAIN = {int}
 
 
 class Segments(NamedTuple):
@@ -47,7 +48,7 @@ def parse_integers(values: Counts, size: int, name: str) -> list[int]:
     Raises:
         CountsError: naming the argument and the entry that is wrong.
     """
-    if type(values) is list and len(values) == size and set(map(type, values)) == {int}:
+    if type(values) is list and len(values) == size and {*map(type, values)} == _PLAIN:
         if min(values) >= 0 and max(values) <= _LARGEST:  # the usual case, told apart at little cost
             return values.copy()
     if isinstance(values, torch.Tensor):

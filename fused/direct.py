@@ -12,10 +12,11 @@ from thinwire.comm.communicator import Communicator, Setting
 from thinwire.comm.symmetric import allocate
 from thinwire.errors import CapacityError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
-from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, ChannelLayout, Landing, Parcel, Transfer
+from thinwire.fused.channel import FLAT_ROW, PIECES, ChannelLayout, Landing, Parcel
 from thinwire.fused.counts import Segments
 from thinwire.fused.cpu import HAS_NUMBA
 from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
+from thinwire.fused.host_channel import Channel, Transfer
 from thinwire.fused.staged import dense_segments
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.version import VERSION
@@ -119,6 +120,7 @@ def _why_not(comm: Communicator) -> str | None:
 def send_rows(
     channel: AnyChannel,
     x: torch.Tensor,
+    tail: torch.Size,
     sends: Segments,
     placed: Placed | None,
     place: Callable[[list[int]], Placed],
@@ -130,6 +132,7 @@ def send_rows(
 
     Args:
         x: [rows, ...].
+        tail: the shape of a row.
         sends: what of x goes to each rank.
         placed: what is to be received, and into what; None if that is to be learnt from the peers.
         place: makes `placed` from the counts, once they are known.
@@ -141,7 +144,7 @@ def send_rows(
     """
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
-    parcel = channel.parcel(x.shape[1:], x.dtype, wire)
+    parcel = channel.parcel(tail, x.dtype, wire)
     if parcel.record_bytes:
         return _send_long_records(channel, parcel, x, sends, placed, place, wire, wait=wait)
     step = parcel.step

@@ -14,7 +14,7 @@ import numpy as np
 
 from thinwire.fused.cpu.atomics import load_acquire, monotonic_ns, store_release, yield_processor
 from thinwire.fused.cpu.codec import pack_kernel, unpack_kernel
-from thinwire.fused.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.fused.cpu.compat import FINGERPRINT, cgutils, device, intrinsic, ir, kernel, types
 from thinwire.fused.cpu.intrinsics import (
     copy_bytes,
     load_int32,
@@ -92,7 +92,9 @@ _WHAT_WORDS = 4
 _PHASE_HEADERS, _PHASE_PIECES = np.int32(0), np.int32(1)
 _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
 _STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
-_SPINS = 200  # looks before the first yield
+# Looks before the first yield, yields before the first nap, and microseconds of a nap. A yield may come back at once
+# although the awaited rank wants this processor: the scheduler goes by who has had how much. A sleep always makes room.
+_SPINS, _YIELDS, _NAP_MICROSECONDS = 200, 100, np.int32(50)
 _ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 
 
@@ -298,6 +300,19 @@ def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
 # Waiting
 
 
+@intrinsic
+def sleep_microseconds(typing_context, duration):
+    """Gives up the processor for at least so long."""
+
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(32)
+        sleep = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [word]), "usleep")
+        builder.call(sleep, args)
+        return context.get_dummy_value()
+
+    return types.void(types.int32), codegen
+
+
 @kernel
 def missing(call, peers, peer, draining, fingerprint=FINGERPRINT):
     """Whether this rank needs something of a peer that the peer has not done."""
@@ -420,5 +435,7 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
             return call[_STATUS]
         if now > pause:
             return np.int64(PAUSED)
-        if not moved:
+        if looks > _SPINS + _YIELDS:
+            sleep_microseconds(_NAP_MICROSECONDS)
+        elif not moved:
             yield_processor()

@@ -18,11 +18,12 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError
-from thinwire.fused.channel import Channel, ChannelLayout, Transfer
+from thinwire.fused.channel import ChannelLayout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import Segments, receive_segments, send_segments
 from thinwire.fused.cpu import channel as kernels
 from thinwire.fused.direct import send_rows
+from thinwire.fused.host_channel import Channel, Transfer
 from thinwire.triton_kernels.round_layout import LINE_BYTES
 from thinwire.wire import WireFormat
 
@@ -106,7 +107,9 @@ def exchange(
         return receives, x.new_zeros((receives.rows, *x.shape[1:])) if out is None else out
 
     sends = send_segments(send_counts, send_displs, x.shape[0])
-    return send_rows(channel, x, sends, None if recv_counts is None else place(recv_counts), place, wire, wait=wait)
+    return send_rows(
+        channel, x, x.shape[1:], sends, None if recv_counts is None else place(recv_counts), place, wire, wait=wait
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,7 +462,7 @@ def _failing_place(rank: int, channel: Channel) -> list[float]:
 
     if rank == 0:
         with pytest.raises(MemoryError, match=r"no room for \[10, 10\]"):
-            send_rows(channel, x, send_segments([10, 10], None, 20), None, place, NONE, wait=True).wait()
+            send_rows(channel, x, x.shape[1:], send_segments([10, 10], None, 20), None, place, NONE, wait=True).wait()
     else:
         assert exchange(channel, x, [10, 10]).wait()[:, 0].tolist() == [0.0] * 10 + [1.0] * 10
     return exchange(channel, x, [1, 1]).wait()[:, 0].tolist()

@@ -248,6 +248,23 @@ class Oracle:
             self.counts.append(counts)
             self.offsets.append(offsets)
 
+    def index(self, rank: int, num_rows: int) -> torch.Tensor:
+        """The record of each row: the token's source and its number there; -1 where there is none."""
+        counts = [part.x.shape[0] for part in self.plan.parts]
+        first = [source * self.settings.max_tokens for source in range(self.settings.world)]
+        slots = torch.cat([at + torch.arange(count) for at, count in zip(first, counts, strict=True)])
+        index = torch.full((num_rows,), -1)
+        for expert in self.experts[rank]:
+            wanted = self.wanted[:, expert]
+            index[self.rows[wanted, expert]] = slots[wanted]
+        return index
+
+    def sent(self, source: int, target: int) -> int:
+        """How many records go from one rank to another, and how many sums come back."""
+        first = sum(part.x.shape[0] for part in self.plan.parts[:source])
+        wanted = self.wanted[first : first + self.plan.parts[source].x.shape[0]]
+        return int(wanted[:, self.experts[target].start : self.experts[target].stop].any(1).sum())
+
     def capacity(self, rank: int) -> int:
         """What the rank passes to `gather`."""
         return int(self.plan.parts[rank].capacity * int(self.offsets[rank][-1]))
@@ -326,6 +343,11 @@ class RandomRound:
         d = self.dispatched = self.ep.dispatch(self.part.x, self.part.ids, self.part.weights, lane=lane)
         for expected, got in ((self.oracle.counts, d.expert_counts), (self.oracle.offsets, d.expert_offsets)):
             assert torch.equal(got, expected[self.me]), (self.where, got, expected[self.me])
+        assert torch.equal(d.index, self.oracle.index(self.me, d.index.shape[0])), (self.where, d.index)
+        peers = [rank for rank in range(self.ep.comm.size) if rank != self.me]
+        there = sum(self.oracle.sent(self.me, peer) for peer in peers)
+        back = sum(self.oracle.sent(peer, self.me) for peer in peers)
+        assert (d.dispatch_traffic.rows, d.combine_traffic.rows) == (there, back), self.where
 
     def read(self) -> None:
         """Takes the experts' input out of the lane and computes their outputs, with NaN where nobody may look."""
