@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -309,17 +309,26 @@ class Communicator:
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def attached(self, key: str, make: Callable[[], _A]) -> _A:
+    @overload
+    def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
+
+    @overload
+    def attached(self, key: str) -> Attachment | None: ...
+
+    def attached(self, key: str, make: Callable[[], Attachment] | None = None) -> Attachment | None:
         """What `make` returned at the first call with this key; closed when the communicator is.
+
+        Without `make`: what there is, or None.
 
         Raises:
             ThinwireError: the communicator is closed.
         """
         if self._closed:
             self._require_open()
-        if key not in self._attachments:
-            self._attachments[key] = make()
-        return cast(_A, self._attachments[key])
+        attachment = self._attachments.get(key)
+        if attachment is None and make is not None:
+            attachment = self._attachments[key] = make()
+        return attachment
 
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""

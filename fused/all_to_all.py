@@ -26,13 +26,14 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import AnyChannel, Refusal, open_channel, send_rows
+from thinwire.fused.direct import AnyChannel, Refusal, move_plainly, open_channel, send_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.wire import WireFormat
 
 __all__ = ["Pending", "all_to_all_v"]
 
 _TRANSPORTS = ("auto", "direct", "staged")
+_NOT_STAGED = ("auto", "direct")
 
 
 class Pending:
@@ -128,6 +129,11 @@ def all_to_all_v(
     """
     comm = comm if comm is not None else default_communicator()
     wire = _parse_wire(wire) if type(wire) is str else resolve_wire(wire)
+    ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
+    if ordinary and recv_counts is not None:
+        moved = move_plainly(comm, x, send_counts, recv_counts, out, wire)
+        if moved is not None:
+            return moved
     tail = _check_tensors(x, out, wire, comm)
     sends, counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
     rows = None if out is None else out.shape[0]

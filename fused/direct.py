@@ -22,7 +22,9 @@ from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 
-__all__ = ["AnyChannel", "AnyTransfer", "Refusal", "open_channel", "send_rows"]
+__all__ = ["AnyChannel", "AnyTransfer", "Refusal", "move_plainly", "open_channel", "send_rows"]
+
+_KEY = "all_to_all_v"
 
 #: The output's segments and the output.
 Placed = tuple[Segments, torch.Tensor]
@@ -60,7 +62,7 @@ def open_channel(
         ConfigMismatch: ranks that asked for different layouts, or run different versions.
         PeerTimeout: a peer did not take part.
     """
-    return comm.attached("all_to_all_v", lambda: _new_channel(comm, wire, piece_bytes, pieces))
+    return comm.attached(_KEY, lambda: _new_channel(comm, wire, piece_bytes, pieces))
 
 
 def _new_channel(
@@ -115,6 +117,17 @@ def _why_not(comm: Communicator) -> str | None:
     if not HAS_NUMBA:
         return "numba is not installed"
     return None
+
+
+def move_plainly(
+    comm: Communicator, x: object, send_counts: object, recv_counts: object, out: object, wire: WireFormat
+) -> torch.Tensor | None:
+    """The output of a call that needs no more than `Channel.send_plainly`, where the communicator has such a channel.
+
+    None: nothing was done. The arguments need not have been checked.
+    """
+    channel = comm.attached(_KEY)
+    return channel.send_plainly(x, send_counts, recv_counts, out, wire) if type(channel) is Channel else None
 
 
 def send_rows(

@@ -1,7 +1,9 @@
 """The channel of the direct all-to-all-v for CPU ranks: memory, numba's kernel, and the state of calls.
 
-Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.fused.cpu.channel`. Small calls
-take microseconds, most of them Python's: what is done for every call is kept short here.
+Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.fused.cpu.channel`.
+
+A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
+it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from thinwire.wire import WireFormat
 __all__ = ["Channel", "Transfer"]
 
 _GRACE_NS = 10**9
+_INTS = {int}
+_MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
+_PLACED_BY_THE_KERNEL = Segments([], [])
 _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 
 
@@ -42,7 +47,11 @@ class Transfer:
     __slots__ = ("_channel", "_error", "_landing", "_place", "_result", "_x")
 
     def __init__(
-        self, channel: Channel, x: torch.Tensor, place: Callable[[list[int]], Landing], landing: Landing | None
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        place: Callable[[list[int]], Landing] | None,
+        landing: Landing | None,
     ) -> None:
         self._channel = channel
         self._x: torch.Tensor | None = x  # read until the call ends
@@ -97,6 +106,8 @@ class Channel:
         first = kernels.SCALARS.index("discard")
         self._brought, self._brought_at = struct.Struct(f"{scalars - first + 4 * world}q"), 8 * first
         self._expects_anything = (-1,) * world + (0,) * world
+        self._zeros = (0,) * world
+        self._plainly = kernels.CHECK | kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
             "rank": rank,
@@ -186,7 +197,7 @@ class Channel:
             expected = (*landing.segments.counts, *landing.segments.displs)
         self._brought.pack_into(
             self._words, self._brought_at,
-            0, x.data_ptr(), x_step, address, parcel.step, *parcel.words, *sends.counts, *sends.displs, *expected,
+            0, x.data_ptr(), x_step, address, parcel.step, 0, 0, *parcel.words, *sends.counts, *sends.displs, *expected,
         )  # fmt: skip
         self._under_way = transfer
         if not wait:
@@ -199,6 +210,65 @@ class Channel:
             self._under_way = transfer._x = None  # the usual case, without the detour
             transfer._result = landing.memory if landing.finish is None else landing.finish()
         return transfer
+
+    def send_plainly(
+        self, x: object, send_counts: object, recv_counts: object, out: object, wire: WireFormat
+    ) -> torch.Tensor | None:
+        """One whole call, whose arguments have not been checked. None: not done, and not begun either.
+
+        It takes contiguous tensors, lists of ints, and rows of a form that was sent before.
+
+        Returns:
+            The output, filled: `out`, or a new tensor if that is None.
+
+        Raises:
+            CountsError, PeerTimeout: as `Transfer.wait`.
+        """
+        if type(x) is not torch.Tensor or not x.is_cpu or x.requires_grad or x.is_neg() or not x.is_contiguous():
+            return None
+        shape, dtype = x.shape, x.dtype
+        tail = shape[1:]
+        parcel = self._parcels.get((tail, dtype, wire))
+        if parcel is None or parcel.record_bytes or dtype.is_complex or not shape:
+            return None
+        if (
+            type(send_counts) is not list
+            or type(recv_counts) is not list
+            or not len(send_counts) == len(recv_counts) == self.layout.WORLD
+            or {*map(type, send_counts), *map(type, recv_counts)} != _INTS
+            or self._under_way is not None
+            or self._failure is not None
+            or self._closed
+        ):
+            return None
+        if out is None:
+            rows = sum(recv_counts)
+            if not 0 <= rows <= _MOST_ROWS:
+                return None
+            out = x.new_empty((rows, *tail))
+        elif type(out) is not torch.Tensor or not out.is_cpu or out.is_neg() or not out.is_contiguous():
+            return None
+        elif out.dtype != dtype or out.dim() != len(shape) or out.shape[1:] != tail:
+            return None
+        try:
+            self._brought.pack_into(
+                self._words, self._brought_at,
+                0, x.data_ptr(), parcel.step, out.data_ptr(), parcel.step, shape[0], out.size(0), *parcel.words,
+                *send_counts, *self._zeros, *recv_counts, *self._zeros,
+            )  # fmt: skip
+        except struct.error:  # a number of more than 64 bits
+            return None
+        # Whatever interrupts this, the next call finds what there is to end.
+        self._under_way = transfer = Transfer(self, x, None, Landing(_PLACED_BY_THE_KERNEL, out))
+        status = self._kernel(self._call, self._peers, self._plainly)
+        if status == RUNNING:
+            self._under_way = None
+            return out
+        if status == self._kernels.REFUSED:
+            self._under_way = None
+            return None
+        self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
+        return transfer.wait()
 
     def complete(self, transfer: Transfer, todo: int = 0) -> None:
         """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
@@ -221,6 +291,7 @@ class Channel:
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         landing = transfer._landing
         if landing is None:
+            assert transfer._place is not None
             self._move(todo | self._kernels.HEADERS)
             try:
                 landing = transfer._place(self._peers[_RECV_COUNT].tolist())

@@ -39,20 +39,21 @@ from thinwire.triton_kernels.round_layout import (
     TIMED_OUT,
 )
 
-__all__ = ["DIFFERS", "DRAIN", "HEADERS", "PAUSED", "PEERS", "POST", "RESUME", "SCALARS", "move"]
+__all__ = ["CHECK", "DIFFERS", "DRAIN", "HEADERS", "PAUSED", "PEERS", "POST", "REFUSED", "RESUME", "SCALARS", "move"]
 
-# What `move` is to do, added up: send the parity part, wait for every header, wait for everything; and go on with a
-# wait, after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C.
-POST, HEADERS, DRAIN, RESUME = 1, 2, 4, 8
-PAUSED = 3  # beside RUNNING, TIMED_OUT and MISMATCHED
+# What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
+# after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
+POST, HEADERS, DRAIN, RESUME, CHECK = 1, 2, 4, 8, 16
+PAUSED, REFUSED = 3, 4  # beside RUNNING, TIMED_OUT and MISMATCHED
 _SLICE_NS = 100_000_000
 
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "piece_bytes", "pieces",
     "timeout", "grace", "report", "status", "epoch",
-    # ... from here on what a call brings: two tensors' addresses and the bytes from one of what is counted to the next,
-    "discard", "x", "x_step", "out", "out_step",
+    # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
+    # (for CHECK) how many there are,
+    "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
     # the form of the rows, and what the header says of it.
     "exact", "counts_per_row", "unit_bytes", "units_per_piece", "dtype",
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
@@ -60,7 +61,7 @@ SCALARS = (
 )  # fmt: skip
 (
     _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _PIECE_BYTES, _PIECES, _TIMEOUT, _GRACE, _REPORT, _STATUS, _EPOCH,
-    _DISCARD, _X, _X_STEP, _OUT, _OUT_STEP,
+    _DISCARD, _X, _X_STEP, _OUT, _OUT_STEP, _X_ROWS, _OUT_ROWS,
     _EXACT, _COUNTS_PER_ROW, _UNIT_BYTES, _UNITS_PER_PIECE, _DTYPE,
     _KIND, _GROUP, _ROW_SCALE, _HIDDEN, _SCALES_OFFSET, _RECORD_BYTES,
     _WHAT, _, _, _,
@@ -171,6 +172,22 @@ def unpack_piece(call, peers, peer, number, source):
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps. None of them waits; they say whether they got anywhere. Towards this rank itself the same steps are taken, but
 # for headers and the ring: quantised rows become records too, as placement shall not change results.
+
+
+@kernel
+def acceptable(call, peers, fingerprint=FINGERPRINT):
+    """Places segments one after the other. False if they do not fit, or what is read and what is written overlaps."""
+    x_rows, out_rows = call[_X_ROWS], call[_OUT_ROWS]
+    for peer in range(call[_WORLD]):
+        sent, received = peers[_SEND_COUNT, peer], peers[_RECV_COUNT, peer]
+        if sent < 0 or sent > x_rows or received < 0 or received > out_rows:
+            return False
+        peers[_SEND_DISPL, peer], peers[_RECV_DISPL, peer] = call[_X_ROWS] - x_rows, call[_OUT_ROWS] - out_rows
+        x_rows -= sent
+        out_rows -= received
+    x_end, out_end = call[_X] + call[_X_ROWS] * call[_X_STEP], call[_OUT] + call[_OUT_ROWS] * call[_OUT_STEP]
+    apart = x_end <= call[_OUT] or out_end <= call[_X] or x_end == call[_X] or out_end == call[_OUT]
+    return apart and peers[_SEND_COUNT, call[_RANK]] == peers[_RECV_COUNT, call[_RANK]]
 
 
 @device
@@ -396,10 +413,12 @@ def verdict(call, peers, fingerprint=FINGERPRINT):
 
 @kernel
 def move(call, peers, todo, fingerprint=FINGERPRINT):
-    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED; or
-    TIMED_OUT, and so will every later call."""
+    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED;
+    REFUSED, and nothing was done; or TIMED_OUT, and so will every later call."""
     if call[_STATUS] != RUNNING or todo == 0:
         return call[_STATUS]
+    if todo & CHECK and not acceptable(call, peers):
+        return np.int64(REFUSED)
     world, draining, opening = call[_WORLD], todo & DRAIN != 0, todo & POST != 0
     if opening:
         begin(call, peers)

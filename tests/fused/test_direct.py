@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
+from thinwire.fused import all_to_all
 from thinwire.fused.all_to_all import Pending, all_to_all_v
-from thinwire.fused.direct import open_channel
+from thinwire.fused.direct import open_channel, send_rows
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -145,6 +147,47 @@ def _alone(comm: Communicator) -> None:
 
 def test_calls_after_the_first_leave_the_process_group_alone() -> None:
     run_ranks(_alone, 2)
+
+
+def _plain_calls(comm: Communicator) -> None:
+    """After the first rows of a form, plain calls do without the thorough checks, and give the same."""
+    size = comm.size
+    generator = torch.Generator().manual_seed(comm.rank)
+    counts = [[(3 * source + target) % 4 for target in range(size)] for source in range(size)]
+    sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
+    for wire in ("none", "int8", "int4:16"):
+        for shape in ((4 * size, 40), (4 * size, 2, 3), (4 * size,)):
+            x = torch.randn(shape, generator=generator)
+            out = torch.full((sum(received) + 2, *shape[1:]), 7.0)
+            expected = out.clone()
+            all_to_all_v(
+                x, sent, received, out=expected, wire=wire, comm=comm, recv_displs=_one_after_another(received)
+            )
+            all_to_all.send_rows = _forbid  # type: ignore[assignment]
+            try:
+                assert all_to_all_v(x, sent, received, out=out, wire=wire, comm=comm) is out
+                fresh = all_to_all_v(x, sent, received, wire=wire, comm=comm, transport="direct")
+                for thorough in ({"async_op": True}, {"send_displs": [0] * size}, {"check": True}):
+                    with pytest.raises(_Forbidden):
+                        all_to_all_v(x, sent, received, wire=wire, comm=comm, **thorough)  # type: ignore[arg-type]
+            finally:
+                all_to_all.send_rows = send_rows
+            assert isinstance(fresh, torch.Tensor)
+            assert_same_bits(wire, expected, out)
+            assert_same_bits(wire, expected[: sum(received)], fresh)
+    # What the peers send is looked at all the same.
+    with pytest.raises(CountsError) if comm.rank == 0 else contextlib.nullcontext():
+        all_to_all_v(x, sent, [n + (comm.rank == 0 and r > 0) for r, n in enumerate(received)], wire=wire, comm=comm)
+    moved = all_to_all_v(x, sent, received, wire=wire, comm=comm)
+    assert_same_bits("again", fresh, moved)  # type: ignore[arg-type]
+
+
+def _one_after_another(counts: list[int]) -> list[int]:
+    return [sum(counts[:peer]) for peer in range(len(counts))]
+
+
+def test_plain_calls_take_the_short_way_and_give_the_same() -> None:
+    run_ranks(_plain_calls, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _signal(lane: Lane, phase: int, words: dict[int, int]) -> None:
         _early_combine,
         _sums_that_are_none,
     ],
-    ids=["no wait for tokens", "no wait for sums", "early tokens", "early sums", "sums that are none"],
+    ids=["no-wait-for-tokens", "no-wait-for-sums", "early-tokens", "early-sums", "sums-that-are-none"],
 )
 @pytest.mark.parametrize("poison", ["barriers", "own"])
 def test_what_is_out_of_order_shows(change: Callable[[RoundKernels], RoundKernels], poison: str) -> None:
@@ -115,4 +115,5 @@ def test_what_is_out_of_order_shows(change: Callable[[RoundKernels], RoundKernel
         run_ranks(run_rank, 3, schedule, secrets.randbits(31), 200, change, 0.5, mode="thread", timeout=60)
     first = next(iter(caught.value.failures.values()))
     print(first)
-    assert "AssertionError" in first, first
+    # A result that differs, or lines of another round.
+    assert "AssertionError" in first or "all ranks of a round need the same dtype" in first, first
