@@ -30,9 +30,15 @@ _T = TypeVar("_T")
 
 
 class Attachment(Protocol):
-    """What may be kept with a communicator: something with a line for `explain`, and an end."""
+    """What may be kept with a communicator: something with a line for `explain`, and an end.
+
+    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
+    wait here for a peer that waits for the rest of what this rank sends it.
+    """
 
     def describe(self) -> str: ...
+
+    def settle(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -189,6 +195,7 @@ class Communicator:
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
         """
         self._require_open()
+        self._settle()
         return self._exchange.post(sends, receives, label)
 
     def barrier(self) -> None:
@@ -256,6 +263,7 @@ class Communicator:
         self._require_open()
         if not isinstance(self._exchange, ThreadExchange):
             raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
+        self._settle()
         return self._exchange.share_objects(obj)
 
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
@@ -376,6 +384,10 @@ class Communicator:
     def _require_open(self) -> None:
         if self.closed:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+
+    def _settle(self) -> None:
+        for attachment in self._attachments.values():
+            attachment.settle()
 
     def _synchronise(self) -> None:
         # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.

@@ -103,8 +103,9 @@ def all_to_all_v(
             with recv_counts, direct never waits for the device, and can be captured in a CUDA graph; what goes wrong
             there is raised by a later call.
         async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before. On the direct
-            transport long segments move only while their ranks are in `wait()`, so all ranks should come to it at the
-            same place among their collective calls; and a later call on the communicator ends this one first.
+            transport long segments move only while their ranks are in `wait()`, or in a later call on the communicator,
+            which ends this one first. So all ranks should come to `wait()` at the same place among their calls to
+            anything else that waits for peers.
         check: also compare counts, row shape, dtype and wire with every peer, at the cost of one small exchange. All
             ranks then raise, before a row moves.
 

@@ -453,6 +453,11 @@ class DeviceChannel:
             torch.cuda.current_stream(self._device).synchronize()
         self._require_usable()
 
+    def settle(self) -> None:
+        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
+        if self._under_way is not None:
+            self.complete(self._under_way)
+
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
         layout = self.layout

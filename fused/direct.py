@@ -43,6 +43,9 @@ class Refusal:
         """One line for `Communicator.explain`."""
         return f"all_to_all_v: staged, as {self.reason}"
 
+    def settle(self) -> None:
+        """There is nothing under way."""
+
     def close(self) -> None:
         """There is nothing to let go of."""
 

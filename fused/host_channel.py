@@ -352,6 +352,11 @@ class Channel:
             found.append(describe_difference(self.rank, peer, count, wanted, sent, expected))
         return "; ".join(found)
 
+    def settle(self) -> None:
+        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
+        if self._under_way is not None:
+            self.complete(self._under_way)
+
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
         layout = self.layout

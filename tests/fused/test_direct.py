@@ -71,7 +71,7 @@ def _says_why(comm: Communicator) -> list[str]:
 def test_one_rank_that_cannot_makes_all_take_the_staged_transport_and_say_so() -> None:
     reason = "it needs the numba backend and THINWIRE_BACKEND=torch on rank 1"
     expected = [f"all_to_all_v cannot take the direct transport: {reason}", f"all_to_all_v: staged, as {reason}"]
-    assert run_ranks(_says_why, 2) == [expected] * 2
+    assert run_ranks(_says_why, 2, timeout=120) == [expected] * 2
 
 
 def _explained(comm: Communicator) -> str:
@@ -146,7 +146,7 @@ def _alone(comm: Communicator) -> None:
 
 
 def test_calls_after_the_first_leave_the_process_group_alone() -> None:
-    run_ranks(_alone, 2)
+    run_ranks(_alone, 2, timeout=120)
 
 
 def _plain_calls(comm: Communicator) -> None:
@@ -182,12 +182,33 @@ def _plain_calls(comm: Communicator) -> None:
     assert_same_bits("again", fresh, moved)  # type: ignore[arg-type]
 
 
+def _overtaken(comm: Communicator) -> None:
+    """Long segments move in `wait()`, which some ranks reach before another call and some after it."""
+    open_channel(comm, None, 1280)
+    x = torch.arange(comm.size * 200.0).view(-1, 1).expand(-1, 64) + comm.rank
+    for other in (comm.barrier, lambda: comm.all_gather_object(comm.rank), lambda: all_to_all_v(x, comm=comm)):
+        pending = all_to_all_v(x, [200] * comm.size, wire="none", comm=comm, async_op=True)
+        assert isinstance(pending, Pending)
+        if comm.rank % 2:
+            other()
+        got = pending.wait()
+        if not comm.rank % 2:
+            other()
+        rows = torch.arange(200.0 * comm.rank, 200.0 * (comm.rank + 1))
+        assert torch.equal(got[:, 0], torch.cat([rows + source for source in range(comm.size)]))
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_ranks_may_wait_before_or_after_other_calls_on_the_communicator(mode: str) -> None:
+    run_ranks(_overtaken, 3, mode=mode, timeout=120)
+
+
 def _one_after_another(counts: list[int]) -> list[int]:
     return [sum(counts[:peer]) for peer in range(len(counts))]
 
 
 def test_plain_calls_take_the_short_way_and_give_the_same() -> None:
-    run_ranks(_plain_calls, 3)
+    run_ranks(_plain_calls, 3, timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +276,7 @@ def _with_a_victim(comm: Communicator, number: int, rows: int, wire: str) -> tup
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("rows", "wire"), [(1, "none"), (2000, "int8")], ids=["one row", "pieces"])
 def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire: str) -> None:
-    for outcome in run_ranks(_with_a_victim, 3, number, rows, wire)[::2]:
+    for outcome in run_ranks(_with_a_victim, 3, number, rows, wire, timeout=120)[::2]:
         assert outcome is not None
         waited, blamed = outcome
         assert blamed == (1,) and waited <= TIMEOUT + 2

@@ -1,19 +1,18 @@
 /* Waits that end, and whom they blame: a rank dies at any step, also between two of its signals.
  *
- * Only signals are modelled, on one lane; round_trip.pml has what they announce. After a rank has given up, its next call
- * raises, so it makes no more of them.
+ * Only signals are modelled, on one lane; round_trip.pml has what they announce. After a rank has given up, its next
+ * call raises, so it makes no more of them.
  *
- * Time is not modelled by a clock but by what it is longer than. A deadline or a grace time that is LONG ends only when
- * no rank can do anything else (Promela's `timeout`): every rank that lives waits, has given up or has finished. So a
- * long deadline means that live ranks keep up with each other, and a long grace time that a live rank comes to its next
- * wait, and looks, before it is over. Otherwise it may end at any moment.
+ * Time is not modelled by a clock but by what it is longer than. A deadline or a grace time that is LONG ends only
+ * when no rank can do anything else (Promela's `timeout`): every rank that lives waits, has given up or has finished.
+ * So a long deadline means that live ranks keep up with each other, and a long grace time that a live rank comes to
+ * its next wait, and looks, before it is over. Otherwise it may end at any moment.
  *
- * Parameters: RANKS (3 or 4), EPOCHS, DEATHS (0, 1 or 2 ranks die, or fewer), ANY_DEADLINE (deadlines may be too short),
- * ANY_GRACE (grace times may be too short), CHAIN (a phase is a step of a collective in pieces, where a rank waits only
- * for those that it exchanges pieces with).
- * What is claimed of a rank that gave up: it names exactly the dead (by default); nobody that lives (NO_INNOCENTS).
- * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
- * reach, written as an assertion that it does not.
+ * Parameters: RANKS (3 or 4), EPOCHS, DEATHS (0, 1 or 2 ranks die, or fewer), ANY_DEADLINE (deadlines may be too
+ * short), ANY_GRACE (grace times may be too short), CHAIN (a phase is a step of a collective in pieces, where a rank
+ * waits only for those that it exchanges pieces with). What is claimed of a rank that gave up: it names exactly the
+ * dead (by default); nobody that lives (NO_INNOCENTS). BROKEN_...: the protocol with one rule broken; the search must
+ * find an error. GOAL_...: a state that the search must reach, written as an assertion that it does not.
  */
 
 #ifndef RANKS

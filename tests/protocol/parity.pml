@@ -1,9 +1,9 @@
 /* One-way collectives whose messages fit into one half of the buffer: the halves alternate with the epoch.
  *
  * In every epoch a rank sends one row or none to each peer and then signals everyone, whether it sent rows or not. It
- * begins the next epoch when everyone has signalled this one and it has read what came. A memory cell holds the epoch in
- * which it was last written, so a read that comes too early or too late shows. The stores of a message come in every
- * order, a header, and a row in two halves; the flags come after them.
+ * begins the next epoch when everyone has signalled this one and it has read what came. A memory cell holds the epoch
+ * in which it was last written, so a read that comes too early or too late shows. The stores of a message come in
+ * every order, a header, and a row in two halves; the flags come after them.
  *
  * Accesses of one kernel to several ranks that lie between the same two synchronisations are one step: an access of
  * another rank that is not ordered against one of them may come before all of them or after all. Cells that were read
@@ -115,7 +115,7 @@ inline send_whole_messages() {
         peer = 0;
         todo = HEADER | ROW_FIRST | ROW_SECOND
     }
-    do /* fused/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel: into this epoch's half at every peer */
+    do /* fused/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel: into this epoch's half */
     :: d_step {
         (todo & HEADER) -> todo = todo & ~HEADER;
         for (peer : 0 .. RANKS - 1) {

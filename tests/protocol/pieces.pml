@@ -1,11 +1,11 @@
 /* One-way collectives whose messages do not fit: pieces through a ring of slots for each ordered pair of ranks.
  *
- * The pieces of a pair are numbered, and the numbers go on from one collective to the next. At the receiver a flag says
- * how many pieces came, at the sender one says how many were taken. The piece with the number n may be stored when
- * n + 1 - SLOTS pieces were taken. A GPU's ranks go in steps: a rank sends the k-th piece to everyone that gets one, then
- * takes the k-th piece of everyone that sends one. A CPU's ranks send and take by TURNS whatever is possible with
- * whomever. A memory cell holds the collective and the number it was last written with, so a read that comes too early
- * or too late shows. A piece is stored in two halves, in either order.
+ * The pieces of a pair are numbered, and the numbers go on from one collective to the next. At the receiver a flag
+ * says how many pieces came, at the sender one says how many were taken. The piece with the number n may be stored
+ * when n + 1 - SLOTS pieces were taken. A GPU's ranks go in steps: a rank sends the k-th piece to everyone that gets
+ * one, then takes the k-th piece of everyone that sends one. A CPU's ranks send and take by TURNS whatever is possible
+ * with whomever. A memory cell holds the collective and the number it was last written with, so a read that comes too
+ * early or too late shows. A piece is stored in two halves, in either order.
  *
  * How many pieces a pair has in a collective is any number up to PIECES. Both sides know it before: the headers of the
  * whole messages say it.
@@ -13,9 +13,9 @@
  * Numbers have four bits here and begin at 13, so they wrap.
  *
  * Parameters: RANKS (2 or 3), SLOTS, PIECES, COLLECTIVES, TURNS, ALL_OR_NONE (a pair has PIECES pieces or none), ALL
- * (PIECES). SLOTS must divide the numbers' range, or a slot be chosen by a number that does not wrap, as the kernels do.
- * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
- * reach, written as an assertion that it does not.
+ * (PIECES). SLOTS must divide the numbers' range, or a slot be chosen by a number that does not wrap, as the kernels
+ * do. BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search
+ * must reach, written as an assertion that it does not.
  */
 
 #ifndef RANKS

@@ -5,7 +5,7 @@
  *   - a barrier: what the program's threads stored before it comes before what its first thread does after it;
  *   - an add with release order waits until all that comes before it has landed;
  *   - acquire order keeps later loads from being done early.
- * The last program to arrive publishes. The peer reads the message once it sees the flag. Two launches follow each other.
+ * The last program to arrive publishes. The peer reads the message once it sees the flag. There are two launches.
  *
  * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
  * reach, written as an assertion that it does not.

@@ -1,7 +1,7 @@
 /* Rebuilding after a timeout, while a peer that was given up may still write.
  *
- * Rank 2 may stop at any step for as long as it likes, and the others may lose patience at any moment. They then rebuild:
- * new memory, a new generation, epochs from the beginning. In the place of rank 2 a new process joins the new
+ * Rank 2 may stop at any step for as long as it likes, and the others may lose patience at any moment. They then
+ * rebuild: new memory, a new generation, epochs from the beginning. In the place of rank 2 a new process joins the new
  * generation, and the old one may wake up at any time and do the rest of its stores, signals and waits. Or the old
  * process joins, once its own calls have ended (REJOINS). A memory cell holds the generation and the epoch in which it
  * was last written, so a read of what another generation wrote shows.
@@ -64,8 +64,8 @@ inline wait(phase) { /* fused/cpu/dispatch.py wait */
     ALL_SIGNALLED(phase)
 }
 
-/* fused/cpu/dispatch.py wait. In the first generation a rank may give up at any moment: whether that is because its time
- * is up or because a peer is stuck (fused/cpu/signal.py wait_for_all) makes no difference here. */
+/* fused/cpu/dispatch.py wait. In the first generation a rank may give up at any moment: whether that is because its
+ * time is up or because a peer is stuck (fused/cpu/signal.py wait_for_all) makes no difference here. */
 inline wait_or_give_up(phase) {
     if
     :: ALL_SIGNALLED(phase)

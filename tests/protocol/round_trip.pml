@@ -1,9 +1,10 @@
 /* The round trip of a mixture of experts: dispatch and combine alternate on a lane, over single buffers.
  *
  * Each rank has one token a round and sends it to any set of its peers, none included. Speeds are whatever they are:
- * every interleaving is looked at. A memory cell holds the epoch in which it was last written, so a read that comes too
- * early or too late shows. What a kernel stores into its peers' memory, it stores in several steps: a header, a plane, a
- * record in two halves; a sum in two halves, a word of the combine line. The flags follow, one peer's after the other's.
+ * every interleaving is looked at. A memory cell holds the epoch in which it was last written, so a read that comes
+ * too early or too late shows. What a kernel stores into its peers' memory, it stores in several steps: a header, a
+ * plane, a record in two halves; a sum in two halves, a word of the combine line. The flags follow, one peer's after
+ * the other's.
  *
  * Accesses of one kernel to several ranks that lie between the same two synchronisations are one step. Nothing is lost
  * by that: an access of another rank that is not ordered against one of them may come before all of them or after all.
@@ -38,7 +39,7 @@
 
 #define CELLS (LANES * RANKS * RANKS)
 #define AT(lane, rank, source) (((lane) * RANKS + (rank)) * RANKS + (source)) /* lies at `rank`, written by `source` */
-#define SLOT(lane, rank, ordinal) AT(lane, rank, ordinal) /* a sum's: `ordinal` among the ranks that the token went to */
+#define SLOT(lane, rank, ordinal) AT(lane, rank, ordinal) /* a sum's: which of the ranks that the token went to */
 
 #define DISPATCH 0
 #define COMBINE 1
@@ -97,7 +98,8 @@ typedef Private { /* what a rank knows of the open round on a lane; nobody else 
 #ifdef BROKEN_CLEARED_FLAG
 bit shared_flag[CELLS]; /* one word for both phases, which its writer sets and its reader clears */
 #define SET(phase, lane, peer) shared_flag[AT(lane, peer, rank)] = 1
-#define LOOK(phase, lane, peer, awaited) d_step { shared_flag[AT(lane, rank, peer)] -> shared_flag[AT(lane, rank, peer)] = 0 }
+#define LOOK(phase, lane, peer, awaited) \
+    d_step { shared_flag[AT(lane, rank, peer)] -> shared_flag[AT(lane, rank, peer)] = 0 }
 #else
 #define SET(phase, lane, peer) FLAG(phase, lane, peer, rank) = my[lane].epoch
 #define LOOK(phase, lane, peer, awaited) !HAS(awaited, peer) || REACHED(FLAG(phase, lane, rank, peer), my[lane].epoch)
@@ -350,7 +352,7 @@ inline combine(lane) {
 #else
         wait(COMBINE, lane, EVERYONE); /* fused/cpu/dispatch.py wait */
 #endif
-        d_step { /* fused/cpu/home.py sum_home: sums of the ranks that have any; triton_kernels/home.py sum_home_kernel */
+        d_step { /* fused/cpu/home.py sum_home; triton_kernels/home.py sum_home_kernel: where a rank has sums */
             for (peer : 0 .. RANKS - 1) {
                 if
                 :: HAS(my[lane].ranks, peer) ->

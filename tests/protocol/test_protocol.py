@@ -1,4 +1,4 @@
-"""Every model of the protocol, broken variants included, as spin finds it; and that models and sources name each other."""
+"""Every model of the protocol, broken variants included; and that models, document and sources name each other."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
 /* How long deadlines and grace times must be: the protocol of blame.pml for one round, with a clock.
  *
  * Time stands still while any rank can do something; then it goes on by one. A live rank takes up to LAG to come to a
- * phase, a wait ends after TIMEOUT, and a rank that gives up waits GRACE for the others to answer. Rank RANKS - 1 dies at
- * any moment, also between two of its signals. Claimed is that everyone who gives up names it and nobody else. That needs
+ * phase, a wait ends after TIMEOUT, and a rank that gives up waits GRACE for the others to answer. Rank RANKS - 1 dies
+ * at any moment, also between two of its signals. Claimed is that everyone who gives up names it and nobody else. That
+ * needs
  *
  *     2 * LAG < TIMEOUT + GRACE
  *
  * because a rank that leaves its wait when a peer reports may wait for one that is still on its way to the next phase:
  * the peer began to wait up to LAG before the last one came to its phase, which comes to the next one up to LAG later.
  *
- * Parameters: RANKS (3 or 4), LAG, TIMEOUT, GRACE, LANES (1: a dispatch and a combine; 2: dispatches on two lanes, then a
- * combine on the first), PATIENT (who leaves early keeps what is left of its own time before its grace begins; the
- * kernels do not).
- * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
- * reach, written as an assertion that it does not.
+ * Parameters: RANKS (3 or 4), LAG, TIMEOUT, GRACE, LANES (1: a dispatch and a combine; 2: dispatches on two lanes,
+ * then a combine on the first), PATIENT (who leaves early keeps what is left of its own time before its grace begins;
+ * the kernels do not). BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state
+ * that the search must reach, written as an assertion that it does not.
  */
 
 #ifndef RANKS
@@ -63,7 +63,7 @@ bool goal_reached;
 byte gave_up;
 #endif
 
-/* A peer that gave up on another lane is not to blame either: moe/direct.py _look_for_timeout looks there afterwards. */
+/* A peer that gave up on another lane is not to blame: moe/direct.py _look_for_timeout looks there afterwards. */
 #if LANES == 1 || defined(BROKEN_STUCK_PER_LANE)
 #define EXCUSED(peer) false
 #else

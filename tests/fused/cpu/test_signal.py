@@ -23,7 +23,7 @@ numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 import torch
 
 from thinwire.fused.cpu import dispatch, home
-from thinwire.fused.cpu.atomics import monotonic_ns
+from thinwire.fused.cpu.atomics import monotonic_ns, store_release
 from thinwire.fused.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.fused.cpu.signal import signalled
 from thinwire.triton_kernels.round_layout import (
@@ -216,6 +216,33 @@ def test_time_that_is_up_does_not_matter_when_nothing_is_missing(phase: int) -> 
         assert lane.control[CONTROL_STATUS] == RUNNING and (lane.report == 0).all()
 
 
+def test_a_report_does_not_matter_when_nothing_is_missing() -> None:
+    """A peer signals and is stuck at once, later in its round: who waits for its signal goes on to that phase too.
+
+    Where a wait looked at reports after flags, a rank might see the second without the first, and give up a phase
+    before the others, with nobody to blame.
+    """
+
+    @numba.njit(nogil=True)
+    def signal_and_be_stuck(flag, epoch, stuck):
+        store_release(flag, epoch)
+        store_release(stuck, 1)
+
+    lanes = make_lanes(2)
+    lane, layout = lanes[0], lanes[0].layout
+    flag = line(lane, layout.SIGNALS, 1).data_ptr()
+    stuck = line(lane, layout.STUCK, 1)
+    for _ in range(50):
+        begin(lane)
+        waiting = threading.Thread(target=wait, args=(lane, DISPATCH, PLENTY, 0.0), daemon=True)
+        waiting.start()
+        time.sleep(0.005)
+        signal_and_be_stuck(flag, int(lane.control[CONTROL_EPOCH]), stuck.data_ptr())
+        waiting.join(PLENTY)
+        assert lane.control[CONTROL_STATUS] == RUNNING
+        stuck[0] = 0
+
+
 def test_there_is_no_longest_timeout() -> None:
     (lane,) = make_lanes(1)
     begin(lane)
@@ -239,6 +266,9 @@ def test_ranks_may_outnumber_cores() -> None:
 
 def test_a_wait_can_be_interrupted() -> None:
     lanes = make_lanes(2)
+    to_phase(lanes, COMBINE, set())
+    for lane in lanes:
+        wait(lane, COMBINE, PLENTY, GRACE)  # by now everything is compiled
     begin(lanes[0])
 
     class Interrupted(Exception):
