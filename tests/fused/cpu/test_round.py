@@ -11,10 +11,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-pytest.importorskip("numba", reason="the CPU kernels need numba")
+numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
@@ -22,7 +23,9 @@ from tests.wires import DTYPES, assert_same_bits
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.fused.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.fused.cpu.home import send_sums, sum_home
+from thinwire.fused.cpu.intrinsics import copy_bytes
 from thinwire.fused.cpu.route import gather, route
+from thinwire.fused.cpu.signal import signalled
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.combine import pack_weighted_sums_reference, sum_records_reference
@@ -748,6 +751,56 @@ def test_a_poisoned_lane_sends_nothing_and_gives_nan(dtype: torch.dtype, status:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that run freely
+
+
+def test_a_flag_comes_after_all_that_it_announces() -> None:
+    """A peer that looks at its memory the moment it sees a flag finds what is there later."""
+
+    @numba.njit(nogil=True)
+    def copy_when_signalled(flag, epoch, target, source, count):
+        looks = 0
+        while looks < 10**10 and not signalled(flag, epoch):
+            looks += 1
+        copy_bytes(target, source, count)
+
+    generator = torch.Generator().manual_seed(16)
+    lanes = make_lanes(2, 8, 32, 64, 16)
+    memory, looking = lanes[0].buffer, threading.Barrier(2)
+    copy = torch.empty_like(memory)
+
+    def look(phase: int, epoch: int) -> None:
+        flag = line(lanes[0], 1, phase).data_ptr()
+        looking.wait()
+        copy_when_signalled(flag, epoch, copy.data_ptr(), memory.data_ptr(), memory.numel())
+
+    def seen(phase: int, epoch: int, publish: Callable[[], None]) -> torch.Tensor:
+        thread = threading.Thread(target=look, args=(phase, epoch), daemon=True)
+        thread.start()
+        looking.wait()
+        time.sleep(1e-3)
+        publish()
+        thread.join(TIMEOUT)
+        return copy
+
+    look_once = threading.Thread(target=look, args=(DISPATCH, 0))  # compiles
+    look_once.start()
+    looking.wait()
+    look_once.join()
+    for epoch in range(1, 101):
+        sent = [random_tokens(lanes[0].layout, torch.float32, generator, 16) for _ in lanes]
+        for lane in lanes:
+            poison(lane)
+        there = seen(DISPATCH, epoch, partial(send_tokens, lanes[1], sent[1].x, sent[1].ids, sent[1].weights))
+        assert torch.equal(there, memory), f"dispatch of epoch {epoch}"
+        send_tokens(lanes[0], sent[0].x, sent[0].ids, sent[0].weights)
+        for lane in lanes:
+            wait(lane, DISPATCH, TIMEOUT, GRACE)
+            route(lane)
+        close_round(lanes[0])
+        expert_out = torch.randn(int(lanes[1].expert_offsets[-1]), 64, generator=generator)
+        there = seen(COMBINE, epoch, partial(send_sums, lanes[1], expert_out, torch.float32))
+        assert torch.equal(there, memory), f"combine of epoch {epoch}"
+
 
 RANKS, EPOCHS, SCRIPTS = 4, 300, 10
 
