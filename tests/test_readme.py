@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -37,6 +38,25 @@ def test_the_usage_example_is_ten_lines_and_runs_alone_and_on_two_ranks(tmp_path
 
 def test_the_demo_table_is_the_recorded_one() -> None:
     assert recorded_table() in README and with_table(README) == README
+
+
+def test_the_measured_figures_are_those_of_the_files() -> None:
+    results = ROOT / "benchmarks" / "results" / "cpu"
+    ratios = {
+        (figure["ranks"], figure["rows"], figure["transfer"]): figure["ratio"]
+        for figure in json.loads((results / "all_to_all.json").read_text())["figures"]
+    }
+    for wire in ("none", "int8"):
+        cells = " | ".join(f"{ratios[2, rows, f'direct {wire}']:.1f}" for rows in (1, 64, 4096, 8192))
+        assert f"| direct, `{wire}` | {cells} |" in README
+    link = {
+        (figure["rate"], figure["transfer"]): figure
+        for figure in json.loads((results / "link.json").read_text())["figures"]
+    }
+    slow, fast = (link[rate, "thinwire int8"] for rate in ("1gbit", "10gbit"))
+    assert f"int8 is {slow['ratio_to_best_bf16']:.2f} times as fast" in README
+    assert f"and {slow['ratio_to_all_to_all']:.2f} times as fast" in README
+    assert f"{fast['ratio_to_best_bf16']:.2f}." in README
 
 
 def test_every_file_the_readme_points_to_is_there() -> None:
