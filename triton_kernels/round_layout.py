@@ -44,6 +44,7 @@ LINE_STUCK_EPOCH, LINE_STUCK_PHASE, LINE_STUCK_ON_YOU = 1, 2, 3  # of a stuck li
 
 # int32 words of a lane's control block, which only this rank's kernels touch.
 CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
+CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the CPU's last routing left filled
 CONTROL_WORDS = 16
 
 # Values of the status word. Anything but RUNNING is a poisoned lane: its kernels send nothing and give NaN.

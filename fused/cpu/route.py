@@ -37,13 +37,10 @@ from thinwire.fused.cpu.lane import (
     record_layout_of,
     token_count,
 )
-from thinwire.triton_kernels.round_layout import CONTROL_STATUS, RUNNING, Lane
+from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_STATUS, CONTROL_TOKENS, RUNNING, Lane
 
 __all__ = ["gather", "route"]
 
-# Words of the control block that no other kernel uses. What the last round left in `positions` and in `index`: so much
-# is cleared and no more, or a decode step would pay for slots that only a prefill fills.
-_CONTROL_TOKENS, _CONTROL_ROWS = 3, 4
 _ZERO = np.float32(0.0)
 
 
@@ -137,7 +134,9 @@ def route_kernel(numbers, bases, control, index, counts, offsets, positions, wei
     own = load_int64(bases + 8 * lane.rank)
     token_counts = stack_buffer(RANKS_BYTES)
     running = load_int32(control + 4 * CONTROL_STATUS) == RUNNING
-    cleared = np.int64(load_int32(control + 4 * _CONTROL_TOKENS))
+    # Only what the last round left in `positions` and in `index` is cleared, or a decode step would pay for slots that
+    # only a prefill fills.
+    cleared = np.int64(load_int32(control + 4 * CONTROL_TOKENS))
     most = np.int64(0)
     zero_bytes(counts, 8 * lane.local_experts)
     # What peers wrote is read here. All that follows works on what this rank wrote down, since a peer that was blamed
@@ -153,9 +152,9 @@ def route_kernel(numbers, bases, control, index, counts, offsets, positions, wei
         clear_slots(lane, slot + tokens, slot + cleared, slot + lane.max_tokens, positions, weights)
     rows = place_experts(lane, counts, offsets)
     place_rows(lane, token_counts, index, offsets, positions)
-    clear_rows(lane, rows, load_int32(control + 4 * _CONTROL_ROWS), index, counts, offsets)
-    store_int32(control + 4 * _CONTROL_TOKENS, most)
-    store_int32(control + 4 * _CONTROL_ROWS, rows)
+    clear_rows(lane, rows, load_int32(control + 4 * CONTROL_ROWS), index, counts, offsets)
+    store_int32(control + 4 * CONTROL_TOKENS, most)
+    store_int32(control + 4 * CONTROL_ROWS, rows)
 
 
 def route(lane: Lane) -> None:
