@@ -269,10 +269,14 @@ def wait_kernel(
     if tl.load(control_ptr + _STATUS) == _RUNNING:
         base = buffer_ptr.to(tl.int64)
         epoch = tl.load(control_ptr + _EPOCH)
+        limit = clock_ns(PLATFORM) + timeout_ns.to(tl.int64)
         late = wait_for_all(base, rank, lines, ROUND.STUCK, epoch, timeout_ns, ROUND.WORLD, BLOCK, PLATFORM)
         if late > 0:
+            # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
+            # live rank that is late by less than the timeout is then not named.
+            patience = tl.maximum(limit - clock_ns(PLATFORM), 0) + grace_ns.to(tl.int64)
             give_up(
-                base, bases_ptr, rank, lines, ROUND.STUCK, epoch, epoch, PHASE, grace_ns, report_ptr, ROUND.WORLD,
+                base, bases_ptr, rank, lines, ROUND.STUCK, epoch, epoch, PHASE, patience, report_ptr, ROUND.WORLD,
                 BLOCK, STORE, PLATFORM,
             )  # fmt: skip
             poison(control_ptr, report_ptr, _TIMED_OUT, epoch, PHASE)

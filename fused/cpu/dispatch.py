@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
+from thinwire.fused.cpu.atomics import monotonic_ns
 from thinwire.fused.cpu.codec import quantize_row
 from thinwire.fused.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.fused.cpu.intrinsics import (
@@ -226,7 +227,10 @@ def wait_kernel(numbers, bases, control, report, phase, deadline, grace, fingerp
     status = RUNNING
     ended = wait_for_all(bases, lane.world, lane.rank, lines, lane.stuck, epoch, deadline)
     if ended == GAVE_UP:
-        give_up(bases, lane.world, lane.rank, lines, lane.stuck, epoch, phase, grace, report)
+        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
+        # rank that is late by less than the timeout is then not named.
+        patience = max(deadline - monotonic_ns(), 0) + grace
+        give_up(bases, lane.world, lane.rank, lines, lane.stuck, epoch, phase, patience, report)
         status = TIMED_OUT
     elif ended == ARRIVED and phase == DISPATCH:
         status = RUNNING if lines_agree(bases, lane, report) else MISMATCHED
