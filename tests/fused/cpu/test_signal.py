@@ -349,17 +349,26 @@ def test_everyone_blames_all_that_are_silent(phase: int) -> None:
         assert report_of(lane) == ([1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0])
 
 
-def test_one_expiry_ends_all_waits_at_their_own_deadlines() -> None:
-    """Who sees that a peer is stuck gives up with it, and still gives the silent ones its own time and the grace."""
-    lanes = make_lanes(3)
-    to_phase(lanes, DISPATCH, {2})
-    timeouts = TIMEOUT, 2 * TIMEOUT
-    calls = [
-        lambda lane=lane, timeout=timeout: wait(lane, DISPATCH, timeout, GRACE)
-        for lane, timeout in zip(lanes, timeouts, strict=False)
-    ]
-    assert 2 * TIMEOUT < all_at_once(calls) < 2 * TIMEOUT + GRACE + SLACK
-    assert report_of(lanes[0])[0] == report_of(lanes[1])[0] == [0, 0, 1]
+def test_who_gives_up_with_another_keeps_its_own_time_before_it_blames() -> None:
+    """Rank 2 is dead and rank 3 only late: rank 0, whose time was too short, names both, and rank 1 the dead one."""
+    lanes = make_lanes(4)
+    to_phase(lanes, DISPATCH, {2, 3})
+    own_time = 6.0
+
+    def signal_late() -> None:
+        time.sleep(TIMEOUT + GRACE + 1.0)  # rank 0 has reported long since
+        to_phase(lanes[3:], DISPATCH, set())
+
+    elapsed = all_at_once(
+        [
+            lambda: wait(lanes[0], DISPATCH, TIMEOUT, GRACE),
+            lambda: wait(lanes[1], DISPATCH, own_time, GRACE),
+            signal_late,
+        ]
+    )
+    assert elapsed < own_time + GRACE + SLACK
+    assert report_of(lanes[0])[0] == [0, 0, 1, 1]
+    assert report_of(lanes[1])[0] == [0, 0, 1, 0]
 
 
 def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
