@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from tests.files import open_files
 from thinwire.comm import Communicator, allocate, available, cuda_heap, posix_heap
 from thinwire.comm.cuda_heap import CudaHeap
 from thinwire.comm.posix_heap import PosixHeap
@@ -51,7 +52,7 @@ def written(owner, places):
 
 def held():
     """What this process holds that outlives a call: open files, and how many mappings of files in memory."""
-    files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    files = open_files()
     maps = Path("/proc/self/maps").read_text().splitlines()
     # Gloo closes connections, as peers end, whenever it likes.
     return sorted(file for file in files if "socket:" not in file), sum("memfd:thinwire" in line for line in maps)

@@ -32,6 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.files import open_files
 from tests.moe.schedules import RandomRound, Settings
 from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import DTYPES
@@ -300,20 +301,11 @@ def _close(ep: ExpertParallel) -> None:
     ep.close()
     gc.collect()
     assert not _segments()
-    links = _open_files()
+    links = open_files()
     assert not [link for link in links if "thinwire" in link or link.startswith("/dev/shm")], links
     assert not [name for name in os.listdir("/dev/shm") if "thinwire" in name or str(os.getpid()) in name]
     with pytest.raises(LaneError, match="closed"):
         ep.check()
-
-
-def _open_files() -> list[str]:
-    """What this process has open. A thread of gloo's may close its connections between the list and the look."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return links
 
 
 def _send_oneself(number: int) -> None:

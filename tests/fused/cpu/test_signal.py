@@ -373,6 +373,7 @@ def test_who_gives_up_with_another_keeps_its_own_time_before_it_blames() -> None
 
 def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
     """Rank 2 reached rank 0 only: that one waits for its sums, in another phase than rank 1, which waits for tokens."""
+    own_time = 2.0  # it leaves early, and keeps its own time before it blames
     lanes = make_lanes(4)
     dying, _ = deaf_to(lanes[2], {1, 3})
     for lane in (lanes[0], lanes[1], dying, lanes[3]):
@@ -381,10 +382,10 @@ def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
     def go_on() -> None:
         wait(lanes[0], DISPATCH, PLENTY, GRACE)
         close_round(lanes[0])
-        wait(lanes[0], COMBINE, 60.0, GRACE)
+        wait(lanes[0], COMBINE, own_time, GRACE)
 
     calls = [go_on, *(lambda lane=lane: wait(lane, DISPATCH, TIMEOUT, GRACE) for lane in (lanes[1], lanes[3]))]
-    assert all_at_once(calls) < TIMEOUT + 2 * GRACE + SLACK
+    assert all_at_once(calls) < own_time + GRACE + SLACK
     assert_gave_up(lanes[0], 1, COMBINE)
     assert_gave_up(lanes[1], 1, DISPATCH)
     assert [report_of(lane)[0] for lane in (lanes[0], lanes[1], lanes[3])] == [only(2, 4)] * 3
@@ -393,6 +394,7 @@ def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
 
 def test_a_death_between_two_combine_signals_is_blamed_alike() -> None:
     """Rank 0 closed its round and waits for the next one's tokens when the others give up on the last one's sums."""
+    own_time = 2.0
     lanes = make_lanes(3)
     to_phase(lanes, COMBINE, {2})
     dying, _ = deaf_to(lanes[2], {1})
@@ -401,9 +403,9 @@ def test_a_death_between_two_combine_signals_is_blamed_alike() -> None:
     def go_on() -> None:
         wait(lanes[0], COMBINE, PLENTY, GRACE)
         begin(lanes[0])
-        wait(lanes[0], DISPATCH, 60.0, GRACE)
+        wait(lanes[0], DISPATCH, own_time, GRACE)
 
-    assert all_at_once([go_on, lambda: wait(lanes[1], COMBINE, TIMEOUT, GRACE)]) < TIMEOUT + 2 * GRACE + SLACK
+    assert all_at_once([go_on, lambda: wait(lanes[1], COMBINE, TIMEOUT, GRACE)]) < own_time + GRACE + SLACK
     assert_gave_up(lanes[0], 2, DISPATCH)
     assert_gave_up(lanes[1], 1, COMBINE)
     assert report_of(lanes[0])[0] == report_of(lanes[1])[0] == [0, 0, 1]
