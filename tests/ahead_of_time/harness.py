@@ -193,7 +193,8 @@ def _inspect_amd(compiled: Any) -> Report:
 
     return Report(
         registers=number("vgpr_count"),
-        spills=number("vgpr_spill_count") + number("sgpr_spill_count"),
+        # A scalar register that is spilled goes into a lane of a vector register, and none of it to memory.
+        spills=number("vgpr_spill_count") + number("private_segment_fixed_size"),
         fused=multiply_adds - 5 * divisions,
         load_bytes=widest("load"),
         store_bytes=widest("store"),
