@@ -5,16 +5,23 @@
 1
 """
 
+from thinwire.comm.arguments import ArgumentError
 from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Pending
+from thinwire.comm.rank_table import RankTable, RankTableError
 from thinwire.comm.symmetric import SymmetricMemory, allocate
+from thinwire.comm.work import Work
 
 __all__ = [
+    "ArgumentError",
     "Communicator",
     "Pending",
     "RankInfo",
+    "RankTable",
+    "RankTableError",
     "SymmetricMemory",
+    "Work",
     "allocate",
     "default_communicator",
     "discover",

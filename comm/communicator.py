@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.exchange import Exchange, PeerExchange, Pending
+from thinwire.comm.collectives import Collectives
+from thinwire.comm.exchange import PeerExchange, Pending
 from thinwire.comm.groups import backends_of, choose_backend, choose_device, group_exists, member_group, with_index
+from thinwire.comm.membership import Origin
+from thinwire.comm.settings import Setting, describe_mismatch, describe_settings, digest_of
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 
-__all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin"]
+__all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin", "Setting"]
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
 
 _LARGEST_COUNT = 2**63 - 1
-_ABSENT = "(absent)"
-Setting = str | int | float | bool | None
 _T = TypeVar("_T")
 
 
-class Attachment(Protocol):
-    """What may be kept with a communicator: something with a line for `explain`, and an end.
-
-    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
-    wait here for a peer that waits for the rest of what this rank sends it.
-    """
-
-    def describe(self) -> str: ...
-
-    def settle(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-_A = TypeVar("_A", bound=Attachment)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
-
-    ranks: str
-    device: str
-    owns_group: bool = False
-
-
-class Communicator:
+class Communicator(Collectives):
     """Exact exchanges between the ranks of a process group, or (see `of_threads`) between threads of one process.
 
     The constructor is collective over the group: it returns once every rank has called it. Calls on one communicator
@@ -121,59 +94,6 @@ class Communicator:
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             communicators.append(comm)
         return communicators
-
-    def _set_up(
-        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
-    ) -> None:
-        self._exchange = exchange
-        self._device = device
-        self._origin = origin
-        self._group = group
-        self._backend = exchange.backend
-        self._timeout = exchange.timeout
-        self._closed = False
-        self._attachments: dict[str, Attachment] = {}
-
-    @property
-    def rank(self) -> int:
-        """This process's place in the group (or this thread's), 0 to size - 1."""
-        return self._exchange.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._exchange.size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._device
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group itself.
-
-        Raises:
-            ThinwireError: the ranks are threads of one process, which have none.
-        """
-        if self._group is None:
-            raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
-        return self._group
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may wait for a peer."""
-        return self._timeout
-
-    @property
-    def closed(self) -> bool:
-        """Whether the communicator was closed, or its process group destroyed."""
-        return self._closed or (self._group is not None and not group_exists(self._group))
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
-        return isinstance(self._exchange, ThreadExchange)
 
     def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
@@ -277,66 +197,13 @@ class Communicator:
             ConfigMismatch: on every rank, with the settings that differ and each rank's value.
             TypeError: a value of another type.
         """
-        for name, value in settings.items():
-            if not isinstance(value, str | int | float | bool | None):
-                raise TypeError(f"{what}: setting {name!r} is {value!r}, expected a str, int, float, bool or None")
-        described = {"what": repr(what)} | {name: repr(value) for name, value in settings.items()}
-        digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
+        described = describe_settings(what, settings)
+        digest = digest_of(described)
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
         if bool((self._exchange_rows(rows) == rows).all()):
             return
         # Every rank saw all the digests, so every rank comes here.
-        raise ConfigMismatch(_describe_mismatch(what, self.all_gather_object(described)))
-
-    def check_device(self, name: str, tensor: Tensor) -> None:
-        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
-
-        Args:
-            name: what the caller knows the tensor by.
-
-        Raises:
-            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
-        """
-        if not isinstance(tensor, Tensor):
-            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
-        if tensor.device.type != self._device.type:
-            raise TransportUnavailable(
-                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
-                f"move it, or make a communicator with device={tensor.device.type!r}"
-            )
-
-    def check_exchange(self) -> None:
-        """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
-
-        Raises:
-            TransportUnavailable: naming the backend and the device.
-        """
-        if self._backend == "gloo" and self._device.type != "cpu":
-            raise TransportUnavailable(
-                f"rows on {self._device} cannot travel through a Gloo group, which moves CPU memory only: make a "
-                "communicator over an NCCL group, or one with device='cpu'"
-            )
-
-    @overload
-    def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
-
-    @overload
-    def attached(self, key: str) -> Attachment | None: ...
-
-    def attached(self, key: str, make: Callable[[], Attachment] | None = None) -> Attachment | None:
-        """What `make` returned at the first call with this key; closed when the communicator is.
-
-        Without `make`: what there is, or None.
-
-        Raises:
-            ThinwireError: the communicator is closed.
-        """
-        if self._closed:
-            self._require_open()
-        attachment = self._attachments.get(key)
-        if attachment is None and make is not None:
-            attachment = self._attachments[key] = make()
-        return attachment
+        raise ConfigMismatch(describe_mismatch(what, self.all_gather_object(described)))
 
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
@@ -362,6 +229,10 @@ class Communicator:
         self._closed = True
         for attachment in self._attachments.values():
             attachment.close()
+        for work in self._unfinished:
+            work.give_up(
+                ThinwireError("this communicator was closed while a collective was under way, before its wait()")
+            )
         self._exchange.close()
         if self._origin.owns_group and self._group is not None and group_exists(self._group):
             dist.destroy_process_group(self._group)
@@ -380,14 +251,6 @@ class Communicator:
     @property
     def _exchange_device(self) -> torch.device:
         return self._device if self._backend == "nccl" else torch.device("cpu")
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
-
-    def _settle(self) -> None:
-        for attachment in self._attachments.values():
-            attachment.settle()
 
     def _synchronise(self) -> None:
         # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
@@ -411,18 +274,3 @@ def _checked_timeout(timeout: float) -> float:
     if not 0 < timeout < float("inf"):
         raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
     return float(timeout)
-
-
-def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:
-    lines = [f"{what}: the ranks' settings differ"]
-    for name in dict.fromkeys(name for settings in by_rank for name in settings):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, settings in enumerate(by_rank):
-            ranks_of.setdefault(settings.get(name, _ABSENT), []).append(rank)
-        if len(ranks_of) > 1:
-            parts = (
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-                for value, ranks in ranks_of.items()
-            )
-            lines.append(f"  {name}: {'; '.join(parts)}")
-    return "\n".join(lines)

@@ -26,46 +26,16 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import AnyChannel, Refusal, move_plainly, open_channel, send_rows
+from thinwire.fused.direct import AnyChannel, move_plainly, open_channel, send_rows
+from thinwire.fused.opening import Refusal, check_transport
+from thinwire.fused.pending import Pending
+from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.wire import WireFormat
 
-__all__ = ["Pending", "all_to_all_v"]
+__all__ = ["all_to_all_v"]
 
-_TRANSPORTS = ("auto", "direct", "staged")
 _NOT_STAGED = ("auto", "direct")
-
-
-class Pending:
-    """An all-to-all-v under way; `wait()` completes it.
-
-    On CUDA what is left to do runs on the stream that posted it, and `wait()` makes the current stream wait for that;
-    the host is not blocked.
-    """
-
-    def __init__(self, finish: Callable[[], torch.Tensor], device: torch.device) -> None:
-        self._finish: Callable[[], torch.Tensor] | None = finish
-        self._result: torch.Tensor | None = None
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def wait(self) -> torch.Tensor:
-        """The output, filled. May be called again.
-
-        Raises:
-            PeerTimeout: a peer did not answer within the communicator's timeout.
-            CountsError: on the direct transport, a peer sent something else than was expected.
-        """
-        if self._result is None:
-            if self._finish is None:
-                raise RuntimeError("this all_to_all_v failed when it was waited for before")
-            finish, self._finish = self._finish, None
-            with torch.no_grad(), torch.cuda.stream(self._stream):  # no stream: no change
-                self._result = finish()
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._result.device)
-            current.wait_stream(self._stream)
-            self._result.record_stream(current)
-        return self._result
 
 
 def all_to_all_v(
@@ -96,7 +66,8 @@ def all_to_all_v(
         recv_displs: first row of the output for each rank; None means one after the other.
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
             `max(displ + count)` rows, and gaps are zero.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto", for equal splits alone, sends small
+            messages exactly.
         comm: None means the communicator that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
             is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
@@ -129,6 +100,8 @@ def all_to_all_v(
     >>> comm.close()
     """
     comm = comm if comm is not None else default_communicator()
+    if wire == AUTO:
+        wire = _choose_wire(x, send_counts, comm, transport)
     wire = _parse_wire(wire) if type(wire) is str else resolve_wire(wire)
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
     if ordinary and recv_counts is not None:
@@ -171,10 +144,19 @@ def _parse_wire(name: str) -> WireFormat:
     return WireFormat.parse(name)
 
 
+def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:
+    comm.check_device("x", x)
+
+    def call(t: torch.Tensor, wire: WireFormat) -> object:
+        return all_to_all_v(t, wire=wire, comm=comm, transport=transport)
+
+    alike = send_counts is None
+    return resolve_wires(comm, "all_to_all_v", x, [AUTO], transport, call if alike else None)[0]
+
+
 def _choose_channel(transport: str, wire: WireFormat, comm: Communicator) -> AnyChannel | None:
     """What the direct transport works with; None for the staged one."""
-    if transport not in _TRANSPORTS:
-        raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(_TRANSPORTS)}")
+    check_transport(transport)
     if transport != "staged":
         channel = open_channel(comm, wire)
         if not isinstance(channel, Refusal):

@@ -58,9 +58,11 @@ __all__ = [
     "Landing",
     "Parcel",
     "describe_difference",
+    "describe_wire_word",
     "timeout_error",
     "unusable_after",
     "what_of",
+    "wire_word",
 ]
 
 #: Elements to a row when a 1-D tensor is quantised.
@@ -159,10 +161,23 @@ def what_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tuple[int
     """What a header says of rows of shape `tail`: four numbers, the same on ranks that send the same."""
     return (
         zlib.crc32(str(dtype).encode()),
-        _WIRES.index(wire.name) | wire.group << 4 | wire.alignment << 16,
+        wire_word(wire),
         math.prod(tail),
         zlib.crc32(repr(tuple(tail)).encode()),
     )
+
+
+def wire_word(wire: WireFormat) -> int:
+    """A wire format as one number, for peers to compare."""
+    return _WIRES.index(wire.name) | wire.group << 4 | wire.alignment << 16
+
+
+def describe_wire_word(word: int) -> str:
+    """The format that a number stands for, for people; any number."""
+    try:
+        return repr(WireFormat(_WIRES[word & 15], word >> 4 & 0xFFF, word >> 16))
+    except (IndexError, WireFormatError):
+        return "an unknown wire format"
 
 
 def describe_difference(
@@ -175,7 +190,7 @@ def describe_difference(
     return f"rank {peer} sends {_describe_rows(sent)}, but rank {rank} expects {_describe_rows(expected)}{shape}"
 
 
-def timeout_error(report: Any, rank: int, world: int, timeout: float) -> PeerTimeout:
+def timeout_error(report: Any, rank: int, world: int, timeout: float, phases: tuple[str, ...] = _PHASES) -> PeerTimeout:
     """What a report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
     blamed, missing, said = (np.flatnonzero(row).tolist() for row in report[REPORT_PEERS:].reshape(3, world))
     stuck = [peer for peer in said if peer != rank]
@@ -186,7 +201,7 @@ def timeout_error(report: Any, rank: int, world: int, timeout: float) -> PeerTim
         text += "nobody is silent any more"
     if stuck:
         text += f"; {_name_ranks(stuck)} gave up too"
-    return PeerTimeout(text, ranks=blamed, epoch=int(report[REPORT_EPOCH]), phase=_PHASES[report[REPORT_PHASE]])
+    return PeerTimeout(text, ranks=blamed, epoch=int(report[REPORT_EPOCH]), phase=phases[report[REPORT_PHASE]])
 
 
 def unusable_after(failure: PeerTimeout) -> PeerTimeout:
@@ -203,10 +218,7 @@ def unusable_after(failure: PeerTimeout) -> PeerTimeout:
 def _describe_rows(what: list[int]) -> str:
     known = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     dtypes = {zlib.crc32(str(dtype).encode()): dtype for dtype in known}
-    try:
-        wire = repr(WireFormat(_WIRES[what[1] & 15], what[1] >> 4 & 0xFFF, what[1] >> 16))
-    except (IndexError, WireFormatError):
-        wire = "an unknown wire format"
+    wire = describe_wire_word(what[1])
     return f"rows of {what[2]} elements of {dtypes.get(what[0], 'an unknown dtype')} as {wire}"
 
 

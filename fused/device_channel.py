@@ -40,6 +40,7 @@ from thinwire.fused.channel import (
     what_of,
 )
 from thinwire.fused.counts import Segments
+from thinwire.fused.streams import StreamTurns
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import (
@@ -179,7 +180,7 @@ class DeviceChannel:
         self._forms: dict[tuple[torch.Size, torch.dtype, WireFormat], _Form] = {}
         self._prepared: set[tuple[object, ...]] = set()
         self._under_way: DeviceTransfer | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._turns = StreamTurns(self._device)
         self._failure: ThinwireError | None = None
         self._closed = False
         if self._on_gpu:
@@ -194,7 +195,7 @@ class DeviceChannel:
         key = (tail, dtype, wire)
         form = self._forms.get(key)
         if form is None:
-            if self._capturing():
+            if self._turns.capturing:
                 raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
             form = self._forms[key] = self._new_form(*key)
         return form
@@ -233,13 +234,13 @@ class DeviceChannel:
             self.complete(self._under_way)
         self._require_usable()
         assert isinstance(parcel, _Form) and parcel.what is not None
-        if landing is None and self._capturing():
+        if landing is None and self._turns.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         x = x.detach()
         source = x.reshape(-1).view(torch.uint8) if parcel.layout is None else x
         stride = x_step if parcel.layout is None else x_step // x.itemsize
         self._prepare(parcel, source, stride)
-        transfer = DeviceTransfer(self, parcel, source, stride, sends, landing, place, self._take_turns())
+        transfer = DeviceTransfer(self, parcel, source, stride, sends, landing, place, self._turns.take())
         nothing = [0] * self.layout.WORLD
         receives = (nothing, nothing) if landing is None else (landing.segments.counts, landing.segments.displs)
         self._note(transfer, *receives)
@@ -366,26 +367,13 @@ class DeviceChannel:
                 found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
         return found
 
-    def _take_turns(self) -> torch.cuda.Stream | None:
-        """The current stream, once it waits for what the last call launched on another."""
-        if not self._on_gpu:
-            return None
-        stream = torch.cuda.current_stream(self._device)
-        if self._stream is not None and stream != self._stream and not self._capturing():
-            stream.wait_stream(self._stream)
-        self._stream = stream
-        return stream
-
-    def _capturing(self) -> bool:
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
-
     def _prepare(self, form: _Form, x: torch.Tensor, stride: int) -> None:
         """Compiles and loads all kernels of a call before any of them waits for a peer.
 
         Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
         one. Waits for the current stream, at the first call of its form.
         """
-        if not self._on_gpu or self._capturing():
+        if not self._on_gpu or self._turns.capturing:
             return
         key: tuple[object, ...] = ()  # kernels for exact rows find out themselves how wide they may copy
         if form.layout is not None:

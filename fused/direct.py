@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from thinwire.comm.communicator import Communicator, Setting
-from thinwire.comm.symmetric import allocate
-from thinwire.errors import CapacityError, TransportUnavailable
-from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import CapacityError
+from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, PIECES, ChannelLayout, Landing, Parcel
 from thinwire.fused.counts import Segments
-from thinwire.fused.cpu import HAS_NUMBA
 from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
 from thinwire.fused.host_channel import Channel, Transfer
+from thinwire.fused.opening import Refusal, open_direct, uses_triton
 from thinwire.fused.staged import dense_segments
-from thinwire.triton_kernels.compat import HAS_TRITON
-from thinwire.version import VERSION
-from thinwire.wire import WIRE_VERSION, WireFormat
+from thinwire.wire import WireFormat
 
-__all__ = ["AnyChannel", "AnyTransfer", "Refusal", "move_plainly", "open_channel", "send_rows"]
+__all__ = ["AnyChannel", "AnyTransfer", "move_plainly", "open_channel", "send_rows"]
 
 _KEY = "all_to_all_v"
 
@@ -31,23 +27,6 @@ Placed = tuple[Segments, torch.Tensor]
 #: By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
 AnyChannel = Channel | DeviceChannel
 AnyTransfer = Transfer | DeviceTransfer
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a communicator has no channel; the same on every rank."""
-
-    reason: str
-
-    def describe(self) -> str:
-        """One line for `Communicator.explain`."""
-        return f"all_to_all_v: staged, as {self.reason}"
-
-    def settle(self) -> None:
-        """There is nothing under way."""
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
 
 
 def open_channel(
@@ -73,53 +52,16 @@ def _new_channel(
 ) -> AnyChannel | Refusal:
     if wire is not None and wire.quantized:
         select_backend(comm.device, wire)
-    reasons = comm.all_gather_object(_why_not(comm))
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return Refusal(f"{reason} on rank {rank}")
     if piece_bytes is None:
         piece_bytes = piece_bytes_for(comm.device, comm.size, pieces)
     layout = ChannelLayout.of(comm.size, piece_bytes, pieces)
-    settings: dict[str, Setting] = {
-        "piece_bytes": layout.PIECE_BYTES,
-        "pieces": layout.PIECES,
-        "version": VERSION,
-        "wire": WIRE_VERSION,
-    }
-    comm.require_same("the direct transport of all_to_all_v", settings)
-    try:
-        memory = allocate(comm, layout.NUM_BYTES)
-    except (TransportUnavailable, CapacityError) as error:
-        return Refusal(str(error))
-    # Ranks of either kind may share a group: they write the same bytes in the same order.
-    channel: AnyChannel
-    if comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton":
-        channel = DeviceChannel(memory, layout, comm.rank, comm.timeout)
-    else:
-        channel = Channel(memory, layout, comm.rank, comm.timeout)
-    comm.barrier()  # kernels that one rank still has to compile shall not count as its silence
-    return channel
+    settings: dict[str, Setting] = {"piece_bytes": layout.PIECE_BYTES, "pieces": layout.PIECES}
 
+    def make(memory: SymmetricMemory) -> AnyChannel:
+        kind = DeviceChannel if uses_triton(comm) else Channel
+        return kind(memory, layout, comm.rank, comm.timeout)
 
-def _why_not(comm: Communicator) -> str | None:
-    """What keeps this rank from the direct transport."""
-    backend = os.environ.get(BACKEND_VARIABLE)
-    if comm.device.type == "cuda":
-        if backend not in (None, "", "triton"):
-            return f"it needs the triton backend on {comm.device} and {BACKEND_VARIABLE}={backend}"
-        return None if HAS_TRITON else "triton is not installed"
-    if comm.device.type != "cpu":
-        return f"it is for the CPU and CUDA, and the communicator's tensors live on {comm.device}"
-    if backend == "triton":
-        if not HAS_TRITON:
-            return "triton is not installed"
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
-    if backend not in (None, "", "numba"):
-        return f"it needs the numba backend and {BACKEND_VARIABLE}={backend}"
-    if not HAS_NUMBA:
-        return "numba is not installed"
-    return None
+    return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 
 
 def move_plainly(

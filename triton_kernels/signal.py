@@ -16,7 +16,8 @@ The instruction is an exchange, or with STORE a plain atomic store, which Triton
 PCIe without native atomics need.
 
 *Wait*. One program of one warp reads all flags with acquire order at system scope until none is behind. The consumer is
-the next kernel on the stream, so no other program ever spins. The wait ends: when time is up, or when a peer says that
+the next kernel on the stream, so no other program ever spins; how whole grids wait, in the collectives, is said in
+`thinwire.triton_kernels.collective_wait`. The wait ends: when time is up, or when a peer says that
 it is stuck, the rank tells all peers that it is stuck too, gives the others a grace time to signal or to say the same,
 and blames those who did neither. A survivor always does one of the two, since it leaves its own wait when it sees
 another's report; so all survivors name the same ranks. A plain timeout would blame innocents: a rank that waits for a
@@ -77,6 +78,7 @@ CUDA, HIP, INTERPRETER = "cuda", "hip", "interpreter"
 _CUDA, _HIP = tl.constexpr(CUDA), tl.constexpr(HIP)
 
 _LINE = tl.constexpr(LINE_BYTES)
+_MOST_THREADS = tl.constexpr(1024)  # of a program
 _STATUS, _EPOCH, _ARRIVALS = (tl.constexpr(w) for w in (CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS))
 _RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
 _STUCK_EPOCH, _STUCK_PHASE = tl.constexpr(LINE_STUCK_EPOCH), tl.constexpr(LINE_STUCK_PHASE)
@@ -109,6 +111,17 @@ else:
     @triton.jit
     def pause(PLATFORM: tl.constexpr):
         """Nothing: a GPU's wait keeps one warp."""
+
+
+@triton.jit
+def agreed(condition):
+    """A condition as the program's first thread finds it.
+
+    Warps read a clock one after the other. One might leave a loop that another stays in, and they would wait for each
+    other at different barriers. The other threads' votes are not counted, so the sum is made of the first one's.
+    """
+    threads = tl.arange(0, _MOST_THREADS)
+    return tl.sum(tl.where(threads == 0, tl.where(condition, 1, 0), 0)) > 0
 
 
 @triton.jit
@@ -192,8 +205,12 @@ def give_up(
     BLOCK: tl.constexpr,
     STORE: tl.constexpr,
     PLATFORM: tl.constexpr,
+    WARPS: tl.constexpr = False,
 ):
-    """Reports to the peers, gives them the grace time, and writes down who is to blame."""
+    """Reports to the peers, gives them the grace time, and writes down who is to blame.
+
+    WARPS: the program has several.
+    """
     peers = tl.arange(0, BLOCK)
     known = peers < WORLD
     missing = behind(base, lines, targets, WORLD, BLOCK)
@@ -207,6 +224,8 @@ def give_up(
     silent = 1
     while silent > 0:
         over = clock_ns(PLATFORM) > limit
+        if WARPS:
+            over = agreed(over)
         said = load_flags(base, STUCK, WORLD, BLOCK)
         blamed = tl.where(said == 0, behind(base, lines, targets, WORLD, BLOCK), 0)
         silent = tl.sum(blamed)
@@ -230,13 +249,19 @@ def wait_for_all(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
+    WARPS: tl.constexpr = False,
 ):
-    """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. Returns how many are."""
+    """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. Returns how many are.
+
+    WARPS: the program has several.
+    """
     limit = clock_ns(PLATFORM) + timeout_ns.to(tl.int64)
     late = tl.sum(behind(base, lines, targets, WORLD, BLOCK))
     waiting = late
     while waiting > 0:
         over = clock_ns(PLATFORM) > limit
+        if WARPS:
+            over = agreed(over)
         stuck = load_flags(base, STUCK, WORLD, BLOCK)
         late = tl.sum(behind(base, lines, targets, WORLD, BLOCK))
         waiting = late

@@ -19,7 +19,15 @@ from thinwire.fused.cpu.loops import accumulate_groups
 from thinwire.fused.cpu.vectors import FLOAT32, INT4, NONE
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_sum_row", "pack_weighted_sums", "scratch_bytes", "sum_record_row", "sum_records", "weighted_sum_row"]
+__all__ = [
+    "pack_sum_row",
+    "pack_weighted_sums",
+    "record_sum",
+    "scratch_bytes",
+    "sum_record_row",
+    "sum_records",
+    "weighted_sum_row",
+]
 
 _LANES = 16
 _REST_BYTES = 4 * _LANES
@@ -94,8 +102,11 @@ def pack_sum_row(total, dtype, record, layout):
 
 
 @device
-def sum_record_row(records, record_stride, record_index, terms, dtype, layout, out, scratch):
-    """Sums into the row at `out` the records that `record_index`, an address of `terms` int64, names; -1 names none."""
+def record_sum(records, record_stride, record_index, terms, dtype, layout, scratch):
+    """Sums the records that `record_index`, an address of `terms` int64, names; -1 names none.
+
+    Returns the sum's address in `scratch`: float32, with room for a multiple of 16 columns.
+    """
     kind, group, row_scale, hidden, scales_offset, row_bytes = layout
     sources, scales, ends, one, total = scratch_parts(scratch, terms)
     store_float32(one, _ONE)
@@ -108,11 +119,16 @@ def sum_record_row(records, record_stride, record_index, terms, dtype, layout, o
             store_int64(scales + 8 * count, one if kind == NONE else record + scales_offset)
             count += 1
     if kind == NONE:
-        kind, row_scale, group, saturate = dtype, 1, hidden, 0
-    else:
-        saturate = 1
+        kind, row_scale, group = dtype, 1, hidden
     sum_sources(sources, scales, count, kind, row_scale, hidden, group, ends, total)
-    round_row(total, hidden, out, dtype, saturate)
+    return total
+
+
+@device
+def sum_record_row(records, record_stride, record_index, terms, dtype, layout, out, scratch):
+    """The same, rounded into the row at `out`; sums of quantised records saturate."""
+    total = record_sum(records, record_stride, record_index, terms, dtype, layout, scratch)
+    round_row(total, layout[3], out, dtype, 0 if layout[0] == NONE else 1)
 
 
 @kernel

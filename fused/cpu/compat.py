@@ -13,20 +13,21 @@ from typing import Any
 
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.cpu import HAS_NUMBA
-from thinwire.triton_kernels import round_layout
+from thinwire.triton_kernels import collective_layout, round_layout
 
 __all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "ir", "kernel", "types"]
 
 
 def _hash_sources() -> int:
     digest = hashlib.sha256()
-    # The constants of a lane are compiled into kernels too.
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(round_layout.__file__)]:
+    # The constants of lanes are compiled into kernels too.
+    layouts = [Path(module.__file__) for module in (round_layout, collective_layout) if module.__file__]
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), *layouts]:
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:6], "little")
 
 
-#: Identifies the source text of this folder and of the lane's layout. numba's cache looks at the file of the function
+#: Identifies the source text of this folder and of the lanes' layouts. numba's cache looks at the file of the function
 #: that it caches and not at the files of what it calls, so a kernel that lacked this would go on running an intrinsic's
 #: older version. Each kernel takes it as a last argument with this default, which makes it a part of the cache's key.
 FINGERPRINT = _hash_sources()

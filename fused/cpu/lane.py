@@ -14,10 +14,11 @@ import torch
 
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.fused.cpu.codec import Layout, dtype_code, record_layout
-from thinwire.fused.cpu.compat import device, intrinsic, types
+from thinwire.fused.cpu.compat import device
+from thinwire.fused.cpu.fields import reader_of
 from thinwire.fused.cpu.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.fused.cpu.signal import line_of
-from thinwire.fused.cpu.vectors import NONE, constant, load
+from thinwire.fused.cpu.vectors import NONE
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DTYPE_CODES,
@@ -188,19 +189,7 @@ def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
 # In kernels
 
 
-@intrinsic
-def numbers_at(typing_context, address):
-    """The `LaneNumbers` at an address."""
-    count = len(LaneNumbers._fields)
-
-    def codegen(context, builder, signature, args):
-        addresses = (builder.add(args[0], constant(8 * field)) for field in range(count))
-        word = context.get_value_type(types.int64)
-        return context.make_tuple(
-            builder, signature.return_type, [load(builder, address, word, 8) for address in addresses]
-        )
-
-    return types.NamedUniTuple(types.int64, count, LaneNumbers)(types.int64), codegen
+numbers_at = reader_of(LaneNumbers)
 
 
 @device

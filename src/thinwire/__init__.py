@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from thinwire.errors import ThinwireError as ThinwireError
     from thinwire.errors import TransportUnavailable as TransportUnavailable
     from thinwire.errors import WireFormatError as WireFormatError
-    from thinwire.fused.all_to_all import Pending as Pending
+    from thinwire.fused.all_gather import all_gather as all_gather
+    from thinwire.fused.all_gather import all_gather_v as all_gather_v
+    from thinwire.fused.all_reduce import all_reduce as all_reduce
     from thinwire.fused.all_to_all import all_to_all_v as all_to_all_v
     from thinwire.fused.codec import WireRows as WireRows
     from thinwire.fused.codec import dequantize as dequantize
     from thinwire.fused.codec import quantize as quantize
+    from thinwire.fused.pending import Pending as Pending
+    from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.layer import MoELayer as MoELayer
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
@@ -39,13 +43,17 @@ _PUBLIC = {
     "Dispatched": "thinwire.moe.dispatched",
     "ExpertParallel": "thinwire.moe.parallel",
     "MoELayer": "thinwire.moe.layer",
-    "Pending": "thinwire.fused.all_to_all",
+    "Pending": "thinwire.fused.pending",
     "WireFormat": "thinwire.wire",
     "WireRows": "thinwire.fused.codec",
+    "all_gather": "thinwire.fused.all_gather",
+    "all_gather_v": "thinwire.fused.all_gather",
+    "all_reduce": "thinwire.fused.all_reduce",
     "all_to_all_v": "thinwire.fused.all_to_all",
     "dequantize": "thinwire.fused.codec",
     "init": "thinwire.comm",
     "quantize": "thinwire.fused.codec",
+    "reduce_scatter": "thinwire.fused.reduce_scatter",
 } | dict.fromkeys(
     (
         "CapacityError",

@@ -82,7 +82,8 @@ def compile_launch(launch: Launch, target: str) -> Any:
             if value.data_ptr() % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            narrow = "i32" if -(2**31) <= value < 2**31 else "i64"
+            signature[name] = parameter.annotation_type or narrow
             if value % 16 == 0 and specialised:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -111,14 +112,18 @@ class Signals:
     """How a kernel for NVIDIA GPUs tells peers something, and learns from them.
 
     `system_fences` counts full fences at system scope in the machine code; a release costs one. `after_barrier` says
-    whether a barrier stands between the last store and the first release at system scope; `arrivals` and `acquires`
-    count atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope.
+    whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
+    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `releases` and
+    `looks` count what programs of one launch tell each other: exchanges with release order on the GPU, and reads with
+    acquire order on it.
     """
 
     system_fences: int
     after_barrier: bool
     arrivals: int
     acquires: int
+    releases: int
+    looks: int
 
 
 _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
@@ -127,15 +132,22 @@ _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|
 def inspect_signals(compiled: Any) -> Signals:
     """Reads the order of stores, barriers and releases in a kernel compiled for an NVIDIA GPU."""
     ptx = compiled.asm["ptx"]
-    release = _RELEASE.search(ptx)
-    before = ptx[: release.start()] if release else ptx
-    last_store = max((match.end() for match in re.finditer(r"\bst\.global\S*", before)), default=0)
+    stores = [match.end() for match in re.finditer(r"\bst\.global\S*", ptx)]
+    barriers = [match.start() for match in re.finditer(r"\bbar(?:rier)?\.\S*sync", ptx)]
+    # A fence and the store behind it are one release: the second of the two needs no barrier of its own.
+    releases = [match.start() for match in _RELEASE.finditer(ptx)]
     machine_code = _cuobjdump(compiled.asm["cubin"], "-sass")
     return Signals(
         system_fences=len(re.findall(r"\bMEMBAR\.\w+\.SYS\b", machine_code)),
-        after_barrier=release is not None and re.search(r"\bbar(?:rier)?\.\S*sync", before[last_store:]) is not None,
+        after_barrier=bool(releases)
+        and all(
+            any(max((end for end in stores if end < release), default=0) < barrier < release for barrier in barriers)
+            for release in releases
+        ),
         arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
+        releases=len(re.findall(r"atom\.global\.gpu\.release\.exch", ptx)),
+        looks=len(re.findall(r"(?:ld|atom)\.global\.gpu\.acquire", ptx)),
     )
 
 

@@ -19,7 +19,15 @@ from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import ChannelLayout
-from thinwire.triton_kernels import channel, codec, combine, dispatch, home, pack, route, signal
+from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, home, pack, route, signal
+from thinwire.triton_kernels.collective_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    CollectiveLane,
+    CollectiveLayout,
+    Job,
+)
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.support import require_wire_support
@@ -29,8 +37,10 @@ CODEC_KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums
 ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
 #: Of the direct all-to-all-v: the first pieces with their header, and a piece of the ring, which is given back.
 CHANNEL_KERNELS = ("send_rows", "take_rows")
+#: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_spread` to all ranks.
+COLLECTIVE_KERNELS = ("scatter", "spread", "reduce", "reduce_and_spread", "collect")
 #: Kernels that move rows.
-KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS
+KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS + COLLECTIVE_KERNELS
 READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "take_rows")  # of records; others write them
 #: Kernels that copy exact rows, of any dtype.
 COPIERS = ("send_bytes", "take_bytes")
@@ -38,8 +48,12 @@ COPIERS = ("send_bytes", "take_bytes")
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
-PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS)
+PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
+#: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
+WAITERS = ("reduce", "reduce_and_spread", "collect")
 HIDDEN_SIZES = (2048, 5121, 7168)
+#: Elements of a row of the collectives.
+COLLECTIVE_ROWS = (1024, 4096)
 OTHER_WIRES = ("int8:row", "int8:64", "int8:32", "int4", "fp8", "none")
 OTHER_TARGETS = ("sm_90", "gfx942")
 
@@ -55,16 +69,17 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """int8 for every target and row length; the other wires at 7168 on one GPU of each maker."""
+    """int8 for every target and row length; the other wires at the longest on one GPU of each maker."""
     for kernel in KERNELS:
+        sizes = COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES
         for target in TARGETS:
-            for hidden in HIDDEN_SIZES:
+            for hidden in sizes:
                 yield Case(kernel, "int8", hidden, target)
         for wire in OTHER_WIRES:
             if kernel in CHANNEL_KERNELS and wire == "none":
                 continue  # see COPIERS
             for target in OTHER_TARGETS:
-                yield Case(kernel, wire, 7168, target)
+                yield Case(kernel, wire, sizes[-1], target)
     for kernel in CONTROL_KERNELS:
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
@@ -112,7 +127,29 @@ def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ..
     return function, arguments, 0
 
 
+def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    """The same for a kernel of the direct collectives, whose tensors begin anywhere."""
+    layout, wire = CollectiveLayout.of(8), WireFormat.parse(case.wire)
+    lane = CollectiveLane.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
+    x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
+    ops = {"reduce": REDUCE_SCATTER, "spread": ALL_GATHER}
+    job = Job(
+        op=ops.get(case.kernel, ALL_REDUCE), what=(1, 2, 3, 2**40), parts=parts, most_rows=4, row=case.hidden,
+        wire=wire, gather_wire=wire, dtype=x.dtype, rows_per_chunk=4,
+    )  # fmt: skip
+    function, arguments = {
+        "scatter": (collective.scatter, (lane, job, x, 0)),
+        "spread": (collective.spread, (lane, job, x, 0)),
+        "reduce": (collective.reduce, (lane, job, x, 0, 30.0, 1.0)),
+        "reduce_and_spread": (collective.reduce, (lane, job, None, 0, 30.0, 1.0)),
+        "collect": (collective.collect, (lane, job, x, 0, 30.0, 1.0)),
+    }[case.kernel]
+    return function, arguments, 0
+
+
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    if case.kernel in COLLECTIVE_KERNELS:
+        return _collective_launcher(case)
     if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS:
         return _round_launcher(case)
     if case.kernel not in CODEC_KERNELS:
@@ -149,11 +186,15 @@ def check_signals(case: Case) -> list[str]:
     """What is wrong with the signals of one of PUBLISHERS on an NVIDIA GPU; empty when nothing is."""
     signals = inspect_signals(compiled_case(case))
     faults = []
-    if signals.system_fences != 1:
-        faults.append(f"{signals.system_fences} fences at system scope for one publication")
+    waits = case.kernel in WAITERS
+    publications = 2 * waits + (case.kernel not in ("reduce", "collect"))
+    if signals.system_fences != publications:
+        faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
+    if (signals.releases, signals.looks) != (waits, waits):
+        faults.append(f"{signals.releases} releases and {signals.looks} acquires between programs, expected {waits}")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
-    if signals.arrivals != (case.kernel != "close_round"):
+    if signals.arrivals != (case.kernel not in ("close_round", "reduce", "collect")):
         faults.append(f"{signals.arrivals} arrivals with acquire and release order")
     return faults
 
@@ -169,6 +210,8 @@ def check(case: Case, report: Report) -> list[str]:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
     if case.kernel in CONTROL_KERNELS:
         return faults
+    if case.kernel in COLLECTIVE_KERNELS:
+        return faults + _check_collective(case, report)
     # Rows of 5121 bfloat16 begin on odd addresses: only their records, 32-byte aligned, can move 16 bytes at a time.
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
@@ -178,6 +221,19 @@ def check(case: Case, report: Report) -> list[str]:
     wide_store = case.hidden % 8 == 0 or case.kernel not in READERS
     if wide_store and report.store_bytes < 8:
         faults.append(f"stores of {report.store_bytes} bytes")
+    return faults
+
+
+def _check_collective(case: Case, report: Report) -> list[str]:
+    """Widths of records' accesses. Parts of tensors begin at any element, and are read and written one by one."""
+    faults = []
+    amd = case.target.startswith("gfx")
+    # A sum is made by twice the threads, of which AMD has 64 in a wavefront: 8 columns are a thread's there.
+    narrowest = 8 if amd and (case.wire == "int4" or case.kernel == "reduce_and_spread") else 16
+    if case.kernel in WAITERS and report.load_bytes < narrowest:
+        faults.append(f"loads of records of {report.load_bytes} bytes")
+    if case.kernel not in ("reduce", "collect") and report.store_bytes < narrowest:
+        faults.append(f"stores of records of {report.store_bytes} bytes")
     return faults
 
 

@@ -11,9 +11,12 @@ import triton.language as tl
 
 from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals
 from tests.ahead_of_time.matrix import (
+    COLLECTIVE_KERNELS,
+    COLLECTIVE_ROWS,
     CONTROL_KERNELS,
     KERNELS,
     PUBLISHERS,
+    WAITERS,
     Case,
     check,
     check_signals,
@@ -22,12 +25,24 @@ from tests.ahead_of_time.matrix import (
 )
 
 
+def _row_length(kernel: str) -> int:
+    return COLLECTIVE_ROWS[-1] if kernel in COLLECTIVE_KERNELS else 7168
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, target: str) -> None:
-    case = Case(kernel, "int8", 7168, target)
+    case = Case(kernel, "int8", _row_length(kernel), target)
     report = compile_case(case)
     assert not check(case, report), report
+
+
+@pytest.mark.parametrize("wire", ["int8:row", "int4", "none"])
+@pytest.mark.parametrize("kernel", COLLECTIVE_KERNELS)
+def test_collectives_of_other_wires_neither_spill_nor_fuse_and_move_wide_words(kernel: str, wire: str) -> None:
+    case = Case(kernel, wire, COLLECTIVE_ROWS[0], "sm_90")
+    report = compile_case(case)
+    assert not check(case, report) and not check_signals(case), report
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
@@ -41,12 +56,12 @@ def test_kernels_that_route_and_wait_do_not_spill(kernel: str, target: str) -> N
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kernel", PUBLISHERS)
 def test_a_publication_is_one_fence_behind_a_barrier(kernel: str, target: str) -> None:
-    assert not check_signals(Case(kernel, "int8", 7168, target))
+    assert not check_signals(Case(kernel, "int8", _row_length(kernel), target))
 
 
-@pytest.mark.parametrize("kernel", ["wait_dispatch", "wait_combine"])
+@pytest.mark.parametrize("kernel", ["wait_dispatch", "wait_combine", *WAITERS])
 def test_a_wait_reads_flags_in_acquire_order_at_system_scope(kernel: str) -> None:
-    assert inspect_signals(compiled_case(Case(kernel, "int8", 7168, "sm_90"))).acquires >= 2
+    assert inspect_signals(compiled_case(Case(kernel, "int8", _row_length(kernel), "sm_90"))).acquires >= 2
 
 
 @pytest.mark.parametrize("wire", ["int8:row", "int4", "fp8", "none"])

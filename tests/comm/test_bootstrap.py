@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import random
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import RankInfo, bootstrap, default_communicator, discover, init
+from thinwire.comm import RankInfo, default_communicator, discover, domains, init, launchers
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
@@ -16,16 +23,17 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}
+JOB = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_NODELIST": "node[07-09,11],other", "SLURM_JOB_NODELIST": "x"}
 ADDRESS = ("10.0.0.1", 29501)
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """An environment without a launcher, and no process group left behind."""
-    for names in bootstrap._LAUNCHERS:
+    for names in launchers.LAUNCHERS:
         for name in (*names[1:], "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(bootstrap, "_default", None)
+    monkeypatch.setattr(domains, "_of_process", domains.Domains())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -42,11 +50,72 @@ def alone(monkeypatch):
         (SLURM | OPEN_MPI | TORCHRUN | MEETING, (3, 8, 1, "torchrun (RANK, WORLD_SIZE)", ADDRESS)),
         (SLURM | OPEN_MPI | MEETING, (2, 4, 0, "Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)", ADDRESS)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, None, "torchrun (RANK, WORLD_SIZE)", None)),
+        (SLURM | JOB, (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ("node07", 24567))),
+        (
+            SLURM | JOB | {"MASTER_ADDR": "10.0.0.1"},
+            (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ("10.0.0.1", 24567)),
+        ),
+        (SLURM | JOB | {"MASTER_PORT": "29501"}, (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ("node07", 29501))),
     ],
-    ids=["nothing", "address-only", "torchrun", "open-mpi", "slurm", "all", "mpi-in-slurm", "one-without-address"],
+    ids=[
+        "nothing",
+        "address-only",
+        "torchrun",
+        "open-mpi",
+        "slurm",
+        "all",
+        "mpi-in-slurm",
+        "one-without-address",
+        "slurm-alone",
+        "slurm-with-address",
+        "slurm-with-port",
+    ],
 )
 def test_launchers_are_found_in_their_order(environ, expected):
     assert discover(environ) == RankInfo(*expected)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("localhost", "localhost"),
+        ("gpu-a1,gpu-b1", "gpu-a1"),
+        ("gpu[012-020]-ib,z[1-2]", "gpu012-ib"),
+        ("gpu[3,5]", "gpu3"),
+        ("rack[1-2]node[3-4]", None),  # more than is looked into
+        ("", None),
+    ],
+)
+def test_ranks_of_slurm_meet_on_the_first_node(nodes, first):
+    environ = SLURM | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes}
+    if first is not None:
+        assert discover(environ).address == (first, 20007)
+    else:
+        with pytest.raises(ThinwireError, match="MASTER_ADDR is not set .* Slurm"):
+            discover(environ)
+
+
+def is_free(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_slurms_variables_alone_are_enough_to_meet():
+    job = next(job for job in random.sample(range(10_000), 100) if is_free(20_000 + job))  # its port follows from it
+    loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "OMPI_"))}
+    environ |= slurm | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, str(Path(__file__).with_name("launched.py"))]
+    ranks = [
+        subprocess.Popen(command, env=environ | {"SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told, _ = (rank.communicate(timeout=90)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    source = "rank and size: from Slurm (SLURM_PROCID, SLURM_NTASKS)"
+    assert ast.literal_eval(told) == [(0, 2, source), (1, 2, source)]
 
 
 def test_arguments_come_before_every_launcher():
@@ -64,6 +133,8 @@ def test_arguments_come_before_every_launcher():
         (TORCHRUN, {}, "MASTER_ADDR is not set .* torchrun .* 8 ranks"),
         (OPEN_MPI | {"MASTER_ADDR": "h"}, {}, "MASTER_PORT is not set .* Open MPI"),
         (OPEN_MPI | MEETING | {"MASTER_ADDR": ""}, {}, "MASTER_ADDR is not set"),
+        (SLURM, {}, "MASTER_ADDR is not set .* Slurm"),
+        (SLURM | {"SLURM_JOB_NODELIST": "n1"}, {}, "MASTER_PORT is not set .* Slurm"),
         (SLURM | MEETING | {"MASTER_PORT": "70000"}, {}, "MASTER_PORT is 70000 .* expected 1 to 65535"),
         (SLURM | MEETING | {"MASTER_PORT": "ssh"}, {}, "MASTER_PORT is 'ssh' .* expected an integer"),
         (TORCHRUN | {"RANK": "-1"}, {}, "RANK is '-1' .* at least 0"),

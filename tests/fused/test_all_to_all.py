@@ -15,9 +15,10 @@ from tests.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError
 from thinwire.fused import staged
-from thinwire.fused.all_to_all import Pending, all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.direct import open_channel
+from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 

@@ -21,8 +21,9 @@ from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
 from thinwire.fused import all_to_all
-from thinwire.fused.all_to_all import Pending, all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 

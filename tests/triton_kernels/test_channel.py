@@ -20,11 +20,12 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused.all_to_all import Pending, all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.channel import FLAT_ROW
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import Channel
+from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference

@@ -1,0 +1,109 @@
+"""What a collective is given, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import CountsError, ThinwireError
+
+__all__ = ["ArgumentError", "byte_view", "check_list", "check_rank", "check_splits", "check_tensor"]
+
+
+class ArgumentError(ThinwireError, ValueError):
+    """An argument that the call cannot take: a rank that is not there, an unknown operation, a dtype it does not do."""
+
+
+def check_rank(name: str, rank: object, size: int) -> int:
+    """The rank itself.
+
+    Raises:
+        ArgumentError: it is no int from 0 to size - 1.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+        raise ArgumentError(f"{name} is {rank!r}, expected a rank of this group, an int from 0 to {size - 1}")
+    return rank
+
+
+def check_tensor(name: str, tensor: object, device: torch.device) -> Tensor:
+    """The tensor itself, cut off from autograd: what a collective writes has no history.
+
+    Raises:
+        ArgumentError: no tensor, one that is not strided, or one on another kind of device.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArgumentError(f"{name} has layout {tensor.layout}, dtype {tensor.dtype}; expected a plain dense tensor")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(f"{name} is a conjugate or negative view; expected resolve_conj() or resolve_neg() of it")
+    if tensor.device.type != device.type:
+        raise ArgumentError(f"{name} lives on {tensor.device}, but this communicator's tensors live on {device}")
+    return tensor.detach()
+
+
+def check_list(
+    name: str, tensors: object, size: int, device: torch.device, like: tuple[str, Tensor] | None, same_shape: bool
+) -> list[Tensor]:
+    """The tensors themselves, one for each rank.
+
+    Args:
+        name: what the caller knows the list by.
+        tensors: the list.
+        size: how many are needed.
+        device: where they must live.
+        like: a tensor and its name; all must have its dtype, and its shape with `same_shape`.
+
+    Raises:
+        CountsError: another number of tensors, or other shapes.
+        ArgumentError: entries that are no usable tensors, or have another dtype.
+    """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise ArgumentError(
+            f"{name} is a {type(tensors).__name__}, expected a list of {size} tensors, one for each rank"
+        )
+    if len(tensors) != size:
+        raise CountsError(f"{name} has {len(tensors)} tensors, expected one for each of the {size} ranks")
+    checked = [check_tensor(f"{name}[{rank}]", tensor, device) for rank, tensor in enumerate(tensors)]
+    like_name, model = (f"{name}[0]", checked[0]) if like is None else like
+    for rank, tensor in enumerate(checked):
+        if tensor.dtype != model.dtype:
+            raise ArgumentError(
+                f"{name}[{rank}] is {tensor.dtype}, but {like_name} is {model.dtype}; expected one dtype"
+            )
+        if same_shape and tensor.shape != model.shape:
+            raise CountsError(
+                f"{name}[{rank}] has shape {tuple(tensor.shape)}, expected {like_name}'s, {tuple(model.shape)}"
+            )
+    return checked
+
+
+def check_splits(name: str, splits: object, tensor_name: str, tensor: Tensor, size: int) -> list[int]:
+    """How many rows of dim 0 belong to each rank; equal shares for None.
+
+    Raises:
+        CountsError: shares that do not fit the tensor.
+    """
+    if tensor.dim() == 0:
+        raise CountsError(f"{tensor_name} has no dimensions, expected at least one, which is split")
+    rows = tensor.shape[0]
+    if splits is None or (isinstance(splits, Sequence) and not len(splits)):  # torch takes [] for equal shares, too
+        if rows % size:
+            raise CountsError(f"{tensor_name} has {rows} rows, which {size} ranks cannot share equally; pass {name}")
+        return [rows // size] * size
+    if not isinstance(splits, Sequence) or len(splits) != size:
+        raise CountsError(f"{name} is {splits!r}, expected {size} ints, one for each rank")
+    for rank, share in enumerate(splits):
+        if isinstance(share, bool) or not isinstance(share, int) or share < 0:
+            raise CountsError(f"{name}[{rank}] is {share!r}, expected an int of at least 0")
+    if sum(splits) != rows:
+        raise CountsError(f"{name} is {list(splits)!r}, {sum(splits)} rows in all, but {tensor_name} has {rows}")
+    return list(splits)
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor of any dtype, as uint8."""
+    # A view(-1) would keep the stride of a tensor with one element, whatever it is.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,301 @@
+"""The collectives that move or reduce a tensor exactly, by torch.distributed's conventions.
+
+Arguments are those of the function of that name in `torch.distributed`, with ranks of *this group*, and results are
+written in place. Sizes, dtypes and the operation are the same on all ranks, as each function says; Gloo's ranks and
+threads that disagree get `PeerTimeout`. Tensors live on the communicator's device, have any strides, and no history in
+autograd. Everything that can be seen on this rank alone is checked before anything is sent.
+
+Every call returns a :class:`~thinwire.comm.work.Work`. With `async_op=True` it may be under way still, and the tensors
+are not to be touched before its `wait()`. `all_reduce` and `reduce` of more than 64 KiB take two steps over Gloo and
+between threads, and the second one is taken in `wait()`, or in this communicator's next call: there, all ranks wait in
+the same order for works of different communicators, and for what else needs their peers.
+
+Over Gloo, and between threads, everything is made of sends and receives (`comm/steps.py`), and reductions are as
+`comm/reductions.py` says: in rank order, with the same bits on every rank. Over NCCL, `broadcast`, `all_gather`,
+`reduce_scatter`, `reduce` and `all_reduce` are NCCL's own (`comm/native.py`), with its order and its accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from thinwire.comm import native, steps
+from thinwire.comm.arguments import ArgumentError, check_list, check_rank, check_splits, check_tensor
+from thinwire.comm.exchange import PeerExchange
+from thinwire.comm.membership import Membership
+from thinwire.comm.reductions import Reduction
+from thinwire.comm.work import Step, Work
+from thinwire.errors import CountsError
+
+__all__ = ["Collectives"]
+
+
+class Collectives(Membership):
+    """The exact collectives of a :class:`Communicator`.
+
+    All of them raise:
+        CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
+        ArgumentError: anything else that is wrong with an argument, such as the rank, `op`, the dtype or the device; it
+            is a ValueError. Nothing was sent.
+        ThinwireError: the communicator is closed.
+        PeerTimeout: a peer did not take part in time, or differently, or is gone; with `async_op`, from `wait()`.
+            No further call is possible over this group.
+    """
+
+    def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work:
+        """Replaces `tensor` by the reduction of every rank's, on every rank.
+
+        Args:
+            tensor: one shape and dtype on all ranks.
+            op: "sum", "prod", "min", "max", "avg" (not of integers), "logical_or" or "logical_and" (1 or 0, in the
+                tensor's dtype), or torch's ReduceOp. Complex tensors have sums, averages and logical operations.
+            async_op: return at once.
+        """
+        data = self._check("tensor", tensor)
+        reduction = Reduction.of(op, data.dtype)
+        exchange = self._native
+        if exchange is not None:
+            return self._run(native.all_reduce(exchange, reduction, data), async_op)
+        return self._reduce(reduction, data, None, async_op)
+
+    def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work:
+        """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
+        data = self._check("tensor", tensor)
+        check_rank("dst", dst, self.size)
+        reduction = Reduction.of(op, data.dtype)
+        exchange = self._native
+        if exchange is not None:
+            return self._run(native.reduce(exchange, reduction, data, dst), async_op)
+        return self._reduce(reduction, data, dst, async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
+    ) -> Work:
+        """Fills `output` with the reduction of every rank's `input_list[rank]`.
+
+        Args:
+            output: has the shape and dtype of `input_list[rank]`; it may be that tensor.
+            input_list: one tensor a rank; `input_list[r]` has the same shape on all ranks.
+            op: as for `all_reduce`.
+            async_op: return at once.
+        """
+        data = self._check("output", output)
+        inputs = self._check_list("input_list", input_list, ("output", data), same_shape=False)
+        self._check_own("input_list", inputs, "output", data)
+        reduction = Reduction.of(op, data.dtype)
+        exchange = self._native
+        if exchange is not None:
+            return self._run(native.reduce_scatter(exchange, reduction, data, inputs), async_op)
+        return self._run(steps.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work:
+        """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
+
+        Over Gloo, `src` sends to each rank by itself.
+        """
+        data = self._check("tensor", tensor)
+        check_rank("src", src, self.size)
+        exchange = self._native
+        if exchange is not None:
+            return self._run(native.broadcast(exchange, data, src), async_op)
+        sends, receives = self._nothing(), self._nothing()
+        if src == self.rank:
+            sends = self._to_all(data)
+        else:
+            receives[src] = data
+        return self._move(f"broadcast {data.dtype}", sends, receives, async_op)
+
+    def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work:
+        """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
+        data = self._check("tensor", tensor)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=True)
+        exchange = self._native
+        if exchange is not None:
+            return self._run(native.all_gather(exchange, outputs, data), async_op)
+        return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
+
+    def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work:
+        """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
+        data = self._check("tensor", tensor)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=False)
+        self._check_own("tensor_list", outputs, "tensor", data)
+        return self._move(f"all_gather_v {data.dtype}", self._to_all(data), outputs, async_op)
+
+    def gather(
+        self, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, async_op: bool = False
+    ) -> Work:
+        """Fills rank `dst`'s `gather_list[r]` with rank r's `tensor`.
+
+        Args:
+            tensor: one shape and dtype on all ranks; any dtype.
+            gather_list: one tensor a rank, of that shape, on rank `dst`; None on the others.
+            dst: who gets them.
+            async_op: return at once.
+        """
+        data = self._check("tensor", tensor)
+        sends, receives = self._nothing(), self._nothing()
+        sends[check_rank("dst", dst, self.size)] = data
+        if self._has_list("gather_list", gather_list, "dst", dst):
+            receives = [*self._check_list("gather_list", gather_list, ("tensor", data), same_shape=True)]
+        return self._move(f"gather {data.dtype}", sends, receives, async_op)
+
+    def scatter(
+        self, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, async_op: bool = False
+    ) -> Work:
+        """Fills `tensor` with rank `src`'s `scatter_list[rank]`.
+
+        Args:
+            tensor: one shape and dtype on all ranks; any dtype.
+            scatter_list: one tensor a rank, of that shape, on rank `src`; None on the others.
+            src: who has them.
+            async_op: return at once.
+        """
+        data = self._check("tensor", tensor)
+        sends, receives = self._nothing(), self._nothing()
+        receives[check_rank("src", src, self.size)] = data
+        if self._has_list("scatter_list", scatter_list, "src", src):
+            sends = [*self._check_list("scatter_list", scatter_list, ("tensor", data), same_shape=True)]
+        return self._move(f"scatter {data.dtype}", sends, receives, async_op)
+
+    def all_to_all(
+        self, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], async_op: bool = False
+    ) -> Work:
+        """Sends `input_tensor_list[r]` to rank r, and fills `output_tensor_list[r]` from there.
+
+        Args:
+            output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
+                what a rank sends to another has as many elements as the other expects from it.
+            async_op: return at once.
+        """
+        outputs = self._check_list("output_tensor_list", output_tensor_list, None, same_shape=False)
+        inputs = self._check_list(
+            "input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]), same_shape=False
+        )
+        own, place = inputs[self.rank], outputs[self.rank]
+        if own.numel() != place.numel():
+            raise CountsError(
+                f"input_tensor_list[{self.rank}] has {own.numel()} elements and output_tensor_list[{self.rank}] has "
+                f"{place.numel()}, expected as many: it is what rank {self.rank} sends to itself"
+            )
+        return self._move(f"all_to_all {own.dtype}", inputs, outputs, async_op)
+
+    def all_to_all_v(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Sends each rank its rows of `input`, and fills `output` with each rank's rows, one rank after another.
+
+        This is torch's `all_to_all_single`. `thinwire.all_to_all_v` also has displacements, wire formats, and counts
+        that are found out.
+
+        Args:
+            output, input: at least one dimension, the same behind the first one; one dtype, any dtype.
+            output_split_sizes: rows of dim 0 from each rank; None means equal shares.
+            input_split_sizes: rows of dim 0 for each rank; None means equal shares.
+            async_op: return at once.
+        """
+        data, target = self._check("input", input), self._check("output", output)
+        if data.dtype != target.dtype:
+            raise ArgumentError(f"output is {target.dtype}, but input is {data.dtype}; expected one dtype")
+        sends = check_splits("input_split_sizes", input_split_sizes, "input", data, self.size)
+        receives = check_splits("output_split_sizes", output_split_sizes, "output", target, self.size)
+        if data.shape[1:] != target.shape[1:]:
+            raise CountsError(
+                f"output has rows of shape {tuple(target.shape[1:])}, but input has {tuple(data.shape[1:])}"
+            )
+        if sends[self.rank] != receives[self.rank]:
+            raise CountsError(
+                f"input_split_sizes[{self.rank}] is {sends[self.rank]} and output_split_sizes[{self.rank}] is "
+                f"{receives[self.rank]}, expected the same: it is what rank {self.rank} sends to itself"
+            )
+        return self._move(f"all_to_all_v {data.dtype}", data.split(sends), target.split(receives), async_op)
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Sends `tensor`, of any dtype, to rank `dst`, which calls `recv`. Returns once that rank receives it.
+
+        Between two ranks, messages are received in the order in which they are sent, with the same tags.
+        """
+        data = self._check("tensor", tensor)
+        sends = self._nothing()
+        sends[self._check_peer("dst", dst)] = data
+        return self._move(f"send {_check_tag(tag)} {data.dtype}", sends, self._nothing(), async_op)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
+        data = self._check("tensor", tensor)
+        receives = self._nothing()
+        receives[self._check_peer("src", src)] = data
+        return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
+
+    @property
+    def _native(self) -> PeerExchange | None:
+        """Where the backend's own collectives are to be used."""
+        exchange = self._exchange
+        return exchange if isinstance(exchange, PeerExchange) and exchange.backend == "nccl" else None
+
+    def _check(self, name: str, tensor: object) -> Tensor:
+        return check_tensor(name, tensor, self.device)
+
+    def _check_list(
+        self, name: str, tensors: object, like: tuple[str, Tensor] | None, *, same_shape: bool
+    ) -> list[Tensor]:
+        return check_list(name, tensors, self.size, self.device, like, same_shape)
+
+    def _check_own(self, list_name: str, tensors: Sequence[Tensor], name: str, tensor: Tensor) -> None:
+        shape = tuple(tensors[self.rank].shape)
+        if shape != tuple(tensor.shape):
+            raise CountsError(f"{list_name}[{self.rank}] has shape {shape}, expected {name}'s, {tuple(tensor.shape)}")
+
+    def _check_peer(self, name: str, rank: object) -> int:
+        peer = check_rank(name, rank, self.size)
+        if peer == self.rank:
+            raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
+        return peer
+
+    def _has_list(self, name: str, tensors: object, root_name: str, root: int) -> bool:
+        if (tensors is not None) != (self.rank == root):
+            found = "None" if tensors is None else "a list"
+            raise ArgumentError(
+                f"{name} is {found} on rank {self.rank}, and {root_name} is {root}: expected a list on rank {root}, "
+                "None on all others"
+            )
+        return tensors is not None
+
+    def _nothing(self) -> list[Tensor | None]:
+        return [None] * self.size
+
+    def _to_all(self, tensor: Tensor) -> list[Tensor | None]:
+        return [tensor.contiguous()] * self.size
+
+    def _move(
+        self, label: str, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], async_op: bool
+    ) -> Work:
+        return self._run(steps.move(self._exchange, sends, receives, label), async_op)
+
+    def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work:
+        later = steps.takes_two_steps(self._exchange, tensor)
+        return self._run(steps.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
+
+    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work:
+        """Posts the first step, and waits for all of them unless `async_op`."""
+        self._require_open()
+        self.check_exchange()
+        self._settle()
+        work = Work(collective)
+        if not async_op:
+            work.wait()
+        elif posts_later:
+            self._unfinished.append(work)
+        return work
+
+
+def _check_tag(tag: object) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise ArgumentError(f"tag is {tag!r}, expected an int")
+    return tag

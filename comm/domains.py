@@ -1,0 +1,148 @@
+"""Communication domains: independent communicators over the same ranks, each with a name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.groups import backends_of
+from thinwire.comm.membership import Origin
+from thinwire.comm.threads import ThreadExchange, ThreadWorld
+from thinwire.errors import ThinwireError
+
+__all__ = ["Domains", "check_name", "current_domains", "open_domain", "rank_thread", "thread_communicator"]
+
+
+class Domains:
+    """The communicators that `init` made in one process, or in one thread that is a rank.
+
+    The domain None is that of all calls that name none. The others are made from it, and end with it.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str | None, Communicator] = {}
+        self._recent: list[Communicator] = []  # the one that init returned last comes last
+
+    def find(self, name: str | None) -> Communicator | None:
+        """The domain's communicator, if it has one that is open."""
+        found = self._by_name.get(name)
+        return None if found is None or found.closed else found
+
+    def keep(self, name: str | None, comm: Communicator) -> None:
+        """Makes it the domain's."""
+        self._by_name[name] = comm
+
+    def choose(self, comm: Communicator) -> Communicator:
+        """Makes it what `current` returns, and returns it."""
+        self._recent = [other for other in self._recent if other is not comm and not other.closed] + [comm]
+        return comm
+
+    def current(self) -> Communicator | None:
+        """The one that was chosen last, of those that are open."""
+        return next((comm for comm in reversed(self._recent) if not comm.closed), None)
+
+    def close_named(self) -> None:
+        """Closes all but that of the domain None."""
+        for name, comm in self._by_name.items():
+            if name is not None:
+                comm.close()
+
+
+class _Opened:
+    """What a communicator keeps of the domains that were made from it: they end with it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Communicator] = {}
+
+    def describe(self) -> str:
+        names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
+        return f"domains: {'; '.join(names)}"
+
+    def settle(self) -> None:
+        """What is under way in another domain does not matter in this one."""
+
+    def close(self) -> None:
+        for comm in self.by_name.values():
+            comm.close()
+
+
+_of_process = Domains()
+_of_thread = threading.local()  # .comm and .domains, in threads that are ranks
+
+
+def current_domains() -> Domains:
+    """This thread's if it is a rank, else this process's."""
+    found: Domains | None = getattr(_of_thread, "domains", None)
+    return _of_process if found is None else found
+
+
+def thread_communicator() -> Communicator | None:
+    """This thread's own communicator, if the thread is a rank. It stays its domain None when it is closed."""
+    found: Communicator | None = getattr(_of_thread, "comm", None)
+    return found
+
+
+@contextlib.contextmanager
+def rank_thread(comm: Communicator) -> Iterator[None]:
+    """Makes `comm` what `init` and `default_communicator` return in this thread."""
+    before = (thread_communicator(), getattr(_of_thread, "domains", None))
+    domains = Domains()
+    domains.keep(None, domains.choose(comm))
+    _of_thread.comm, _of_thread.domains = comm, domains
+    try:
+        yield
+    finally:
+        _of_thread.comm, _of_thread.domains = before
+        domains.close_named()
+
+
+def check_name(domain: object) -> None:
+    """Refuses what is no name of a domain.
+
+    Raises:
+        ThinwireError: neither None nor a string that says something.
+    """
+    if domain is not None and (not isinstance(domain, str) or not domain.strip()):
+        raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+
+
+def open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
+    """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
+    made = _open(world, name, device, timeout)
+    world.attached("domains", _Opened).by_name[name] = made
+    return made
+
+
+def _open(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
+    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
+    exchange = world._exchange
+    if isinstance(exchange, ThreadExchange):
+        if device is not None and torch.device(device).type != world.device.type:
+            raise ThinwireError(
+                f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}"
+            )
+        everyone = None
+        if world.rank == 0:
+            inner = ThreadWorld(world.size, within=exchange.world)
+            everyone = Communicator.of_threads(inner, device=world.device, timeout=timeout)
+        shared = world.share_objects(everyone)[0]
+        assert shared is not None
+        shared[world.rank]._origin = origin
+        return shared[world.rank]
+    # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
+    limit = timedelta(seconds=timeout * (2 if world._backend == "nccl" else 1))
+    config = ",".join(f"{kind}:{backend}" for kind, backend in backends_of(world.group).items())
+    members = dist.get_process_group_ranks(world.group)
+    group = dist.new_group(members, timeout=limit, backend=config)
+    try:
+        chosen = world.device if device is None else device
+        return Communicator(group, device=chosen, timeout=timeout, _origin=origin)
+    except BaseException:
+        dist.destroy_process_group(group)
+        raise

@@ -1,0 +1,159 @@
+"""All-gather: every rank's rows to everyone, exactly or quantised once for all.
+
+Quantised, a rank's rows are encoded once and the record is stored to every rank, its own included: what a row looks
+like on arrival does not depend on whose it is, so all ranks end with the same bits. Exact rows take the way of
+all_to_all_v.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from thinwire.comm import Communicator, default_communicator
+from thinwire.errors import CountsError
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat
+from thinwire.fused.counts import Counts, parse_integers
+from thinwire.fused.pending import Pending
+from thinwire.fused.size_switch import resolve_wires
+from thinwire.fused.staged_collective import GatherLeg
+from thinwire.fused.stripes import gathered_parts
+from thinwire.triton_kernels.collective_layout import ALL_GATHER
+from thinwire.wire import WireFormat
+
+__all__ = ["all_gather", "all_gather_v"]
+
+
+def all_gather(
+    x: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    wire: str | WireFormat | None = None,
+    comm: Communicator | None = None,
+    transport: str = "auto",
+    async_op: bool = False,
+) -> torch.Tensor | Pending:
+    """The rows of all ranks, in rank order; every rank has the same number of them, and gets the same bits.
+
+    Args:
+        x: [rows, ...]. Quantised wires take float32, float16 and bfloat16, as a flat sequence of elements in whose
+            groups consecutive ones share a scale (`int8:row`: 4096 of them, or 1024 in short messages); `none` takes
+            any dtype.
+        out: [size * rows, ...], filled in place; x may be this rank's place in it.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
+        comm: None means the communicator that `init` made.
+        transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged; see
+            `comm.explain()`. Both give the same bits. On CUDA, direct never waits for the device and can be captured in
+            a CUDA graph; what goes wrong there is raised by a later call.
+        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before.
+
+    Returns:
+        The output, [size * rows, ...], or a Pending.
+
+    Raises:
+        CountsError: a scalar, or an `out` that does not fit; on the direct transport also, with `none`, a peer that
+            sends something else.
+        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or wire.
+        WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
+        PeerTimeout: a peer did not answer within the communicator's timeout.
+        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+
+    Source: the semantics of MPI_Allgather, MPI standard 4.1, section 6.7.
+
+    >>> import thinwire as tw
+    >>> comm = tw.init()
+    >>> tw.all_gather(torch.ones(2, 3), comm=comm).shape
+    torch.Size([2, 3])
+    >>> comm.close()
+    """
+    comm = comm if comm is not None else default_communicator()
+    comm.check_device("x", x)
+    (wire,) = resolve_wires(
+        comm, "all_gather", x, [wire], transport, lambda t, w: all_gather(t, wire=w, comm=comm, transport=transport)
+    )
+    check_input("all_gather", x, [wire], comm)
+    return _gather("all_gather", x, [x.shape[0]] * comm.size, out, wire, comm, transport, async_op)
+
+
+def all_gather_v(
+    x: torch.Tensor,
+    counts: Counts | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    wire: str | WireFormat | None = None,
+    comm: Communicator | None = None,
+    transport: str = "auto",
+    async_op: bool = False,
+) -> torch.Tensor | Pending:
+    """As `all_gather`, with a number of rows of its own on every rank.
+
+    Args:
+        x: [rows, ...].
+        counts: rows of every rank, list of ints or integer tensor [size], the same on all ranks. None: they are
+            exchanged first, which blocks the host.
+        out: [sum of counts, ...].
+        wire, comm, transport, async_op: see `all_gather`; "auto" is not for messages whose sizes differ.
+
+    Returns:
+        The output, [sum of counts, ...], or a Pending.
+
+    Raises:
+        CountsError: counts that do not fit; else see `all_gather`.
+    """
+    comm = comm if comm is not None else default_communicator()
+    comm.check_device("x", x)
+    (wire,) = resolve_wires(comm, "all_gather_v", x, [wire], transport, None)
+    check_input("all_gather_v", x, [wire], comm)
+    if counts is None:
+        parsed = comm.exchange_counts([x.shape[0]] * comm.size)
+    else:
+        parsed = parse_integers(counts, comm.size, "counts")
+        if parsed[comm.rank] != x.shape[0]:
+            raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
+    return _gather("all_gather_v", x, parsed, out, wire, comm, transport, async_op)
+
+
+def _gather(
+    what: str,
+    x: torch.Tensor,
+    counts: list[int],
+    out: torch.Tensor | None,
+    wire: WireFormat,
+    comm: Communicator,
+    transport: str,
+    async_op: bool,
+) -> torch.Tensor | Pending:
+    tail, size, row = x.shape[1:], comm.size, math.prod(x.shape[1:])
+    place = sum(counts[: comm.rank]) * row * x.itemsize
+    check_out(what, out, x, [sum(counts), *tail], -place)
+    if not wire.quantized:
+        if out is not None and x.numel() and out.data_ptr() + place == x.data_ptr():
+            x = x.clone()  # all_to_all_v wants them apart
+        return all_to_all_v(
+            x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
+            transport=transport, async_op=async_op,
+        )  # fmt: skip
+    collectives = choose_collectives(what, transport, [wire], comm)
+    target = x.new_empty(sum(counts), *tail) if out is None else out
+    elements = [count * row for count in counts]
+    if not sum(elements):
+        return Pending(lambda: target, comm.device) if async_op else target
+    parts, length = gathered_parts(elements)
+    with torch.no_grad():
+        own, whole = flat(x.detach()), target.detach().view(-1)
+        if collectives is not None:
+            exact = WireFormat("none")
+            collectives.run(collectives.job(ALL_GATHER, parts, length, exact, wire, x.dtype), own, whole)
+            pending = Pending(lambda: target, comm.device)
+        else:
+            leg = GatherLeg(comm, parts, length, wire, x.dtype)
+            leg.post_part(own)
+
+            def finish() -> torch.Tensor:
+                leg.collect(whole)
+                return target
+
+            pending = Pending(finish, comm.device)
+    return pending if async_op else pending.wait()

@@ -1,0 +1,308 @@
+"""The direct transport of all-reduce, reduce-scatter and all-gather: memory, jobs, and what is launched when.
+
+Memory, legs and epochs are described in `thinwire.triton_kernels.collective_layout`. Numba's kernels and Triton's have
+the same launchers, so this file serves both. A call longer than a slot goes in chunks, one epoch each.
+
+*Ranks that disagree* all learn it in the same epoch. On the CPU, where the host looks after each wait, all of them
+raise `ConfigMismatch` and may go on. On CUDA nothing waits for the device: outputs are filled with NaN, the error is
+raised by the next call or by `check`, and the memory is of no more use, as after a timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+
+import torch
+
+from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
+from thinwire.fused.channel import timeout_error
+from thinwire.fused.counts import Segments
+from thinwire.fused.opening import Refusal, open_direct, uses_triton
+from thinwire.fused.streams import StreamTurns
+from thinwire.fused.stripes import describe_what, what_of
+from thinwire.triton_kernels.collective_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    LINE_WHAT,
+    REDUCE_SCATTER,
+    WHAT_WORDS,
+    CollectiveLane,
+    CollectiveLayout,
+    Job,
+)
+from thinwire.triton_kernels.round_layout import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    LINE_BYTES,
+    MISMATCHED,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_STATUS,
+    RUNNING,
+    TIMED_OUT,
+)
+from thinwire.wire import WireFormat
+
+__all__ = ["DirectCollectives", "open_collectives"]
+
+_KEY = "collectives"
+_PHASES = ("first leg", "second leg")
+_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
+#: Of a slot on a GPU, where three launches should not cost more than what they move; and of all of its slots.
+_GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
+_prepare_lock = threading.Lock()
+
+
+def open_collectives(comm: Communicator, slot_bytes: int | None = None) -> DirectCollectives | Refusal:
+    """What the communicator's direct collectives work with, or why there is none. Made at the first call, by all ranks.
+
+    Args:
+        comm: closes it when it is closed.
+        slot_bytes: see `CollectiveLayout.of`; looked at in the first call only. On CUDA None means 4 MiB, or less in a
+            large group.
+
+    Raises:
+        ConfigMismatch: ranks that asked for different layouts, or run different versions.
+        PeerTimeout: a peer did not take part.
+    """
+    return comm.attached(_KEY, lambda: _open(comm, slot_bytes))
+
+
+def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Refusal:
+    if slot_bytes is None and comm.device.type == "cuda":
+        slot_bytes = min(_GPU_SLOT_BYTES, _GPU_MOST_BYTES // (4 * comm.size) // 128 * 128)
+    try:
+        layout = CollectiveLayout.of(comm.size, slot_bytes)
+    except CapacityError as error:
+        return Refusal(_KEY, str(error))
+    settings: dict[str, Setting] = {"slot_bytes": layout.SLOT_BYTES}
+
+    def make(memory: SymmetricMemory) -> DirectCollectives:
+        kernels: ModuleType
+        if uses_triton(comm):
+            from thinwire.triton_kernels import collective as kernels
+        else:
+            from thinwire.fused.cpu import collective as kernels
+        return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels)
+
+    return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+
+
+class DirectCollectives:
+    """The memory, the kernels and the state of one communicator's direct collectives, at one rank.
+
+    Args:
+        memory: a buffer of `layout.NUM_BYTES` on every rank, zero at first; closed by `close`.
+        layout: of each buffer.
+        rank: this rank.
+        timeout: seconds that a peer may let this rank wait.
+        kernels: the module with the launchers.
+    """
+
+    def __init__(
+        self, memory: SymmetricMemory, layout: CollectiveLayout, rank: int, timeout: float, kernels: ModuleType
+    ) -> None:
+        self.layout, self.rank, self.timeout = layout, rank, timeout
+        self.grace = min(_MAX_GRACE, timeout)
+        self._memory, self._kernels = memory, kernels
+        self._device = memory.local.device
+        self._on_gpu = self._device.type == "cuda"
+        self.lane = CollectiveLane.of(layout, rank, memory.local, memory.bases)
+        # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
+        self._idle = CollectiveLane.of(layout, rank, memory.local, memory.bases)
+        self._idle.control[CONTROL_STATUS] = TIMED_OUT
+        self._report = self.lane.report.numpy()  # the host's window on what kernels report
+        self._turns = StreamTurns(self._device)
+        # On CUDA never forgotten: captured graphs go on reading their parts on the device.
+        self._jobs: dict[tuple[object, ...], Job] = {}
+        self._prepared: set[tuple[object, ...]] = set()
+        self._failure: ThinwireError | None = None
+        self._closed = False
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()  # what was zeroed here is used on any stream
+
+    def job(
+        self, op: int, parts: Segments, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype
+    ) -> Job:
+        """What the kernels know of a call. On CUDA the first one like it copies a few words to the device.
+
+        Args:
+            op: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
+            parts: elements of every rank's part.
+            row: elements of a row.
+
+        Raises:
+            CapacityError: a row's record is longer than a slot.
+            ThinwireError: the first call like it is being captured in a CUDA graph.
+        """
+        key = (op, *parts.counts, row, wire, gather_wire, dtype)
+        job = self._jobs.get(key)
+        if job is None:
+            if self._turns.capturing:
+                raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
+            if not self._on_gpu and len(self._jobs) >= 1024:
+                self._jobs.clear()
+            job = self._jobs[key] = self._new_job(op, parts, row, wire, gather_wire, dtype)
+        return job
+
+    def _new_job(
+        self, op: int, parts: Segments, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype
+    ) -> Job:
+        record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
+        if record > self.layout.SLOT_BYTES:
+            raise CapacityError(
+                f"a record of {row} elements takes {record} bytes as {wire!r} or {gather_wire!r}, and a slot of the "
+                f"direct transport holds {self.layout.SLOT_BYTES}: pass transport='staged', or a smaller alignment"
+            )
+        name = str(dtype).removeprefix("torch.")
+        return Job(
+            op=op,
+            what=what_of(op, parts, row, name, wire, gather_wire),
+            parts=torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self._device),
+            most_rows=-(-max(parts.counts) // row),
+            row=row,
+            wire=wire,
+            gather_wire=gather_wire,
+            dtype=dtype,
+            rows_per_chunk=self.layout.SLOT_BYTES // record,
+        )
+
+    def run(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
+        """One whole call. On CUDA it is launched on the current stream, and nothing is waited for.
+
+        Args:
+            job: of this object's.
+            x: 1-D, contiguous: the whole tensor, or this rank's part for ALL_GATHER.
+            out: 1-D, contiguous: the whole tensor, or this rank's part for REDUCE_SCATTER. It may be x (or, where one
+                is the whole tensor and the other a part, the place of the part in it).
+
+        Raises:
+            ConfigMismatch: ranks that called something else. On CUDA a later call raises it.
+            PeerTimeout: a peer did not answer within the communicator's timeout. On CUDA a later call raises it.
+            ThinwireError: an earlier call failed, or the communicator is closed.
+        """
+        self._require_usable()
+        x, out = x.detach(), out.detach()
+        self._prepare(job, x, out)
+        self._turns.take()
+        done = False
+        try:
+            for chunk in range(job.num_chunks):
+                self._launch(self.lane, job, x, out, chunk)
+                if not self._on_gpu:
+                    self._raise_findings()
+            done = True
+        except (PeerTimeout, ConfigMismatch):
+            done = True  # all ranks know where they stand
+            raise
+        finally:
+            if not done and self._failure is None:
+                # Nobody knows which legs were taken; to go on could put one call's rows into another.
+                self._failure = ThinwireError("a collective was interrupted half-way")
+
+    def _launch(self, lane: CollectiveLane, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
+        kernels, times = self._kernels, (self.timeout, self.grace)
+        if job.op == ALL_GATHER:
+            kernels.spread(lane, job, x, chunk)
+        else:
+            kernels.scatter(lane, job, x, chunk)
+            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
+            if not self._on_gpu and self._report[REPORT_STATUS] != RUNNING:
+                return
+        if job.op != REDUCE_SCATTER:
+            kernels.collect(lane, job, out, chunk, *times)
+
+    def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Compiles and loads all kernels of a call before any of them waits for a peer.
+
+        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
+        one. Waits for the current stream, at the first call of its kind.
+        """
+        aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
+        key = (job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned)
+        if key in self._prepared or not self._on_gpu or self._turns.capturing:
+            return
+        with _prepare_lock:
+            room = torch.empty(out.numel() + 16, dtype=out.dtype, device=out.device)
+            first = 0 if aligned[1] else 1
+            self._launch(self._idle, job, x, room[first : first + out.numel()], 0)
+            torch.cuda.current_stream(self._device).synchronize()
+        self._prepared.add(key)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What went wrong
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+        if self._failure is None:
+            self._raise_findings()
+            return
+        text = f"the direct collectives of this communicator cannot be used any more, make a new one: {self._failure}"
+        if isinstance(self._failure, PeerTimeout):
+            failure = self._failure
+            raise PeerTimeout(text, ranks=failure.ranks, epoch=failure.epoch, phase=failure.phase)
+        raise type(self._failure)(text)
+
+    def _raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did."""
+        status = self._report[REPORT_STATUS]
+        if status == TIMED_OUT:
+            failure, raised = (
+                timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout, _PHASES) for _ in range(2)
+            )
+            self._failure = failure  # not the one that is raised: its traceback would hold the tensors
+            raise raised
+        if status == MISMATCHED:
+            error = ConfigMismatch(self._describe_mismatch())
+            if self._on_gpu:
+                self._failure = ConfigMismatch(str(error))
+            else:
+                self.lane.report.zero_()
+                self.lane.control[CONTROL_STATUS] = RUNNING
+            raise error
+
+    def _describe_mismatch(self) -> str:
+        """What each rank was doing. No peer has gone on to this half's next epoch."""
+        world = self.layout.WORLD
+        first = self.layout.FIRST + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * LINE_BYTES
+        words = self._memory.local[first : first + world * LINE_BYTES].cpu().view(torch.int64).view(world, -1)
+        whats = words[:, LINE_WHAT // 2 : LINE_WHAT // 2 + WHAT_WORDS].tolist()
+        wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
+        lines = [f"in call {self._report[REPORT_EPOCH]} the ranks do different things:"]
+        lines += [f"  rank {self.rank}: {describe_what(whats[self.rank])}"]
+        for peer in range(world):
+            if wrong[peer]:
+                alike = describe_what(whats[peer]) == describe_what(whats[self.rank])
+                lines.append(f"  rank {peer}: {describe_what(whats[peer])}{', divided otherwise' if alike else ''}")
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device.
+
+        Raises:
+            ConfigMismatch, PeerTimeout: see `run`.
+        """
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        self._require_usable()
+
+    def settle(self) -> None:
+        """Calls are over when they return: there is nothing under way."""
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        failed = self._failure is not None or self._report[REPORT_STATUS] != RUNNING
+        return (
+            f"{_KEY}: direct, {self.layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, slots of "
+            f"{self.layout.SLOT_BYTES} bytes" + (", failed" if failed else "")
+        )
+
+    def close(self) -> None:
+        """Lets go of the memory. Not collective. On CUDA it waits for what the device was given to do."""
+        if not self._closed:
+            self._closed = True
+            self._memory.close()

@@ -1,0 +1,124 @@
+"""What the quantised collectives are given, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.reductions import Reduction
+from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
+from thinwire.fused.backend import select_backend
+from thinwire.fused.codec import FLOAT_DTYPES, require_float
+from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.opening import Refusal, check_transport
+from thinwire.wire import WireFormat
+
+__all__ = ["check_input", "check_out", "choose_collectives", "flat", "reduces_exactly"]
+
+
+def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:
+    """Refuses a tensor that cannot travel.
+
+    Raises:
+        WireFormatError: a dtype that a quantised wire cannot carry, or a tensor that wants a gradient.
+        CountsError: a scalar.
+        TransportUnavailable: no tensor, or one on another device.
+    """
+    comm.check_device("x", x)
+    for wire in wires:
+        require_float(x, wire, what)
+    if x.dim() < 1:
+        raise CountsError(f"{what} needs a tensor of at least 1 dimension; got a scalar")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise WireFormatError(
+            f"{what} has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def reduces_exactly(what: str, op: object, x: torch.Tensor, wires: Sequence[WireFormat]) -> bool:
+    """Whether a reduction is torch.distributed's affair: no leg is quantised, and it is no sum of floats.
+
+    Raises:
+        WireFormatError: an operation other than the sum, with a quantised leg.
+        ArgumentError: an unknown operation, or one that does not take the dtype.
+    """
+    name = Reduction.of(op, x.dtype).name
+    quantized = [wire for wire in wires if wire.quantized]
+    if name != "sum" and quantized:
+        raise WireFormatError(
+            f'{what}: op {name!r} cannot be quantised ({quantized[0]}), only a sum can; pass wire="none" for it'
+        )
+    return not quantized and (name != "sum" or x.dtype not in FLOAT_DTYPES)
+
+
+def check_out(what: str, out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int], place: int) -> None:
+    """Refuses an output that cannot be filled.
+
+    Args:
+        shape: that it must have.
+        place: bytes from where x begins to where an output may begin that shares memory with it.
+
+    Raises:
+        CountsError: another shape, dtype or layout, or memory that overlaps x's otherwise.
+        TransportUnavailable: another device.
+    """
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor) or out.device != x.device:
+        raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
+    if out.dtype != x.dtype or list(out.shape) != list(shape):
+        raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise CountsError(
+            f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
+            f"{out.is_conj()}, neg {out.is_neg()}"
+        )
+    if x.is_contiguous() and not x.is_neg() and out.data_ptr() == x.data_ptr() + place:
+        return
+    storage, other = out.untyped_storage(), x.untyped_storage()
+    if storage.data_ptr() == other.data_ptr() and x.numel() and out.numel():
+        first, last = _extent(x)
+        start, stop = _extent(out)
+        if start < last and first < stop:
+            raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return f"a {type(value).__name__}"
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
+    return x.resolve_neg().contiguous().view(-1)
+
+
+def choose_collectives(
+    what: str, transport: str, wires: Sequence[WireFormat], comm: Communicator
+) -> DirectCollectives | None:
+    """What the direct transport works with; None for the staged one.
+
+    Raises:
+        TransportUnavailable: the transport was asked for and cannot be had, and why.
+    """
+    check_transport(transport)
+    for wire in wires:
+        if wire.quantized:
+            select_backend(comm.device, wire)
+    if transport != "staged":
+        found = open_collectives(comm)
+        if not isinstance(found, Refusal):
+            return found
+        if transport == "direct":
+            raise TransportUnavailable(f"{what} cannot take the direct transport: {found.reason}")
+    comm.check_exchange()
+    return None

@@ -1,0 +1,239 @@
+"""`wire="auto"`: small messages go unquantised, since quantising costs more time there than it saves.
+
+From which size on quantising pays is measured in the first call that asks, by all ranks together, separately for each
+operation, dtype and transport. All ranks decide from the same samples: with thresholds of their own they would take
+different paths. The result is stored, and rank 0's file serves all in the next run on the same kind of machine.
+
+    THINWIRE_CACHE        the folder that results are stored in; by default thinwire, in the user's cache folder
+    THINWIRE_AUTO_BYTES   the threshold itself, for all operations, on all ranks; nothing is measured then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
+from thinwire.fused.opening import check_transport
+from thinwire.version import VERSION
+from thinwire.wire import WireFormat
+
+__all__ = ["AUTO", "CACHE_VARIABLE", "THRESHOLD_VARIABLE", "SizeSwitch", "crossover", "resolve_wires"]
+
+AUTO = "auto"
+CACHE_VARIABLE = "THINWIRE_CACHE"
+THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
+
+_KEY = "size_switch"
+_FILE = "size_switch.json"
+#: Bytes of a rank's tensor that are tried.
+SIZES = tuple(1 << power for power in range(12, 25, 2))
+ROUNDS = 7
+
+Call = Callable[[torch.Tensor, WireFormat], object]
+
+
+def resolve_wires(
+    comm: Communicator,
+    what: str,
+    x: torch.Tensor,
+    wires: Sequence[str | WireFormat | None],
+    transport: str,
+    call: Call | None,
+) -> list[WireFormat]:
+    """The formats of a call's legs. Collective where one is "auto" and its threshold is not known yet.
+
+    Args:
+        what: the operation.
+        x: a rank's tensor, of the same size on all ranks.
+        wires: of the legs, as passed.
+        call: runs the operation with a tensor and a format; None where the ranks' messages differ in size.
+
+    Raises:
+        WireFormatError: an unknown format, or "auto" where sizes differ.
+        ThinwireError: the first "auto" call of its kind is being captured in a CUDA graph.
+        PeerTimeout: a peer did not take part.
+    """
+    if not any(type(wire) is str and wire == AUTO for wire in wires):
+        return [resolve_wire(wire) for wire in wires]
+    if call is None:
+        raise WireFormatError(
+            f'{what}: wire="auto" needs messages of one size on all ranks, which would take different paths otherwise; '
+            "pass a wire format"
+        )
+    check_transport(transport)
+    format_ = resolve_wire(None)
+    chosen = format_ if format_.quantized else WireFormat.parse("int8")
+    if x.dtype not in FLOAT_DTYPES:
+        chosen = WireFormat("none")
+    else:
+        switch = comm.attached(_KEY, lambda: SizeSwitch(comm))
+        threshold = switch.threshold(what, x.dtype, transport, chosen, call)
+        if threshold is None or x.nbytes < threshold:
+            chosen = WireFormat("none")
+    return [chosen if type(wire) is str and wire == AUTO else resolve_wire(wire) for wire in wires]
+
+
+class SizeSwitch:
+    """The thresholds of one communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._thresholds: dict[str, int | None] = {}
+        self._origins: dict[str, str] = {}
+
+    def threshold(self, what: str, dtype: torch.dtype, transport: str, wire: WireFormat, call: Call) -> int | None:
+        """Bytes from which on a message is quantised; None: never."""
+        key = f"{what} {str(dtype).removeprefix('torch.')} {transport} {wire}"
+        if key not in self._thresholds:
+            comm = self._comm
+            if comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ThinwireError(
+                    f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
+                    "before"
+                )
+            # Everyone learns what rank 0 has on file, and whether someone says otherwise.
+            forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
+            comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
+            if forced:
+                self._thresholds[key] = _parse_bytes(forced)
+                self._origins[key] = f"as {THRESHOLD_VARIABLE} says"
+            elif stored is not None:
+                self._thresholds[key], self._origins[key] = stored["threshold"], "measured in an earlier run"
+            else:
+                samples = _measure(comm, dtype, wire, call)
+                self._thresholds[key] = crossover(samples)
+                self._origins[key] = "measured" + self._store(key, samples)
+        return self._thresholds[key]
+
+    def _load(self, key: str) -> dict[str, Any] | None:
+        if self._comm.rank != 0:
+            return None
+        found = _read(_file()).get(_machine(self._comm), {}).get(key)
+        return found if isinstance(found, dict) and isinstance(found.get("threshold"), int | None) else None
+
+    def _store(self, key: str, samples: dict[int, tuple[float, float]]) -> str:
+        """Keeps what was measured, at rank 0. Returns what is to be said of it."""
+        if self._comm.rank != 0:
+            return ", kept by rank 0"
+        path = _file()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = _read(path)
+            content.setdefault(_machine(self._comm), {})[key] = {
+                "threshold": crossover(samples),
+                "seconds": {str(size): list(pair) for size, pair in samples.items()},
+            }
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump(content, file, indent=1)
+            os.replace(file.name, path)  # whole, or not at all
+        except OSError as error:
+            return f", not stored: {error}"
+        return f", kept in {path}"
+
+    def describe(self) -> str:
+        """Lines for `Communicator.explain`."""
+        lines = ['wire="auto": quantised from so many bytes on']
+        for key, threshold in self._thresholds.items():
+            lines.append(f"  {key}: {'never' if threshold is None else threshold}, {self._origins[key]}")
+        return "\n".join(lines)
+
+    def settle(self) -> None:
+        """There is nothing under way."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def crossover(samples: dict[int, tuple[float, float]]) -> int | None:
+    """The smallest size from which on quantised messages were faster than exact ones; None if the largest was not.
+
+    Args:
+        samples: bytes to seconds of an exact and of a quantised call.
+
+    >>> crossover({1024: (1.0, 2.0), 4096: (3.0, 2.0), 16384: (9.0, 4.0)})
+    4096
+    >>> crossover({1024: (1.0, 0.5), 4096: (1.0, 2.0)}) is None
+    True
+    """
+    found = None
+    for size in sorted(samples, reverse=True):
+        exact, quantized = samples[size]
+        if quantized >= exact:
+            break
+        found = size
+    return found
+
+
+def _measure(comm: Communicator, dtype: torch.dtype, wire: WireFormat, call: Call) -> dict[int, tuple[float, float]]:
+    """Seconds of exact and quantised calls on the slowest rank, medians of rounds in turn; the same on all ranks."""
+    ways = WireFormat("none"), wire
+    own: dict[tuple[int, int], list[float]] = {}
+    with torch.no_grad():
+        for size in SIZES:
+            rows = max(1, size // dtype.itemsize // comm.size)
+            x = torch.ones(comm.size * rows, dtype=dtype, device=comm.device)
+            for number in range(-1, ROUNDS):
+                for way, format_ in enumerate(ways):
+                    _synchronise(comm)
+                    start = time.perf_counter()
+                    call(x, format_)
+                    _synchronise(comm)
+                    if number >= 0:  # the first call compiles
+                        own.setdefault((size, way), []).append(time.perf_counter() - start)
+    everyone = comm.all_gather_object(own)
+
+    def median(key: tuple[int, int]) -> float:
+        return statistics.median(max(taken) for taken in zip(*(samples[key] for samples in everyone), strict=True))
+
+    return {size: (median((size, 0)), median((size, 1))) for size in SIZES}
+
+
+def _synchronise(comm: Communicator) -> None:
+    if comm.device.type == "cuda":
+        torch.cuda.current_stream(comm.device).synchronize()
+
+
+def _parse_bytes(text: str) -> int:
+    if not text.strip().isdigit():
+        raise ThinwireError(f"{THRESHOLD_VARIABLE} is {text!r} in the environment, expected a number of bytes")
+    return int(text)
+
+
+def _file() -> Path:
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder:
+        return Path(folder) / _FILE
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / _FILE
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, json.JSONDecodeError):  # what cannot be read is measured anew
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _machine(comm: Communicator) -> str:
+    """What a threshold holds for: it says little of another machine, of another group, or of another version."""
+    device = "cpu"
+    if comm.device.type == "cuda":
+        device = torch.cuda.get_device_name(comm.device)
+    kind = "threads" if comm.in_process else "processes"
+    return (
+        f"{platform.node()}, {os.cpu_count()} processors, {device}, {comm.size} {kind}, thinwire {VERSION}, "
+        f"torch {torch.__version__}"
+    )

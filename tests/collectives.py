@@ -1,0 +1,59 @@
+"""What the quantised collectives must give, in plain torch, from every rank's tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.fused.stripes import even_parts, gathered_parts, split_parts
+from thinwire.triton_kernels.codec import quantize_reference, round_reference, scaled_reference
+from thinwire.wire import WireFormat
+
+
+def through(part: torch.Tensor, row: int, wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:
+    """What a part, 1-D, of rows of `row` elements, stands for on arrival, before any rounding: float32.
+
+    `dtype` is what `none` keeps.
+    """
+    rows = -(-part.numel() // row)
+    padded = torch.cat((part, part.new_zeros(rows * row - part.numel()))).view(rows, row)
+    padded = padded if wire.quantized else padded.to(dtype)
+    return scaled_reference(quantize_reference(padded, wire), wire, row, dtype).view(-1)[: part.numel()]
+
+
+def summed(parts: list[torch.Tensor], row: int, wire: WireFormat) -> torch.Tensor:
+    """The sum of what arrives, float32, in the order of the list."""
+    total = torch.zeros(parts[0].numel())
+    for part in parts:
+        total = total + through(part, row, wire, part.dtype)
+    return total
+
+
+def all_gathered(tensors: list[torch.Tensor], wire: WireFormat) -> torch.Tensor:
+    dtype = tensors[0].dtype
+    _, row = gathered_parts([tensor.numel() for tensor in tensors])
+    parts = [through(tensor.reshape(-1), row, wire, dtype) for tensor in tensors]
+    whole = round_reference(torch.cat(parts), dtype, saturate=wire.quantized)
+    return whole.view(-1, *tensors[0].shape[1:])
+
+
+def reduce_scattered(tensors: list[torch.Tensor], wire: WireFormat, rank: int) -> torch.Tensor:
+    x, world = tensors[0], len(tensors)
+    segments, row = even_parts(x.numel(), world)
+    parts = [tensor.reshape(-1)[segments.displs[rank] :][: segments.counts[rank]] for tensor in tensors]
+    return round_reference(summed(parts, row, wire), x.dtype, saturate=wire.quantized).view(-1, *x.shape[1:])
+
+
+def all_reduced(tensors: list[torch.Tensor], wire: WireFormat, gather_wire: WireFormat) -> torch.Tensor:
+    x, world = tensors[0], len(tensors)
+    segments, row = split_parts(x.numel(), world)
+    whole = []
+    for count, displ in zip(segments.counts, segments.displs, strict=True):
+        total = summed([tensor.reshape(-1)[displ : displ + count] for tensor in tensors], row, wire)
+        if gather_wire.quantized:
+            # The sum is quantised as it is, in float32, and rounded on arrival.
+            total = round_reference(total, torch.float32, saturate=wire.quantized)
+            arrived = through(total, row, gather_wire, x.dtype) if count else total
+            whole.append(round_reference(arrived, x.dtype, saturate=True))
+        else:
+            whole.append(round_reference(total, x.dtype, saturate=wire.quantized))
+    return torch.cat(whole).view(x.shape)

@@ -1,0 +1,231 @@
+"""Layouts hold what the named device matrix says, rank by rank, and equal DTensor's where DTensor can say the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.comm import Communicator
+from thinwire.comm.layout import Layout, LayoutError, TensorLayout, as_tensor_layout
+from thinwire.comm.layout_plan import common_layouts, plan_redistribute
+from thinwire.testing import run_ranks
+
+CUBE = Layout((2, 2, 2), name=("dp", "sp", "mp"))
+
+
+def test_the_documented_picture_rank_by_rank() -> None:
+    names = np.array([["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7"]])
+    a = CUBE("mp", ("sp", "dp"))
+    held = [names[a.slices((2, 4), rank)].item() for rank in range(8)]
+    assert held == ["a0", "a4", "a2", "a6", "a1", "a5", "a3", "a7"]
+    assert [held[rank] for rank in (0, 4, 2, 6)] == ["a0", "a1", "a2", "a3"]
+    # A strategy of plain numbers lays the same tensor out in the order of the ranks.
+    plain = as_tensor_layout((2, 4), 8)
+    assert [names[plain.slices((2, 4), rank)].item() for rank in range(8)] == [f"a{rank}" for rank in range(8)]
+
+
+def test_128_devices_need_no_process() -> None:
+    layout = Layout((8, 4, 4), name=("dp", "sp", "mp"))
+    assert layout.size == 128 and layout.coordinates(77) == {"dp": 4, "sp": 3, "mp": 1}
+    x = layout("dp", ("sp", "mp"))
+    assert x.cuts == (8, 16) and x.shard_shape((4096, 7168)) == (512, 448)
+    assert x.slices((4096, 7168), 77) == (slice(2048, 2560), slice(13 * 448, 14 * 448))
+    assert x.ranks_along("dp", 77) == tuple(range(13, 128, 16))
+    assert sorted(rank for group in x.groups(("sp", "mp")) for rank in group) == list(range(128))
+    assert [step.op for step in plan_redistribute((4096, 7168), x, (128, 1)).steps] == ["all_to_all"]
+
+
+def test_ranks_along_several_axes_come_with_the_first_axis_counting_most() -> None:
+    assert CUBE.ranks_along(("sp", "dp"), 5) == (1, 5, 3, 7)
+    assert CUBE.ranks_along(("dp", "sp"), 5) == (1, 3, 5, 7)
+    assert CUBE.ranks_along((), 5) == (5,)
+    assert CUBE.groups("mp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_a_strategy_with_fewer_parts_than_ranks_repeats_each_part_on_neighbours() -> None:
+    layout = as_tensor_layout((1, 2), 6)
+    assert [layout.slices((5, 4), rank)[1].start for rank in range(6)] == [0, 0, 0, 2, 2, 2]
+    assert as_tensor_layout(layout, 6) is layout
+
+
+@st.composite
+def tensor_layouts(draw: st.DrawFn, max_size: int = 24) -> TensorLayout:
+    matrix = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda m: math.prod(m) <= max_size))
+    names = [f"x{place}" for place in range(len(matrix))]
+    layout = Layout(tuple(matrix), tuple(names))
+    homes = [draw(st.integers(0, 3)) for _ in names]  # dimension 0 or 1, partial, or repeated
+    order = draw(st.permutations(range(len(names))))
+    dims = [tuple(names[place] for place in order if homes[place] == dim) for dim in (0, 1, 2)]
+    return TensorLayout(layout, (dims[0], dims[1]), dims[2])
+
+
+@given(tensor_layouts())
+@settings(deadline=None)
+def test_parts_tile_the_tensor_and_are_repeated_evenly(layout: TensorLayout) -> None:
+    shape = tuple(parts * extra for parts, extra in zip(layout.cuts, (3, 1), strict=True))
+    covered = np.zeros(shape, dtype=int)
+    for rank in range(layout.size):
+        part = layout.slices(shape, rank)
+        assert covered[part].shape == layout.shard_shape(shape)
+        covered[part] += 1
+    assert (covered == layout.size // math.prod(layout.cuts)).all()
+    assert layout.full_shape(layout.shard_shape(shape)) == shape
+
+
+@given(tensor_layouts(), st.data())
+@settings(deadline=None)
+def test_a_common_matrix_changes_nothing(layout: TensorLayout, data: st.DataObject) -> None:
+    other = data.draw(tensor_layouts().filter(lambda found: found.size == layout.size) | st.just(layout))
+    common = common_layouts(layout, other)
+    if common is None:
+        return
+    shape = tuple(math.lcm(a, b) for a, b in zip(layout.cuts, other.cuts, strict=True))
+    for before, after in zip((layout, other), common, strict=True):
+        for rank in range(layout.size):
+            assert before.slices(shape, rank) == after.slices(shape, rank)
+            summed = [set(t.ranks_along(t.partial_axes, rank)) for t in (before, after)]
+            assert summed[0] == summed[1]
+    assert common[0].layout == common[1].layout
+
+
+def test_matrices_without_a_common_refinement_are_told() -> None:
+    assert common_layouts(as_tensor_layout((2, 3), 6), as_tensor_layout((3, 2), 6)) is None
+    assert common_layouts(as_tensor_layout((2, 3), 6), as_tensor_layout((6, 1), 6)) is not None
+
+
+REFUSED = {
+    "a size below 1": (lambda: Layout((2, 0), ("a", "b")), r"holds 0, expected ints of at least 1"),
+    "a size that is no int": (lambda: Layout((2.0,), ("a",)), "holds 2.0"),  # type: ignore[arg-type]
+    "too few names": (lambda: Layout((2, 2), ("a",)), "2 axes, but 1 names"),
+    "a name twice": (lambda: Layout((2, 2), ("a", "a")), "not all different"),
+    "an axis called None": (lambda: Layout((2,), ("None",)), "named 'None'"),
+    "a matrix that is no tuple": (lambda: Layout(8, ("a",)), "device_matrix is 8"),  # type: ignore[arg-type]
+    "an unknown axis": (lambda: CUBE("tp", "None"), "'tp' is no axis of .*; its axes are 'dp', 'sp', 'mp'"),
+    "an axis twice": (lambda: CUBE("mp", ("sp", "mp")), "'mp' is used twice: for dimension 0 and for dimension 1"),
+    "an axis twice in one dimension": (lambda: CUBE(("mp", "mp")), "not all different"),
+    "None among axes": (lambda: CUBE(("mp", "None")), '"None" stands for a dimension that is not cut'),
+    "an empty tuple": (lambda: CUBE(()), "mapped to ()"),
+    "a dimension that is None": (lambda: CUBE(None), "mapped to None"),  # type: ignore[arg-type]
+    "a partial axis that cuts": (lambda: CUBE("mp").partial("mp"), "for dimension 0 and for partial sums"),
+    "an unknown partial axis": (lambda: CUBE("mp").partial("ep"), "'ep' is no axis"),
+    "a partial axis twice": (lambda: CUBE("mp").partial("sp", "sp"), "used twice"),
+    "a shape of other dimensions": (
+        lambda: CUBE("mp", "sp").shard_shape((4,)),
+        r"2 dimensions, but the shape is \[4\]",
+    ),
+    "an uneven cut": (
+        lambda: CUBE("None", ("mp", "sp")).slices((3, 6), 0),
+        "dimension 1 has 6 elements, which cannot be cut into 4 equal parts",
+    ),
+    "a rank too high": (lambda: CUBE.coordinates(8), "rank is 8, expected 0 to 7"),
+    "a negative rank": (lambda: CUBE("mp").slices((2,), -1), "rank is -1"),
+    "a strategy that does not divide": (lambda: as_tensor_layout((3, 1), 8), "makes 3 parts, which does not divide 8"),
+    "a strategy of zeros": (lambda: as_tensor_layout((0,), 8), "holds 0"),
+    "a layout of other ranks": (lambda: as_tensor_layout(CUBE("mp"), 4), "for 8 ranks, but there are 4"),
+    "no layout at all": (lambda: as_tensor_layout("mp", 8), "'mp' is no layout"),  # type: ignore[arg-type]
+    "two strategies": (lambda: plan_redistribute((4,), (4,), (2,)), "size must say how many ranks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused_and_named(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(LayoutError, match=message.replace("()", r"\(\)")):
+        call()
+
+
+CHOICES = {
+    "nothing": (CUBE("mp", ("sp", "dp")), CUBE("mp", ("sp", "dp")), []),
+    "the same in other words": (CUBE(("dp", "sp"), "mp"), (4, 2), []),
+    "cut what is repeated": (CUBE("mp", "None"), CUBE(("mp", "sp"), "dp"), ["slice"]),
+    "gather": (CUBE(("mp", "sp"), "dp"), CUBE("mp", "None"), ["all_gather"]),
+    "gather here, cut there": (CUBE("mp", "None"), CUBE("None", "sp"), ["slice", "all_gather"]),
+    "another dimension": (CUBE("mp", "None"), CUBE("None", "mp"), ["all_to_all"]),
+    "another order": (CUBE(("mp", "sp"), "None"), CUBE(("sp", "mp"), "None"), ["all_to_all"]),
+    "gather what counts most": (CUBE(("mp", "sp"), "None"), CUBE("sp", "None"), ["all_to_all"]),
+    "sum and repeat": (CUBE("mp", "None").partial("sp", "dp"), CUBE("mp", "None"), ["all_reduce"]),
+    "sum and cut": (CUBE("mp", "None").partial("sp", "dp"), CUBE(("mp", "sp", "dp"), "None"), ["reduce_scatter"]),
+    "sum and cut two dimensions": (
+        CUBE("mp", "None").partial("sp", "dp"),
+        CUBE(("mp", "dp"), "sp"),
+        ["reduce_scatter"],
+    ),
+    "sum, cut one and repeat one": (
+        CUBE("mp", "None").partial("sp", "dp"),
+        CUBE(("mp", "dp"), "None"),
+        ["reduce_scatter", "all_reduce"],
+    ),
+    "sum and cut, in front": (
+        CUBE("mp", "None").partial("sp", "dp"),
+        CUBE(("sp", "dp", "mp"), "None"),
+        ["reduce_scatter", "all_to_all"],
+    ),
+    "stay partial": (CUBE("mp", "None").partial("sp"), CUBE("None", "None").partial("sp"), ["all_gather"]),
+    "become partial": (CUBE("mp", "None"), CUBE("mp", "None").partial("sp"), ["zero"]),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_operation_follows_from_the_change(case: str) -> None:
+    src, dst, ops = CHOICES[case]
+    plan = plan_redistribute((64, 32), src, dst)
+    assert [step.op for step in plan.steps] == ops
+    assert all(op in plan.explain() for op in ops or ["nothing to do"])
+
+
+def test_a_sum_that_cannot_be_scattered_evenly_on_the_way_is_repeated_first() -> None:
+    plan = plan_redistribute((4, 64), CUBE("mp", "None").partial("sp", "dp"), CUBE(("sp", "dp"), "mp"))
+    assert [step.op for step in plan.steps] == ["all_reduce", "all_to_all"]
+
+
+def test_blocks_come_from_the_rank_itself_or_from_replicas_in_turn() -> None:
+    plan = plan_redistribute((8, 8), CUBE("mp", "None"), CUBE("None", "mp"))
+    (step,) = plan.steps
+    for target in range(8):
+        assert sum(row[target] is not None for row in step.blocks) == 2
+        assert step.blocks[target][target] is not None
+    sent = [
+        sum(block is not None for place, block in enumerate(row) if place != rank)
+        for rank, row in enumerate(step.blocks)
+    ]
+    assert sent == [1] * 8 and step.elements == 16
+
+
+# --- DTensor, of PyTorch ----------------------------------------------------------------------------------------------
+
+SQUARE = Layout((2, 1, 2), ("dp", "sp", "mp"))
+EXPRESSED = [SQUARE("mp", ("dp", "sp")), SQUARE(("dp", "mp"), "None"), SQUARE("None", ("dp", "mp")), SQUARE("sp", "mp")]
+
+
+def compare_with_dtensor(comm: Communicator) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    full = torch.arange(16.0 * 24).view(16, 24)
+    mesh = SQUARE.device_mesh()
+    assert mesh.mesh_dim_names == SQUARE.name and tuple(mesh.mesh.shape) == SQUARE.device_matrix
+    for layout in EXPRESSED:
+        local = distribute_tensor(full, mesh, layout.placements()).to_local()
+        assert torch.equal(local, full[layout.slices(full.shape, comm.rank)]), str(layout)
+    partial = SQUARE("dp", "None").partial("sp", "mp")
+    summand = full[partial.slices(full.shape, comm.rank)] / 2
+    whole = DTensor.from_local(summand, mesh, partial.placements(), run_check=False).full_tensor()
+    assert torch.equal(whole, full)
+
+
+def test_dtensor_holds_the_same_parts() -> None:
+    run_ranks(compare_with_dtensor, 4)
+
+
+def test_an_order_that_dtensor_does_not_know_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"DTensor cannot express .* dimension 1 is cut over \('sp', 'dp'\)"):
+        CUBE("mp", ("sp", "dp")).placements()
+    thin = Layout((2, 1, 2), ("a", "b", "c"))
+    for order in itertools.permutations(("a", "b", "c")):
+        if order.index("a") < order.index("c"):
+            thin(order).placements()  # an axis of one rank may stand anywhere

@@ -1,0 +1,418 @@
+"""All-reduce, reduce-scatter and all-gather, quantised: the computed bits on both transports and on every rank."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("numba", reason="the CPU kernels need numba")
+
+import torch
+import torch.distributed as dist
+
+from tests.collectives import all_gathered, all_reduced, reduce_scattered
+from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import (
+    ConfigMismatch,
+    CountsError,
+    PeerTimeout,
+    ThinwireError,
+    TransportUnavailable,
+    WireFormatError,
+)
+from thinwire.fused.all_gather import all_gather, all_gather_v
+from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.pending import Pending
+from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.testing import RankError, run_ranks
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH
+from thinwire.wire import WireFormat
+
+MODES = ("process", "thread")
+TRANSPORTS = ("direct", "staged")
+#: A slot that holds one record of 4096 float32 elements: longer messages go in chunks.
+SMALL_SLOT = 16384
+SIZES = (1, 127, 1024, 3 * 1024 + 5, 4 * 4096 + 1, 50_000)
+
+
+def _tensors(seed: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's tensor; each rank makes all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
+
+
+def _through_wires(comm: Communicator, seed: int) -> None:
+    rng = random.Random(seed)
+    opened = open_collectives(comm, SMALL_SLOT)
+    assert isinstance(opened, DirectCollectives), opened
+    none = WireFormat("none")
+    for number, spec in enumerate(WIRES):
+        wire, dtype = WireFormat.parse(spec), DTYPES[(number + seed) % 3]
+        gather_wire = WireFormat.parse(rng.choice((spec, "none", "int8", "int4")))
+        size = SIZES[(number + seed) % len(SIZES)]
+        tensors = _tensors(rng.randrange(1 << 30), comm.size, (size,), dtype)
+        rows = _tensors(rng.randrange(1 << 30), comm.size, (comm.size * (number + 2), 1 + size % 997), dtype)
+        counts = [rng.choice((0, 1, 2)) for _ in range(comm.size)]
+        ragged = [tensor[:count] for tensor, count in zip(rows, counts, strict=True)]
+        for transport in TRANSPORTS:
+            name = f"{spec} {gather_wire} {dtype} {size} {transport} rank {comm.rank}"
+            got = all_reduce(tensors[comm.rank], wire=wire, gather_wire=gather_wire, comm=comm, transport=transport)
+            assert_same_bits(f"all_reduce {name}", all_reduced(tensors, wire, gather_wire), got)
+            got = reduce_scatter(rows[comm.rank], wire=wire, comm=comm, transport=transport)
+            assert_same_bits(f"reduce_scatter {name}", reduce_scattered(rows, wire, comm.rank), got)
+            got = all_gather(rows[comm.rank], wire=wire, comm=comm, transport=transport)
+            assert_same_bits(f"all_gather {name}", all_gathered(rows, wire), got)
+            got = all_gather_v(ragged[comm.rank], counts, wire=wire, comm=comm, transport=transport)
+            if wire != none and sum(counts):
+                assert_same_bits(f"all_gather_v {name}", all_gathered(ragged, wire), got)
+            else:
+                assert torch.equal(got, torch.cat(ragged))
+            asked = all_gather_v(ragged[comm.rank], wire=wire, comm=comm, transport=transport)
+            assert_same_bits(f"all_gather_v, counts asked for, {name}", got, asked)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", (1, 2, 3, 5))
+def test_every_wire_gives_the_computed_bits(mode: str, world: int) -> None:
+    run_ranks(_through_wires, world, world, mode=mode)
+
+
+def _extremes(comm: Communicator) -> None:
+    """Magnitudes from subnormal to the largest, not-a-numbers and infinities among them."""
+    for dtype in DTYPES:
+        generator = torch.Generator().manual_seed(comm.size)
+        tensors = [magnitudes(40, 333, dtype, generator) for _ in range(comm.size)]
+        tensors[0][3, 5], tensors[-1][7, 11] = float("nan"), float("inf")
+        for spec, gather in (("int8", "int8"), ("int8", "none"), ("none", "none"), ("int8:row", "int8:row")):
+            wire, gather_wire = WireFormat.parse(spec), WireFormat.parse(gather)
+            expected = all_reduced(tensors, wire, gather_wire)
+            assert wire.quantized is False or not expected.isinf().any(), "sums of quantised rows saturate"
+            for transport in TRANSPORTS:
+                got = all_reduce(tensors[comm.rank], wire=spec, gather_wire=gather, comm=comm, transport=transport)
+                assert_same_bits(f"{spec} {gather} {dtype} {transport}", expected, got)
+
+
+def test_extreme_values_saturate_and_what_is_not_finite_stays_so() -> None:
+    run_ranks(_extremes, 3, mode="thread")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accuracy
+
+
+def _errors(comm: Communicator) -> dict[str, float]:
+    """Relative L2 errors against float64, of rows of 7168 Gaussian elements in bfloat16."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = [torch.randn(comm.size * 8, 7168, generator=generator).bfloat16() for _ in range(comm.size)]
+    exact = sum(tensor.double() for tensor in tensors)
+    found = {}
+
+    def note(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        found[name] = float((got.double() - wanted).norm() / wanted.norm())
+
+    x = tensors[comm.rank]
+    note("reduce_scatter", reduce_scatter(x, wire="int8", comm=comm), exact.chunk(comm.size)[comm.rank])
+    for name, gather in (("16-bit gather", "none"), ("int8 on both legs", "int8")):
+        got = all_reduce(x, wire="int8", gather_wire=gather, comm=comm)
+        note(name, got, exact)
+        everyone = comm.all_gather_object(got)
+        assert all(torch.equal(other, got) for other in everyone), "ranks disagree"
+        found[f"bias of {name}"] = float((got.double() * exact).sum() / (exact * exact).sum() - 1)
+    # Four channels that are fifty times as large: the error of the others, and of all.
+    loud = [tensor.clone() for tensor in tensors]
+    for tensor in loud:
+        tensor[:, :4] *= 50
+    quiet = all_reduce(loud[comm.rank], wire="int8", gather_wire="none", comm=comm)[:, 4:]
+    note("channels beside outliers", quiet, exact[:, 4:])
+    # Summands that cancel but for a hundredth of their length: the error is that of the summands.
+    noise = torch.randn(8, 7168, generator=generator).bfloat16()
+    sign = 1 if comm.rank % 2 else -1
+    even = comm.size // 2 * 2
+    mine = (sign * noise + 0.01 * tensors[comm.rank][:8] if comm.rank < even else 0 * noise).bfloat16()
+    wanted = sum(other.double() for other in comm.all_gather_object(mine))
+    note("cancelling sums", all_reduce(mine, wire="int8", gather_wire="none", comm=comm), wanted)
+    found["cancelling, of the summands"] = found["cancelling sums"] * float(wanted.norm() / noise.double().norm())
+    return found
+
+
+def test_errors_stay_within_their_gates_at_every_world_size() -> None:
+    found = {world: run_ranks(_errors, world, mode="thread")[0] for world in range(2, 9)}
+    for world, errors in found.items():
+        print(world, {name: round(error, 6) for name, error in errors.items()})
+        # The gates, and nine tenths of what a uniform error of half a step comes to: less would mean that nothing was
+        # quantised.
+        assert 0.9 * 0.0063 < errors["reduce_scatter"] <= 0.0070, (world, errors)
+        assert 0.9 * 0.0063 < errors["16-bit gather"] <= 0.0070, (world, errors)
+        assert 0.9 * 0.0090 < errors["int8 on both legs"] <= 0.0096, (world, errors)
+        assert abs(errors["bias of 16-bit gather"]) < 1e-4 and abs(errors["bias of int8 on both legs"]) < 1e-4
+        assert errors["channels beside outliers"] < 0.05, (world, errors)
+        assert errors["cancelling, of the summands"] < 0.0070 * world, (world, errors)
+    for name in ("reduce_scatter", "16-bit gather", "int8 on both legs"):
+        values = [errors[name] for errors in found.values()]
+        assert max(values) < 1.05 * min(values), (name, values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors and outputs
+
+
+def _shapes(comm: Communicator) -> None:
+    generator = torch.Generator().manual_seed(comm.rank)
+    for transport in TRANSPORTS:
+        x = torch.randn(comm.size * 6, 700, generator=generator)
+        through = {"wire": "int8", "comm": comm, "transport": transport}
+        expected = all_reduce(x, **through)
+        # Not contiguous: transposed, strided, negative, behind an offset that is no multiple of 16 bytes.
+        assert torch.equal(all_reduce(x.t().contiguous().t(), **through), expected)
+        wide = torch.zeros(x.shape[0], 2 * x.shape[1])
+        wide[:, ::2] = x
+        assert torch.equal(all_reduce(wide[:, ::2], **through), expected)
+        assert torch.equal(all_reduce(torch._neg_view(-x), **through), expected)
+        odd = torch.zeros(x.numel() + 1)[1:].view(x.shape)
+        odd.copy_(x)
+        assert torch.equal(all_reduce(odd, **through), expected)
+        # In place, wholly or in its part.
+        same = x.clone()
+        assert all_reduce(same, out=same, **through) is same and torch.equal(same, expected)
+        scattered = reduce_scatter(x, **through)
+        same = x.clone()
+        own = same.chunk(comm.size)[comm.rank]
+        assert reduce_scatter(same, out=own, **through) is own and torch.equal(own, scattered)
+        gathered = all_gather(scattered, **through)
+        whole = torch.zeros_like(gathered)
+        own = whole.chunk(comm.size)[comm.rank]
+        own.copy_(scattered)
+        assert all_gather(own, out=whole, **through) is whole and torch.equal(whole, gathered)
+        exact = {**through, "wire": "none"}
+        copied = own.clone()
+        assert torch.equal(all_gather(own, out=whole, **exact), all_gather(copied, **exact))
+        # Nothing at all.
+        assert all_reduce(x[:0], **through).shape == (0, 700)
+        assert reduce_scatter(x[:, :0], **through).shape == (6, 0)
+        assert all_gather(x[:0], **through).shape == (0, 700)
+        pending = [
+            all_reduce(x, async_op=True, **through),
+            all_gather(scattered, async_op=True, **through),
+            reduce_scatter(x, async_op=True, **through),
+        ]
+        assert all(isinstance(call, Pending) for call in pending)
+        for call, result in zip(pending, (expected, gathered, scattered), strict=True):
+            assert torch.equal(call.wait(), result) and torch.equal(call.wait(), result)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layouts_of_tensors_and_outputs_in_place(mode: str) -> None:
+    run_ranks(_shapes, 3, mode=mode)
+
+
+def _exact_ones(comm: Communicator) -> None:
+    """What no kernel of ours sums goes to the process group, or from thread to thread."""
+    x = torch.arange(comm.size * 2).view(comm.size, 2) + comm.rank
+    everyone = torch.stack([torch.arange(comm.size * 2).view(comm.size, 2) + rank for rank in range(comm.size)])
+    assert torch.equal(all_reduce(x, wire="none", comm=comm), everyone.sum(0))
+    assert torch.equal(all_reduce(x, "max", wire="none", comm=comm), everyone.amax(0))
+    assert torch.equal(reduce_scatter(x, wire="none", comm=comm), everyone.sum(0)[comm.rank : comm.rank + 1])
+    assert torch.equal(all_gather(x, wire="none", comm=comm), everyone.flatten(0, 1))
+    own = x.clone()
+    part = own[comm.rank : comm.rank + 1]
+    assert torch.equal(reduce_scatter(own, "prod", out=part, wire="none", comm=comm), everyone.prod(0)[comm.rank, None])
+    assert torch.equal(all_reduce(x.double(), wire="none", comm=comm, async_op=True).wait(), everyone.sum(0).double())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_integers_and_other_operations_move_exactly(mode: str) -> None:
+    run_ranks(_exact_ones, 3, mode=mode)
+
+
+def _refusals(comm: Communicator) -> None:
+    x = torch.zeros(6, 4)
+    cases = [
+        (WireFormatError, 'pass wire="none"', lambda: all_reduce(x.long(), comm=comm)),
+        (WireFormatError, "op 'max' cannot be quantised", lambda: all_reduce(x, "max", comm=comm)),
+        (ThinwireError, "op is 'median'", lambda: all_reduce(x, "median", comm=comm)),
+        (WireFormatError, "has no backward", lambda: all_reduce(x.requires_grad_(), comm=comm)),
+        (CountsError, "at least 1 dimension", lambda: all_gather(torch.tensor(1.0), comm=comm)),
+        (CountsError, "cannot share equally", lambda: reduce_scatter(x.detach()[:5], comm=comm)),
+        (CountsError, "it must be torch.float32", lambda: all_reduce(x.detach(), out=torch.zeros(5, 4), comm=comm)),
+        (CountsError, "contiguous", lambda: all_reduce(x.detach(), out=torch.zeros(4, 6).t(), comm=comm)),
+        (CountsError, "overlaps x", lambda: all_gather(x.detach()[1:4], out=x.detach(), comm=comm)),
+        (CountsError, "but x has 6 rows", lambda: all_gather_v(x.detach(), [5] * comm.size, comm=comm)),
+        (TransportUnavailable, "accepted: auto, direct, staged", lambda: all_reduce(x.detach(), transport="usb")),
+        (WireFormatError, "unknown wire format", lambda: all_reduce(x.detach(), wire="int3", comm=comm)),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=re.escape(message)):
+            call()
+    assert torch.equal(all_reduce(torch.ones(3), comm=comm, wire="none"), torch.full((3,), float(comm.size)))
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    run_ranks(_refusals, 2, mode="thread")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The direct transport
+
+
+def _no_group_call(comm: Communicator) -> None:
+    x = torch.randn(1000)
+    all_reduce(x, comm=comm, transport="direct")  # which opens the memory
+    forbidden = mock.Mock(side_effect=AssertionError("the direct path asked the process group"))
+    names = ("isend", "irecv", "all_reduce", "all_gather", "barrier", "batch_isend_irecv", "all_to_all_single")
+    with (
+        mock.patch.multiple(dist, **dict.fromkeys(names, forbidden)),
+        mock.patch.object(Communicator, "post", forbidden),
+    ):
+        all_reduce(x, comm=comm, transport="direct")
+        reduce_scatter(x[: comm.size], comm=comm, transport="direct")
+        all_gather(x, comm=comm, transport="direct")
+    assert not forbidden.called
+    assert "collectives: direct" in comm.explain()
+
+
+def test_the_direct_path_makes_no_process_group_call() -> None:
+    run_ranks(_no_group_call, 2)
+
+
+def _poisoned(comm: Communicator) -> None:
+    """All slots are overwritten before every call: what is read was sent in this call."""
+    opened = open_collectives(comm, SMALL_SLOT)
+    assert isinstance(opened, DirectCollectives)
+    opened.lane.control[CONTROL_EPOCH] = 2**31 - 4  # and the epoch wraps
+    for half in range(2):
+        first = opened.layout.FIRST + half * comm.size * 64
+        opened.lane.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
+    second = opened.layout.SECOND
+    opened.lane.buffer[second : second + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
+    wire = WireFormat.parse("int8")
+    for seed in range(6):
+        tensors = _tensors(seed, comm.size, (comm.size * 30, 301), torch.float32)
+        comm.barrier()
+        opened.lane.buffer[opened.layout.SCATTERED :] = 0xFF
+        comm.barrier()
+        got = all_reduce(tensors[comm.rank], comm=comm)
+        assert_same_bits("all_reduce", all_reduced(tensors, wire, wire), got)
+        comm.barrier()
+        opened.lane.buffer[opened.layout.SCATTERED :] = 0xFF
+        comm.barrier()
+        got = reduce_scatter(tensors[comm.rank], comm=comm)
+        assert_same_bits("reduce_scatter", reduce_scattered(tensors, wire, comm.rank), got)
+        got = all_gather(tensors[comm.rank], comm=comm)
+        assert_same_bits("all_gather", all_gathered(tensors, wire), got)
+    assert int(opened.lane.control[CONTROL_EPOCH]) < 0
+
+
+def test_nothing_is_read_that_was_not_sent_and_epochs_wrap() -> None:
+    run_ranks(_poisoned, 3)
+
+
+def _in_a_hurry(comm: Communicator) -> None:
+    """Calls of changing kinds back to back, with ranks that sleep between them at random."""
+    rng, shared = random.Random(comm.rank), random.Random(99)
+    opened = open_collectives(comm, SMALL_SLOT)
+    assert isinstance(opened, DirectCollectives)
+    for number in range(60):
+        wire = WireFormat.parse(shared.choice(("int8", "int4", "none")))
+        op, rows = shared.randrange(3), shared.randrange(1, 40)
+        tensors = _tensors(number, comm.size, (comm.size * rows, 257), torch.bfloat16)
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.004)
+        if op == 0:
+            assert_same_bits(
+                "all_reduce", all_reduced(tensors, wire, wire), all_reduce(tensors[comm.rank], wire=wire, comm=comm)
+            )
+        elif op == 1:
+            got = reduce_scatter(tensors[comm.rank], wire=wire, comm=comm)
+            assert_same_bits("reduce_scatter", reduce_scattered(tensors, wire, comm.rank), got)
+        elif wire.quantized:
+            assert_same_bits(
+                "all_gather", all_gathered(tensors, wire), all_gather(tensors[comm.rank], wire=wire, comm=comm)
+            )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_of_changing_kinds_do_not_get_into_each_other(mode: str) -> None:
+    run_ranks(_in_a_hurry, 4, mode=mode)
+
+
+def _disagree(comm: Communicator) -> list[str]:
+    last = comm.rank == comm.size - 1
+    x = torch.ones(comm.size * 4)
+    calls = [
+        lambda: all_reduce(x, comm=comm, wire="int8") if last else reduce_scatter(x, comm=comm, wire="int8"),
+        lambda: all_reduce(x, comm=comm, wire="int4" if last else "int8"),
+        lambda: all_reduce(x.half() if last else x, comm=comm),
+        lambda: all_gather(x[:3] if last else x, comm=comm),
+        lambda: all_reduce(torch.ones(100_000) if last else x, comm=comm),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ConfigMismatch, match="the ranks do different things") as caught:
+            call()
+        messages.append(str(caught.value))
+        assert torch.equal(all_reduce(x, comm=comm, wire="none"), x * comm.size), "all go on"
+    return messages
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_disagree_all_learn_it_and_go_on(mode: str) -> None:
+    first, *_, last = run_ranks(_disagree, 3, mode=mode)
+    assert "rank 2: all_reduce of 12 float32" in first[0] and "rank 0: reduce_scatter of 12" in first[0]
+    assert "rank 0: reduce_scatter" in last[0] and "rank 1: reduce_scatter" in last[0]
+    assert "int4" in first[1] and "float16" in first[2] and "100000" in first[4]
+
+
+def _silent(comm: Communicator) -> tuple[tuple[int, ...], float]:
+    x = torch.ones(5000)
+    all_reduce(x, comm=comm)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(4.0)
+        return (), 0.0
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout, match="no answer from rank 1") as caught:
+        all_reduce(x, comm=comm)
+    elapsed = time.monotonic() - start
+    with pytest.raises(PeerTimeout, match="cannot be used any more"):
+        all_gather(x, comm=comm)
+    return caught.value.ranks, elapsed
+
+
+def test_a_silent_rank_is_named_in_time_by_everyone() -> None:
+    found = run_ranks(_silent_within, 3)
+    for ranks, elapsed in (found[0], found[2]):
+        assert ranks == (1,) and elapsed < 1.0 + 2.0 + 1.0
+
+
+def _silent_within(comm: Communicator) -> tuple[tuple[int, ...], float]:
+    return _silent(Communicator(comm.group, timeout=1.0))
+
+
+def _closed(comm: Communicator) -> None:
+    all_reduce(torch.ones(10), comm=comm)
+    comm.barrier()
+    comm.close()
+    with pytest.raises(ThinwireError, match="closed"):
+        all_reduce(torch.ones(10), comm=comm)
+
+
+def test_a_closed_communicator_refuses() -> None:
+    run_ranks(_closed, 2)
+
+
+def test_a_rank_that_fails_does_not_hang_the_others() -> None:
+    with pytest.raises(RankError, match="rank 0 first"):
+        run_ranks(_one_fails, 3, mode="thread")
+
+
+def _one_fails(comm: Communicator) -> None:
+    all_reduce(torch.ones(10), comm=comm)
+    if comm.rank == 0:
+        raise ValueError("on purpose")
+    comm.barrier()

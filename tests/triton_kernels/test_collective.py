@@ -1,0 +1,490 @@
+"""The kernels of the direct collectives, interpreted, between ranks that are processes and share memory.
+
+`TRITON_INTERPRET=1` must be set before Triton is imported, so each test runs its checks in processes of their own. Rows
+and slots are small, so that a call is several epochs; what no rank may read is overwritten before each call.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+
+import pytest
+
+pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+
+import torch
+
+from tests.wires import DTYPES, assert_same_bits
+from thinwire.comm import Communicator, SymmetricMemory, allocate
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels.codec import (
+    dequantize_reference,
+    quantize_reference,
+    round_reference,
+    scaled_reference,
+)
+from thinwire.triton_kernels.collective import collect, reduce, scatter, spread
+from thinwire.triton_kernels.collective_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FIRST_LEG,
+    LINE_WHAT,
+    REDUCE_SCATTER,
+    SECOND_LEG,
+    CollectiveLane,
+    CollectiveLayout,
+    Job,
+)
+from thinwire.triton_kernels.round_layout import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    LINE_BYTES,
+    MISMATCHED,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
+    RUNNING,
+    TIMED_OUT,
+)
+from thinwire.wire import WireFormat
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+WIRES = ("int8", "int8:row", "int8:32", "int4", "fp8", "none")
+OPS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+POISON = 0xFF
+ROW = 128
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, the same on all ranks: elements of each rank's part, with as many as `gap` between parts and before."""
+
+    op: int
+    counts: tuple[int, ...]
+    wire: str = "int8"
+    gather_wire: str = "int8"
+    dtype: torch.dtype = torch.float32
+    row: int = ROW
+    rows_per_chunk: int = 2
+    gap: int = 0
+    in_place: bool = False
+    num_programs: int | None = None
+    seed: int = 0
+
+    @property
+    def starts(self) -> list[int]:
+        """Where the parts begin in the whole tensor."""
+        ends = accumulate(count + self.gap for count in self.counts)
+        return [end - count for end, count in zip(ends, self.counts, strict=True)]
+
+    def job(self) -> Job:
+        """What the kernels are told."""
+        return Job(
+            op=self.op,
+            what=(self.op, self.seed, -sum(self.counts), 2**62 + self.gap),
+            parts=torch.tensor([list(self.counts), self.starts]),
+            most_rows=-(-max(self.counts) // self.row),
+            row=self.row,
+            wire=WireFormat.parse(self.wire),
+            gather_wire=WireFormat.parse(self.gather_wire),
+            dtype=self.dtype,
+            rows_per_chunk=self.rows_per_chunk,
+        )
+
+    def inputs(self) -> list[torch.Tensor]:
+        """What each rank's whole tensor holds: of an all-gather its own part counts only."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = sum(self.counts) + self.gap * (len(self.counts) + 1)
+        every = [(100 * torch.randn(size, generator=generator)).to(self.dtype) for _ in self.counts]
+        if size > 20:
+            every[-1][3], every[0][size - 1 - self.gap], every[0][7:11] = float("nan"), float("inf"), -0.0
+        return every
+
+    def rows(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        """The rows of a part of a whole tensor, [rows, row], the last one filled up with zeros."""
+        count, start = self.counts[part], self.starts[part]
+        rows = torch.zeros(-(-count // self.row) * self.row, dtype=self.dtype)
+        rows[:count] = x[start : start + count]
+        return rows.view(-1, self.row)
+
+    def sums(self, part: int) -> torch.Tensor:
+        """Rows of the sums of a part, float32."""
+        wire = WireFormat.parse(self.wire)
+        total = torch.zeros(-(-self.counts[part] // self.row), self.row)
+        for x in self.inputs():
+            records = quantize_reference(self.rows(x, part), wire)
+            total = total + scaled_reference(records, wire, self.row, self.dtype)
+        return total
+
+    def gathered(self, part: int) -> torch.Tensor:
+        """Records of the gathered rows of a part."""
+        gather_wire, quantized = WireFormat.parse(self.gather_wire), self.wire != "none"
+        if self.op == ALL_GATHER:
+            return quantize_reference(self.rows(self.inputs()[part], part), gather_wire)
+        sums = self.sums(part)
+        if self.gather_wire == "none":
+            sums = round_reference(sums, self.dtype, saturate=quantized)
+        return quantize_reference(sums, gather_wire)
+
+    def result(self, rank: int, out: torch.Tensor) -> torch.Tensor:
+        """What becomes of `out`: of its elements outside of the parts nothing."""
+        out = out.clone()
+        if self.op == REDUCE_SCATTER:
+            sums = round_reference(self.sums(rank), self.dtype, saturate=self.wire != "none")
+            out[:] = sums.view(-1)[: self.counts[rank]]
+            return out
+        for part, (count, start) in enumerate(zip(self.counts, self.starts, strict=True)):
+            rows = dequantize_reference(self.gathered(part), WireFormat.parse(self.gather_wire), self.row, self.dtype)
+            out[start : start + count] = rows.reshape(-1)[:count]
+        return out
+
+
+class Ranks:
+    """This rank's lane, and calls on it."""
+
+    def __init__(self, comm: Communicator, slot_bytes: int = 1024) -> None:
+        layout = CollectiveLayout.of(comm.size, slot_bytes)
+        self.comm = comm
+        self.memory: SymmetricMemory = allocate(comm, layout.NUM_BYTES)
+        self.lane = CollectiveLane.of(layout, comm.rank, self.memory.local, self.memory.bases)
+        self.timeout, self.grace = 20.0, 1.0
+
+    @property
+    def epoch(self) -> int:
+        return int(self.lane.control[CONTROL_EPOCH])
+
+    @property
+    def status(self) -> int:
+        assert self.lane.control[CONTROL_STATUS] == self.lane.report[REPORT_STATUS]
+        return int(self.lane.report[REPORT_STATUS])
+
+    def set_epoch(self, epoch: int, second: int | None = None) -> None:
+        """As if as many epochs had gone by; `second` is what the second flags say."""
+        lane = self.lane
+        lane.control[CONTROL_EPOCH] = epoch
+        lines = lane.buffer[lane.layout.FIRST : lane.layout.SCATTERED].view(torch.int32)
+        lines = lines[: 3 * self.comm.size * (LINE_BYTES // 4)].view(3, self.comm.size, -1)
+        lines[:2, :, 0] = epoch
+        lines[2, :, 0] = epoch if second is None else second
+        self.comm.barrier()
+
+    def poison_slots(self) -> None:
+        self.comm.barrier()
+        self.lane.buffer[self.lane.layout.SCATTERED :] = POISON
+        self.comm.barrier()
+
+    def tensors(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a call is given: input and output."""
+        rank, x = self.comm.rank, call.inputs()[self.comm.rank]
+        own = slice(call.starts[rank], call.starts[rank] + call.counts[rank])
+        if call.op == ALL_GATHER:
+            out = x if call.in_place else torch.full_like(x, 7)
+            return x[own] if call.in_place else x[own].clone(), out
+        if call.op == REDUCE_SCATTER:
+            return x, x[own] if call.in_place else torch.full_like(x[own], 7)
+        return x, x if call.in_place else torch.full_like(x, 7)
+
+    def launch(self, call: Call, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
+        """All chunks of a call."""
+        times, programs = (self.timeout, self.grace), call.num_programs
+        for chunk in range(job.num_chunks):
+            if job.op == ALL_GATHER:
+                spread(self.lane, job, x, chunk, programs)
+            else:
+                scatter(self.lane, job, x, chunk, programs)
+                reduce(self.lane, job, out if job.op == REDUCE_SCATTER else None, chunk, *times, programs)
+            if job.op != REDUCE_SCATTER:
+                collect(self.lane, job, out, chunk, *times, programs)
+
+    def check(self, call: Call, poison: bool = True) -> None:
+        """One call, compared with plain torch."""
+        job = call.job()
+        x, out = self.tensors(call)
+        before, expected, epoch = x.clone(), call.result(self.comm.rank, out), self.epoch
+        if poison:
+            self.poison_slots()
+        self.launch(call, job, x, out)
+        assert self.status == RUNNING and (self.epoch - epoch) % 2**32 == job.num_chunks
+        assert_same_bits(str(call), expected, out)
+        if not call.in_place:
+            assert_same_bits("the input", before, x)
+        self.check_slots(call, job)
+
+    def check_slots(self, call: Call, job: Job) -> None:
+        """That the last epoch's slots hold the references' records, padding included, and nothing behind them."""
+        layout, world, first = self.lane.layout, self.comm.size, (job.num_chunks - 1) * job.rows_per_chunk
+        for source in range(world):
+            slot = ((self.epoch & 1) * world + source) * layout.SLOT_BYTES
+            for begin, part, wire in (
+                (layout.SCATTERED, self.comm.rank, job.wire),
+                (layout.GATHERED, source, job.gather_wire),
+            ):
+                if begin == layout.SCATTERED:
+                    if call.op == ALL_GATHER:
+                        continue
+                    records = quantize_reference(call.rows(call.inputs()[source], part), wire)
+                elif call.op == REDUCE_SCATTER:
+                    continue
+                else:
+                    records = call.gathered(part)
+                records = records[first:].reshape(-1)
+                got = self.lane.buffer[begin + slot :][: len(records)]
+                name = f"{call}: records from rank {source}"
+                if wire.quantized:
+                    assert torch.equal(records, got), name
+                else:
+                    assert_same_bits(name, records.view(call.dtype), got.view(call.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes out
+
+
+def _every_wire(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    for number, (wire, dtype) in enumerate(product(WIRES, DTYPES)):
+        op = OPS[(number + number // 3) % 3]
+        call = Call(
+            op,
+            (130, 301) if number % 4 == 0 else (129, 77),
+            wire,
+            wire,
+            dtype,
+            gap=number % 4,
+            num_programs=1 + number % 5,
+            seed=number,
+        )
+        ranks.check(call)
+
+
+def test_every_wire_and_dtype_gives_the_references_bits() -> None:
+    run_ranks(_every_wire, 2, env=INTERPRETED, timeout=120)
+
+
+def _two_formats(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    pairs = [(wire, "none") for wire in WIRES] + [
+        ("none", "int8"),
+        ("int8", "int4"),
+        ("int4", "int8:row"),
+        ("fp8", "int8:32"),
+    ]
+    for number, (wire, gather_wire) in enumerate(pairs):
+        ranks.check(Call(ALL_REDUCE, (200, 70), wire, gather_wire, DTYPES[number % 3], num_programs=2, seed=number))
+
+
+def test_sums_travel_in_a_format_of_their_own() -> None:
+    run_ranks(_two_formats, 2, env=INTERPRETED, timeout=120)
+
+
+def _parts(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    three, bf16, fp16 = comm.size == 3, torch.bfloat16, torch.float16
+    for number, counts in enumerate([(1, 0, 513), (0, 0, 0), (128, 256, 5), (0, 300, 0)]):
+        for op in OPS if three else OPS[number % 3 :][:1]:
+            counts_ = counts if three else (*counts, number)
+            call = Call(op, counts_, "int8:32", "int8:32", (bf16, fp16)[number % 2], gap=number, seed=number)
+            ranks.check(replace(call, in_place=(number + op) % 2 == 0, num_programs=1 + (number + op) % 5))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_ragged_and_empty_parts_in_place_or_not(world: int) -> None:
+    run_ranks(_parts, world, env=INTERPRETED, timeout=120)
+
+
+def _rows(comm: Communicator) -> None:
+    ranks = Ranks(comm, 2048)
+    for number, (row, wire) in enumerate(((64, "int8"), (200, "int8:row"), (40, "none"), (1, "int4"))):
+        counts = (2 * row + 3, row - 1)[: comm.size]
+        ranks.check(Call(OPS[number % 3], counts, wire, wire, row=row, rows_per_chunk=3, seed=row))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_any_length(world: int) -> None:
+    run_ranks(_rows, world, env=INTERPRETED, timeout=120)
+
+
+def _long_rows(comm: Communicator) -> None:
+    ranks = Ranks(comm, 12032)
+    for op, wire in ((ALL_REDUCE, "int8:row"), (REDUCE_SCATTER, "int8")):
+        ranks.check(Call(op, (9000, 11), wire, "int8:row", row=9000, rows_per_chunk=1))
+
+
+def test_a_row_of_two_tiles_has_one_scale() -> None:
+    run_ranks(_long_rows, 2, env=INTERPRETED, timeout=120)
+
+
+def _extremes(comm: Communicator) -> None:
+    """Sums beyond the dtype's range: finite where the rows are quantised, infinite where they are exact."""
+    ranks = Ranks(comm)
+    for wire, gather_wire in (("int8", "none"), ("none", "none"), ("none", "int8")):
+        for op in (ALL_REDUCE, REDUCE_SCATTER):
+            call = Call(op, (128, 128), wire, gather_wire, torch.float16)
+            job, out = call.job(), torch.zeros(256 if op == ALL_REDUCE else 128, dtype=torch.float16)
+            ranks.launch(call, job, torch.full((256,), 60000.0, dtype=torch.float16), out)
+            finite = wire == "int8" or (gather_wire == "int8" and op == ALL_REDUCE)
+            assert (out == (65504 if finite else float("inf"))).all(), (wire, gather_wire, op, out)
+
+
+def test_sums_saturate_where_rows_are_quantised() -> None:
+    run_ranks(_extremes, 2, env=INTERPRETED, timeout=120)
+
+
+def _mixed_formats(comm: Communicator) -> str:
+    ranks = Ranks(comm)
+    try:
+        ranks.check(Call(ALL_REDUCE, (64,), "int8", "int4", row=64))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_shorter_than_a_group_of_one_of_two_formats_are_refused() -> None:
+    (told,) = run_ranks(_mixed_formats, 1, env=INTERPRETED, timeout=60)
+    assert told == (
+        "rows of 64 elements, of which int8 makes 128 and int4 64; expected rows of at least a group of either"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Epochs
+
+
+def _many(comm: Communicator, last: int) -> int:
+    """Calls of all kinds, nothing between them, and ranks of different speed."""
+    ranks = Ranks(comm)
+    for number in range(last):
+        op = OPS[(number * number // 2) % 3]
+        call = Call(op, (257, 3, 130), "int8:32", "int4", torch.bfloat16, rows_per_chunk=1 + number % 2, seed=number)
+        if (number + comm.rank) % 3 == 0:
+            time.sleep(0.02)
+        job, (x, out) = call.job(), ranks.tensors(call)
+        expected = call.result(comm.rank, out)
+        ranks.launch(call, job, x, out)
+        assert_same_bits(str(call), expected, out)
+    return ranks.epoch
+
+
+def test_calls_of_all_kinds_follow_one_another() -> None:
+    epochs = run_ranks(_many, 3, 9, env=INTERPRETED, timeout=120)
+    assert len(set(epochs)) == 1 and epochs[0] > 15
+
+
+def _wraps(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    ranks.set_epoch(2**31 - 3)
+    for number in range(3):
+        ranks.check(Call(OPS[number], (300, 40), seed=number))
+    assert ranks.epoch == 2**31 - 3 + 3 * 2 - 2**32
+
+
+def test_epochs_wrap() -> None:
+    run_ranks(_wraps, 2, env=INTERPRETED, timeout=120)
+
+
+def _stale_second_flags(comm: Communicator) -> None:
+    """The last all-reduce was so long ago that its flags look new; rank 1 is late with its sums all the same."""
+    ranks = Ranks(comm)
+    ranks.set_epoch(-(2**31) + 10, second=5)
+    ranks.check(Call(ALL_GATHER, (100, 100)))
+    call = Call(ALL_REDUCE, (100, 100))
+    job, (x, out) = call.job(), ranks.tensors(call)
+    expected = call.result(comm.rank, out)
+    ranks.poison_slots()
+    scatter(ranks.lane, job, x, 0)
+    time.sleep(0.5 * comm.rank)
+    reduce(ranks.lane, job, None, 0, 20.0, 1.0)
+    collect(ranks.lane, job, out, 0, 20.0, 1.0)
+    assert_same_bits("late sums", expected, out)
+
+
+def test_second_flags_do_not_fall_behind_while_there_are_no_all_reduces() -> None:
+    run_ranks(_stale_second_flags, 2, env=INTERPRETED, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that disagree, and ranks that stay away
+
+
+def _disagree(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    ranks.check(Call(REDUCE_SCATTER, (300, 300, 300)))
+    call = Call(ALL_REDUCE, (260, 260, 260))
+    others: list[tuple[int, tuple[int, ...]]] = [(ALL_GATHER, call.job().what), (REDUCE_SCATTER, call.job().what)]
+    others += [(call.op, tuple(2**40 + n if n == word else n for n in range(4))) for word in range(4)]
+    for number, (op, what) in enumerate(others):
+        odd = comm.rank == number % 3
+        ours = replace(call, op=op) if odd else call
+        changed = ours.job().what if number < 2 else what if odd else (0, 1, 2, 3)
+        job, (x, out) = replace(ours.job(), what=changed), ranks.tensors(ours)  # type: ignore[arg-type]
+        epoch = ranks.epoch
+        ranks.launch(ours, job, x, out)
+        assert ranks.status == MISMATCHED and ranks.epoch == epoch + 1, number
+        assert ranks.lane.report[[REPORT_EPOCH, REPORT_PHASE]].tolist() == [epoch + 1, FIRST_LEG]
+        blamed = ranks.lane.report[REPORT_PEERS : REPORT_PEERS + 3].tolist()
+        assert blamed == [int((peer == number % 3) != odd) for peer in range(3)]
+        assert out.isnan().all()
+        ranks.lane.control[CONTROL_STATUS] = ranks.lane.report[REPORT_STATUS] = RUNNING
+        ranks.check(replace(call, op=OPS[number % 3], counts=(3, 0, 1), seed=number), poison=False)  # and all go on
+
+
+def test_ranks_that_disagree_all_notice_in_that_epoch_and_can_go_on() -> None:
+    run_ranks(_disagree, 3, env=INTERPRETED, timeout=120)
+
+
+def _a_silent_rank(comm: Communicator, leg: int) -> None:
+    ranks = Ranks(comm)
+    ranks.check(Call(ALL_REDUCE, (100, 100, 100)))
+    ranks.timeout, ranks.grace = (0.4, 0.4)
+    call = Call(ALL_REDUCE, (300, 300, 300), gap=1)
+    job, (x, out) = call.job(), ranks.tensors(call)
+    if comm.rank == 2:
+        if leg == SECOND_LEG:
+            scatter(ranks.lane, job, x, 0)
+    else:
+        time.sleep(0.2 * comm.rank)
+        ranks.launch(call, job, x, out)
+        assert ranks.status == TIMED_OUT
+        assert ranks.lane.report[[REPORT_EPOCH, REPORT_PHASE]].tolist() == [2, leg]
+        assert ranks.lane.report[REPORT_PEERS : REPORT_PEERS + 3].tolist() == [0, 0, 1]
+        parts = torch.zeros_like(out, dtype=torch.bool)
+        for start in call.starts:
+            parts[start : start + 300] = True
+        assert out[parts].isnan().all() and (out[~parts] == 7).all()
+    comm.barrier()
+    before = ranks.lane.buffer.clone()
+    comm.barrier()
+    if comm.rank != 2:
+        started, epoch = time.monotonic(), ranks.epoch
+        ranks.timeout = 20.0
+        for op in OPS:
+            again = replace(call, op=op)
+            x, out = ranks.tensors(again)
+            ranks.launch(again, again.job(), x, out)
+            assert out.isnan().any()
+        assert ranks.epoch == epoch and ranks.status == TIMED_OUT and time.monotonic() - started < 10
+    comm.barrier()
+    assert torch.equal(before, ranks.lane.buffer)
+
+
+@pytest.mark.parametrize("leg", [FIRST_LEG, SECOND_LEG])
+def test_survivors_name_a_silent_rank_and_store_nothing_more(leg: int) -> None:
+    run_ranks(_a_silent_rank, 3, leg, env=INTERPRETED, timeout=120)
+
+
+def _late_but_alive(comm: Communicator) -> None:
+    """A rank that is later than others have patience for one leg, but in time, is waited for."""
+    ranks = Ranks(comm)
+    for number in range(3):
+        time.sleep(0.3 * (comm.rank == number % 2))
+        ranks.check(Call(OPS[number], (100, 3), seed=number), poison=False)
+    line = ranks.lane.buffer[ranks.lane.layout.FIRST :][: 2 * 2 * LINE_BYTES].view(torch.int64).view(2, 2, -1)
+    words = line[ranks.epoch & 1, :, LINE_WHAT // 2 : LINE_WHAT // 2 + 4]
+    assert words.tolist() == [list(Call(OPS[2], (100, 3), seed=2).job().what)] * 2
+
+
+def test_a_first_line_says_what_its_rank_does() -> None:
+    run_ranks(_late_but_alive, 2, env=INTERPRETED, timeout=120)

@@ -1,0 +1,397 @@
+"""All-reduce, reduce-scatter and all-gather over peers' memory: the kernels, which quantise, move and sum rows.
+
+Memory, legs and epochs are those of `thinwire.triton_kernels.collective_layout`; how a kernel waits is in
+`thinwire.triton_kernels.collective_wait`. An all-reduce of one chunk is three launches::
+
+    scatter    row i of part p -> the owner of p, as a record             first flag
+    reduce     wait; sum over ranks of the dequantised rows of my part,
+               encoded once -> every rank                                 second flag
+    collect    wait; out[part p][row i] = dequantise(record from p)
+
+A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `spread`, which
+encodes each own row once and stores it at every rank, and `collect`.
+
+Sums are explicit float32 loops from +0.0 in ascending rank, so they do not depend on timing, grid or backend; and as an
+owner's sums are encoded once, all ranks decode the same bytes and hold the same bits after an all-reduce.
+
+Parts may begin at any element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thinwire.triton_kernels.collective_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FIRST_LEG,
+    SECOND_LEG,
+    CollectiveLane,
+    Job,
+)
+from thinwire.triton_kernels.collective_rows import (
+    length_and_start,
+    record_offset,
+    row_and_part,
+    send_row,
+    send_sum,
+    take_row,
+    take_sum,
+)
+from thinwire.triton_kernels.collective_wait import await_leg, begin_epoch, num_waiting_programs_for
+from thinwire.triton_kernels.combine import sum_warps
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, CONTROL_STATUS, RUNNING
+from thinwire.triton_kernels.signal import arrive, num_programs_for, platform_of, publish, uses_atomic_store
+
+__all__ = ["collect", "reduce", "scatter", "spread"]
+
+_STATUS, _EPOCH, _RUNNING = (tl.constexpr(v) for v in (CONTROL_STATUS, CONTROL_EPOCH, RUNNING))
+_FIRST_LEG = tl.constexpr(FIRST_LEG)
+# What the launch knows and the kernel must not be compiled for.
+_DYNAMIC = ["rank", "chunk", "rows", "what_0", "what_1", "what_2", "what_3", "timeout_ns", "grace_ns"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels, of any number of programs. `rows` is how many the longest part has in the chunk.
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def scatter_kernel(
+    x_ptr,
+    parts_ptr,
+    bases_ptr,
+    control_ptr,
+    rank,
+    chunk,
+    rows,
+    what_0: tl.int64,
+    what_1: tl.int64,
+    what_2: tl.int64,
+    what_3: tl.int64,
+    ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COLLECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Rows of every part to its owner, then the first flag."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    if tl.load(control_ptr + _STATUS) == _RUNNING:
+        epoch = tl.load(control_ptr + _EPOCH) + 1
+        first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+        item = tl.program_id(0)
+        while item < rows * world:
+            row, part = row_and_part(item, rank, world)
+            length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
+            if length > 0:
+                offset = record_offset(COLLECTIVE.SCATTERED, epoch, rank, row, COLLECTIVE, LAYOUT)
+                send_row(x_ptr + start, length, bases_ptr, part, offset, 1, world, LAYOUT)
+            item += tl.num_programs(0)
+        if arrive(control_ptr, PLATFORM):
+            begin_epoch(bases_ptr, control_ptr, rank, epoch, (what_0, what_1, what_2, what_3), COLLECTIVE, BLOCK, STORE)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def spread_kernel(
+    x_ptr,
+    parts_ptr,
+    bases_ptr,
+    control_ptr,
+    rank,
+    chunk,
+    rows,
+    what_0: tl.int64,
+    what_1: tl.int64,
+    what_2: tl.int64,
+    what_3: tl.int64,
+    ROWS_PER_CHUNK: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLLECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Rows of the own part, which begins at `x_ptr`, to everyone, then the first flag."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    if tl.load(control_ptr + _STATUS) == _RUNNING:
+        epoch = tl.load(control_ptr + _EPOCH) + 1
+        first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+        row = tl.program_id(0)
+        while row < rows:
+            length, _ = length_and_start(parts_ptr, rank, first + row, world, GATHER.HIDDEN)
+            if length > 0:
+                offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
+                x_row = x_ptr + (first + row) * GATHER.HIDDEN
+                send_row(x_row, length, bases_ptr, rank + 1, offset, world, world, GATHER)
+            row += tl.num_programs(0)
+        if arrive(control_ptr, PLATFORM):
+            begin_epoch(bases_ptr, control_ptr, rank, epoch, (what_0, what_1, what_2, what_3), COLLECTIVE, BLOCK, STORE)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def reduce_kernel(
+    out_ptr,
+    parts_ptr,
+    buffer_ptr,
+    bases_ptr,
+    control_ptr,
+    report_ptr,
+    rank,
+    chunk,
+    rows,
+    what_0: tl.int64,
+    what_1: tl.int64,
+    what_2: tl.int64,
+    what_3: tl.int64,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
+    LEG: tl.constexpr,
+    ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COLLECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    running = await_leg(
+        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
+    )  # fmt: skip
+    epoch = tl.load(control_ptr + _EPOCH)
+    first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+    row = tl.program_id(0)
+    while row < rows:
+        length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+        if length > 0:
+            out_row = out_ptr + (first + row) * LAYOUT.HIDDEN
+            record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
+            take_sum(record, out_row, length, running, COLLECTIVE, LAYOUT)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def reduce_and_spread_kernel(
+    parts_ptr,
+    buffer_ptr,
+    bases_ptr,
+    control_ptr,
+    report_ptr,
+    rank,
+    chunk,
+    rows,
+    what_0: tl.int64,
+    what_1: tl.int64,
+    what_2: tl.int64,
+    what_3: tl.int64,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
+    LEG: tl.constexpr,
+    ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLLECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Waits for the first leg; sums of the own part's rows to everyone, then the second flag."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    running = await_leg(
+        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
+    )  # fmt: skip
+    if running:
+        epoch = tl.load(control_ptr + _EPOCH)
+        first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+        row = tl.program_id(0)
+        while row < rows:
+            length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+            if length > 0:
+                record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
+                offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
+                send_sum(record, bases_ptr, rank, offset, COLLECTIVE, LAYOUT, GATHER)
+            row += tl.num_programs(0)
+        if arrive(control_ptr, PLATFORM):
+            publish(bases_ptr, rank, COLLECTIVE.SECOND, epoch, world, BLOCK, STORE)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def collect_kernel(
+    out_ptr,
+    parts_ptr,
+    buffer_ptr,
+    bases_ptr,
+    control_ptr,
+    report_ptr,
+    rank,
+    chunk,
+    rows,
+    what_0: tl.int64,
+    what_1: tl.int64,
+    what_2: tl.int64,
+    what_3: tl.int64,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
+    LEG: tl.constexpr,
+    ROWS_PER_CHUNK: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLLECTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    running = await_leg(
+        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        LEG, LEG == _FIRST_LEG, COLLECTIVE, BLOCK, STORE, PLATFORM,
+    )  # fmt: skip
+    epoch = tl.load(control_ptr + _EPOCH)
+    first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+    item = tl.program_id(0)
+    while item < rows * world:
+        row, part = row_and_part(item, rank, world)
+        length, start = length_and_start(parts_ptr, part, first + row, world, GATHER.HIDDEN)
+        if length > 0:
+            offset = record_offset(COLLECTIVE.GATHERED, epoch, part, row, COLLECTIVE, GATHER)
+            take_row(buffer_ptr + offset, out_ptr + start, length, running, GATHER)
+        item += tl.num_programs(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+def _layouts(job: Job) -> tuple[RecordLayout, RecordLayout]:
+    """Of the scattered and the gathered records.
+
+    Raises:
+        ValueError: a row is shorter than one format's group of elements, and the other format's tiles are not as long.
+    """
+    scattered = RecordLayout.of(job.wire, job.row, job.dtype)
+    gathered = RecordLayout.of(job.gather_wire, job.row, job.dtype)
+    if job.op == ALL_REDUCE and scattered.GROUP * scattered.TILE_GROUPS != gathered.GROUP * gathered.TILE_GROUPS:
+        raise ValueError(
+            f"rows of {job.row} elements, of which {job.wire} makes {scattered.GROUP * scattered.TILE_GROUPS} and "
+            f"{job.gather_wire} {gathered.GROUP * gathered.TILE_GROUPS}; expected rows of at least a group of either"
+        )
+    return scattered, gathered
+
+
+def _options(lane: CollectiveLane, job: Job, num_warps: int) -> dict[str, Any]:
+    """What all launches have by name."""
+    return {
+        "ROWS_PER_CHUNK": job.rows_per_chunk,
+        "COLLECTIVE": lane.layout,
+        "BLOCK": 1 << (lane.layout.WORLD - 1).bit_length(),
+        "STORE": uses_atomic_store(),
+        "PLATFORM": platform_of(lane.buffer.device),
+        "num_warps": num_warps,
+        "enable_fp_fusion": False,
+    }
+
+
+def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+    """Begins an epoch: a chunk of rows of every part, quantised into the memory of the part's owner; the first flag.
+
+    Args:
+        lane: the lane, whose last epoch is over on this rank's stream. Where it does not run nothing is done.
+        job: of op ALL_REDUCE or REDUCE_SCATTER.
+        x: [elements] of `job.dtype`, contiguous, the whole tensor.
+        chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
+        num_programs: programs of the launch; None means enough to fill the GPU.
+    """
+    layout, rows = RecordLayout.of(job.wire, job.row, job.dtype), job.rows_in_chunk(chunk)
+    programs = num_programs_for(rows * lane.layout.WORLD, x.device, num_programs)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        scatter_kernel[(programs,)](
+            x, job.parts, lane.bases, lane.control, lane.rank, chunk, rows, *job.what, LAYOUT=layout,
+            **_options(lane, job, layout.num_warps),
+        )  # fmt: skip
+
+
+def spread(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+    """Begins an epoch: a chunk of this rank's own rows, each encoded once and stored at every rank; the first flag.
+
+    Args:
+        lane, chunk, num_programs: see `scatter`.
+        job: of op ALL_GATHER.
+        x: [elements of the own part] of `job.dtype`, contiguous.
+    """
+    layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
+    programs = num_programs_for(rows, x.device, num_programs)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        spread_kernel[(programs,)](
+            x, job.parts, lane.bases, lane.control, lane.rank, chunk, rows, *job.what, GATHER=layout,
+            **_options(lane, job, layout.num_warps),
+        )  # fmt: skip
+
+
+def reduce(
+    lane: CollectiveLane,
+    job: Job,
+    out: torch.Tensor | None,
+    chunk: int,
+    timeout: float,
+    grace: float,
+    num_programs: int | None = None,
+) -> None:
+    """Waits for everyone's first flag and sums a chunk of the own part's rows over all ranks, in float32.
+
+    Args:
+        lane, chunk: see `scatter`, which opened the epoch.
+        job: of op REDUCE_SCATTER where `out` is a tensor, ALL_REDUCE where it is None.
+        out: [elements of the own part] of `job.dtype`, contiguous: sums rounded once, saturating at the largest finite
+            value unless `job.wire` is `none`; NaN where the lane does not run. None: each row of sums is encoded once
+            in `job.gather_wire` (`none` rounds it as above), stored at every rank, and the second flag follows.
+        timeout: seconds until the lane is given up.
+        grace: seconds that peers then get to say that they are stuck as well.
+        num_programs: programs of the launch; None means two a multiprocessor. Where ranks share a GPU, see
+            `thinwire.triton_kernels.collective_wait.programs_on_shared_gpu`.
+    """
+    rows, device = job.rows_in_chunk(chunk), lane.buffer.device
+    programs = num_waiting_programs_for(rows, device, num_programs)
+    layout, gathered = _layouts(job)
+    options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
+    lines = (lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank)
+    numbers = (chunk, rows, *job.what, int(timeout * 1e9), int(grace * 1e9))
+    with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
+        if out is None:
+            reduce_and_spread_kernel[(programs,)](
+                job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered, **options
+            )
+        else:
+            reduce_kernel[(programs,)](out, job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, **options)
+
+
+def collect(
+    lane: CollectiveLane,
+    job: Job,
+    out: torch.Tensor,
+    chunk: int,
+    timeout: float,
+    grace: float,
+    num_programs: int | None = None,
+) -> None:
+    """Waits for everyone's gathered rows of a chunk and decodes those of all parts.
+
+    Args:
+        lane, chunk, timeout, grace, num_programs: see `reduce`.
+        job: of op ALL_REDUCE, after `reduce`: waits for second flags; or ALL_GATHER, after `spread`: for first ones.
+        out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN where the lane does not run.
+    """
+    layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
+    programs = num_waiting_programs_for(rows * lane.layout.WORLD, out.device, num_programs)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        collect_kernel[(programs,)](
+            out, job.parts, lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank, chunk, rows,
+            *job.what, int(timeout * 1e9), int(grace * 1e9), LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG,
+            GATHER=layout, **_options(lane, job, layout.num_warps),
+        )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Rows of the collectives over peers' memory: which there are, where their records lie, and what is done with one.
+
+A program has one row at a time. A part's last row may be short: it travels as a row filled up with +0.0.
+"""
+
+from __future__ import annotations
+
+from thinwire.triton_kernels.codec import (
+    encode_tile,
+    group_amax,
+    load_record_tile,
+    store_encoded_tile,
+    store_record_tail,
+    tile_columns,
+)
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.record import NONE
+
+__all__ = ["length_and_start", "record_offset", "row_and_part", "send_row", "send_sum", "take_row", "take_sum"]
+
+
+@triton.jit
+def row_and_part(item, rank, WORLD: tl.constexpr):
+    """Which row of a chunk, and of whose part.
+
+    All parts' turn comes in every row, the right-hand neighbour's first, so that all links are busy. Each row begins
+    with another part: a grid that is a multiple of the world's size would else give a program one part's rows alone.
+    """
+    row = item // WORLD
+    return row, (rank + 1 + row + item) % WORLD
+
+
+@triton.jit
+def length_and_start(parts_ptr, part, row, WORLD: tl.constexpr, HIDDEN: tl.constexpr):
+    """Elements of a part from a row on, not positive where the row is not there; and where it begins in the tensor."""
+    passed = row.to(tl.int64) * HIDDEN
+    return tl.load(parts_ptr + part) - passed, tl.load(parts_ptr + WORLD + part) + passed
+
+
+@triton.jit
+def record_offset(SLOTS: tl.constexpr, epoch, source, row, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where in a rank's buffer a row of the chunk from rank `source` lies, in the slots from byte SLOTS on."""
+    slot = (epoch & 1).to(tl.int64) * COLLECTIVE.WORLD + source
+    return SLOTS + slot * COLLECTIVE.SLOT_BYTES + row.to(tl.int64) * LAYOUT.ROW_BYTES
+
+
+@triton.jit
+def record_at(bases_ptr, peer, offset):
+    """The record at `offset` of a rank's buffer, as int8."""
+    return tl.multiple_of((tl.load(bases_ptr + peer) + offset).to(tl.pointer_type(tl.int8)), 16)
+
+
+@triton.jit
+def send_row(x_row, length, bases_ptr, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr):
+    """A row of `length` elements, if more are not there, into the record at `offset` of PEERS ranks from `peer` on.
+
+    It is encoded once.
+    """
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            columns = tile_columns(tile, LAYOUT)
+            there = columns < tl.minimum(length, LAYOUT.HIDDEN)
+            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, there)))
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
+        if LAYOUT.KIND == NONE:
+            elements = tl.load(x_row + columns, mask=there, other=0.0)
+            for step in range(PEERS):
+                record = record_at(bases_ptr, (peer + step) % WORLD, offset).to(tl.pointer_type(LAYOUT.DTYPE))
+                tl.store(record + columns, elements, mask=columns < LAYOUT.ELEMENTS)
+        else:
+            x = load_float32(x_row + columns, there)
+            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+            for step in range(PEERS):
+                store_encoded_tile(
+                    record_at(bases_ptr, (peer + step) % WORLD, offset), payload, scale_bits, tile, LAYOUT
+                )
+    if LAYOUT.TAIL_WORDS > 0:
+        for step in range(PEERS):
+            store_record_tail(record_at(bases_ptr, (peer + step) % WORLD, offset), LAYOUT)
+
+
+@triton.jit
+def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+    """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0."""
+    columns = tile_columns(tile, LAYOUT)
+    total = tl.zeros(columns.shape, tl.float32)
+    for source in tl.range(COLLECTIVE.WORLD, loop_unroll_factor=4):
+        record = tl.multiple_of(first_record + source * COLLECTIVE.SLOT_BYTES, 16)
+        total = total + load_record_tile(record, tile, LAYOUT)
+    # Past its end a row of NaN has NaN.
+    return tl.where(columns < LAYOUT.HIDDEN, total, 0.0)
+
+
+@triton.jit
+def send_sum(
+    first_record, bases_ptr, rank, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
+):
+    """The sum of a row over all ranks, encoded once as GATHER, into the record at `offset` of every rank."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    row_amax = tl.zeros((1,), tl.int32)
+    if GATHER.TWO_PASSES:
+        for tile in range(GATHER.NUM_TILES):
+            columns = tile_columns(tile, GATHER)
+            total = tl.reshape(sum_tile(first_record, tile, COLLECTIVE, LAYOUT), columns.shape)
+            row_amax = tl.maximum(row_amax, group_amax(total))
+    for tile in range(GATHER.NUM_TILES):
+        columns = tile_columns(tile, GATHER)
+        total = tl.reshape(sum_tile(first_record, tile, COLLECTIVE, LAYOUT), columns.shape)
+        if GATHER.KIND == NONE:
+            for step in range(world):
+                record = record_at(bases_ptr, (rank + 1 + step) % world, offset).to(tl.pointer_type(GATHER.DTYPE))
+                store_float32(record + columns, total, columns < GATHER.ELEMENTS, LAYOUT.KIND != NONE)
+        else:
+            payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
+            peer = rank
+            for _ in range(world):
+                peer = tl.where(peer == world - 1, 0, peer + 1)
+                store_encoded_tile(record_at(bases_ptr, peer, offset), payload, scale_bits, tile, GATHER)
+    if GATHER.TAIL_WORDS > 0:
+        for step in range(world):
+            store_record_tail(record_at(bases_ptr, (rank + 1 + step) % world, offset), GATHER)
+
+
+@triton.jit
+def take_row(record, out_row, length, running, LAYOUT: tl.constexpr):
+    """A record into a row of `length` elements, if more are not there; NaN if the lane does not run."""
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
+        if not running:
+            store_float32(out_row + columns, tl.full(columns.shape, float("nan"), tl.float32), there, False)
+        elif LAYOUT.KIND == NONE:
+            elements = tl.multiple_of(record.to(tl.pointer_type(LAYOUT.DTYPE)), 16)
+            tl.store(out_row + columns, tl.load(elements + columns, mask=columns < LAYOUT.HIDDEN), mask=there)
+        else:
+            store_float32(out_row + columns, load_record_tile(record, tile, LAYOUT), there, True)
+
+
+@triton.jit
+def take_sum(first_record, out_row, length, running, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+    """The sum of a row over all ranks into a row of `length` elements, if more are not there; NaN as above."""
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        total = tl.full(columns.shape, float("nan"), tl.float32)
+        if running:
+            total = sum_tile(first_record, tile, COLLECTIVE, LAYOUT)
+        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
+        store_float32(out_row + columns, total, there, LAYOUT.KIND != NONE)

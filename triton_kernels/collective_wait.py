@@ -1,0 +1,222 @@
+"""How the kernels of `thinwire.triton_kernels.collective` begin an epoch, and how they wait inside a grid of programs.
+
+*One program waits for all.* In a kernel that takes a leg in, whichever program comes first waits for the flags of all
+ranks, gives up, or compares what the ranks are doing. Then it stores the epoch into a word of the control block, in
+release order, and all other programs of its launch, which look at that word in acquire order, go on. So a leg costs no
+launch of its own, and hundreds of programs do not ask for every peer's flag.
+
+*It cannot deadlock.* The program that waits needs flags only. A peer's flag comes from a kernel that stands earlier on
+the peer's stream than any that waits in the same leg: first flags come from `scatter` or `spread`, which wait for
+nobody, and second flags from `reduce`, which waits for first flags. So by induction on the legs every flag comes, or
+time is up: the program that waits ends in any case, and with it the others. It never waits for programs of its own
+launch. It is the first to come and not program 0, as nothing says that program 0 starts first: if the others filled the
+GPU before it, they would spin for a program that has no room.
+
+*Ranks that share a GPU* must not fill it with programs that spin, or the peer's kernel that they wait for finds no
+room. Where every rank has a GPU of its own, a grid of any size will do, because its programs wait for other GPUs only.
+Otherwise all ranks' waiting programs together must leave some multiprocessor empty: `programs_on_shared_gpu`.
+
+*Memory order.* A peer's stores -> its flag, in release order at system scope -> the first program's read of that flag,
+in acquire order at system scope, and a barrier -> its store of the epoch, in release order at the scope of the GPU ->
+another program's read of it, in acquire order at that scope, and a barrier -> that program's loads. Both orders are
+cumulative and each pair matches at its own scope, so the stores come before the loads. The same chain carries the
+status word: it is read behind the barrier, and all programs of a launch find the same.
+
+*No number is mistaken for an old one.* Flags are compared by signed difference, so they must not fall behind by 2**31
+epochs. First flags move in every epoch. Second flags move in all-reduces only; so who begins epoch e and has not
+published a second flag in e - 1 stores it then, which is true: the rank has finished e - 1. Nobody looks at that flag
+meanwhile, as e - 1 had one leg, and peers that are in e want this rank's first flag first. The words of the control
+block are compared for equality, and are set to e - 1 too.
+
+The epoch lives in device memory and is advanced by the last program of `scatter` or `spread`, so that CUDA graphs of a
+call can be replayed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from thinwire.triton_kernels.collective_layout import (
+    CONTROL_FIRST_SEEN,
+    CONTROL_SECOND_SEEN,
+    FIRST_LEG,
+    LINE_WHAT,
+    SECOND_LEG,
+)
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.round_layout import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    LINE_BYTES,
+    MISMATCHED,
+    REPORT_PEERS,
+    RUNNING,
+    TIMED_OUT,
+)
+from thinwire.triton_kernels.signal import (
+    HIP,
+    clock_ns,
+    give_up,
+    line_words,
+    num_programs_for,
+    poison,
+    publish,
+    store_line_words,
+    wait_for_all,
+)
+
+__all__ = ["await_leg", "begin_epoch", "num_waiting_programs_for", "programs_on_shared_gpu"]
+
+_LINE = tl.constexpr(LINE_BYTES)
+_HIP = tl.constexpr(HIP)
+_STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
+_RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
+_REPORT_PEERS, _WHAT = tl.constexpr(REPORT_PEERS), tl.constexpr(LINE_WHAT)
+_FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
+# Words of the control block: the epoch whose flags of a leg have been seen, and the one for which a program waits.
+_FIRST_SEEN, _SECOND_SEEN = tl.constexpr(CONTROL_FIRST_SEEN), tl.constexpr(CONTROL_SECOND_SEEN)
+_FIRST_TAKEN, _SECOND_TAKEN = tl.constexpr(CONTROL_SECOND_SEEN + 1), tl.constexpr(CONTROL_SECOND_SEEN + 2)
+
+
+@triton.jit
+def send_number(
+    bases_ptr, line, LINES: tl.constexpr, WORD: tl.constexpr, number, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """An int64 number into two words of a line at each peer."""
+    wide = number.to(tl.int64)
+    store_line_words(bases_ptr, line, LINES, WORD, wide.to(tl.int32), WORLD, BLOCK)
+    store_line_words(bases_ptr, line, LINES, WORD + 1, (wide >> 32).to(tl.int32), WORLD, BLOCK)
+
+
+@triton.jit
+def begin_epoch(
+    bases_ptr, control_ptr, rank, epoch, what, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    tl.store(control_ptr + _EPOCH, epoch)
+    tl.store(control_ptr + _FIRST_SEEN, epoch - 1)
+    tl.store(control_ptr + _SECOND_SEEN, epoch - 1)
+    tl.store(control_ptr + _FIRST_TAKEN, epoch - 1)
+    tl.store(control_ptr + _SECOND_TAKEN, epoch - 1)
+    own = tl.load(line_words(tl.load(bases_ptr + rank), COLLECTIVE.SECOND, 0, rank))
+    if own != epoch - 1:
+        store_line_words(bases_ptr, rank, COLLECTIVE.SECOND, 0, epoch - 1, world, BLOCK)
+    line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
+    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT, what[0], world, BLOCK)
+    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 2, what[1], world, BLOCK)
+    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 4, what[2], world, BLOCK)
+    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 6, what[3], world, BLOCK)
+    publish(bases_ptr, line, COLLECTIVE.FIRST, epoch, world, BLOCK, STORE)
+
+
+@triton.jit
+def differs(base, lines, WORD: tl.constexpr, number, BLOCK: tl.constexpr, WORLD: tl.constexpr):
+    """1 for each rank whose line has another int64 number than this one's, else 0: int32 [BLOCK]."""
+    peers = tl.arange(0, BLOCK)
+    known = peers < WORLD
+    wide = number.to(tl.int64)
+    low = tl.load(line_words(base, lines, WORD, peers), mask=known, other=0)
+    high = tl.load(line_words(base, lines, WORD + 1, peers), mask=known, other=0)
+    same = tl.where(low == wide.to(tl.int32), 1, 0) * tl.where(high == (wide >> 32).to(tl.int32), 1, 0)
+    return tl.where(known, 1 - same, 0)
+
+
+@triton.jit
+def wait_alone(
+    base, bases_ptr, control_ptr, report_ptr, rank, epoch, what, timeout_ns, grace_ns,
+    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):  # fmt: skip
+    """Until every rank has signalled a leg; CHECK compares what the ranks are doing. One program."""
+    world: tl.constexpr = COLLECTIVE.WORLD
+    if LEG == _FIRST_LEG:
+        lines = COLLECTIVE.FIRST + (epoch & 1).to(tl.int64) * (world * _LINE)
+    else:
+        lines = COLLECTIVE.SECOND + (epoch & 0).to(tl.int64)
+    limit = clock_ns(PLATFORM) + timeout_ns.to(tl.int64)
+    late = wait_for_all(base, rank, lines, COLLECTIVE.STUCK, epoch, timeout_ns, world, BLOCK, PLATFORM, True)
+    status = tl.where(late > 0, _TIMED_OUT, _RUNNING)
+    if late > 0:
+        # As in `thinwire.triton_kernels.signal`: who leaves early still gives the others all the time that it had.
+        patience = tl.maximum(limit - clock_ns(PLATFORM), 0) + grace_ns.to(tl.int64)
+        give_up(
+            base, bases_ptr, rank, lines, COLLECTIVE.STUCK, epoch, epoch, LEG, patience, report_ptr, world, BLOCK,
+            STORE, PLATFORM, True,
+        )  # fmt: skip
+    elif CHECK:
+        wrong = differs(base, lines, _WHAT, what[0], BLOCK, world)
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, what[1], BLOCK, world))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, what[2], BLOCK, world))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, what[3], BLOCK, world))
+        if tl.sum(wrong) > 0:
+            peers = tl.arange(0, BLOCK)
+            tl.store(report_ptr + _REPORT_PEERS + peers, wrong, mask=peers < world)
+            status = status * 0 + _MISMATCHED
+    if status != _RUNNING:
+        poison(control_ptr, report_ptr, status, epoch, LEG)
+
+
+@triton.jit
+def await_leg(
+    buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, what, timeout_ns, grace_ns,
+    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):  # fmt: skip
+    """Until every rank has signalled a leg of the open epoch, or the lane is given up. Returns whether it runs.
+
+    Every program calls it, and all get the same. On a lane that does not run it returns at once.
+    """
+    epoch = tl.load(control_ptr + _EPOCH)
+    taken = tl.atomic_xchg(control_ptr + _FIRST_TAKEN + LEG, epoch, sem="relaxed", scope="gpu")
+    seen_ptr = control_ptr + _FIRST_SEEN + LEG
+    if taken != epoch:
+        # Nobody else changes the status meanwhile, and nobody else reads it: threads of a program that found different
+        # values would go different ways, and wait for each other at different barriers.
+        if tl.load(control_ptr + _STATUS) == _RUNNING:
+            wait_alone(
+                buffer_ptr.to(tl.int64), bases_ptr, control_ptr, report_ptr, rank, epoch, what, timeout_ns, grace_ns,
+                LEG, CHECK, COLLECTIVE, BLOCK, STORE, PLATFORM,
+            )  # fmt: skip
+        tl.debug_barrier()
+        if PLATFORM == _HIP:
+            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="sys")
+        else:
+            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="gpu")
+    else:
+        seen = epoch - 1
+        while seen != epoch:
+            if PLATFORM == _HIP:
+                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="sys")
+            else:
+                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    return tl.load(control_ptr + _STATUS) == _RUNNING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grids
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_on_shared_gpu(device: torch.device, ranks: int) -> int:
+    """The most programs of a kernel that waits, where `ranks` ranks of the group have kernels on one GPU.
+
+    All ranks' together are at most half as many as there are multiprocessors. A program fits on a multiprocessor, so
+    they leave half of them to the kernels that are waited for.
+    """
+    return max(1, _multiprocessors(device) // (2 * ranks))
+
+
+def num_waiting_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
+    """The grid for `work` independent rows of a kernel that waits: as the caller says, else two a multiprocessor."""
+    if num_programs is None and device.type == "cuda":
+        num_programs = 2 * _multiprocessors(device)  # what waits should leave room for the user's own kernels
+    return num_programs_for(work, device, num_programs)
