@@ -5,22 +5,22 @@
 1
 """
 
-from thinwire.comm.arguments import ArgumentError
 from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Pending
-from thinwire.comm.rank_table import RankTable, RankTableError
+from thinwire.comm.layout import Layout, TensorLayout
+from thinwire.comm.rank_table import RankTable
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import Work
 
 __all__ = [
-    "ArgumentError",
     "Communicator",
+    "Layout",
     "Pending",
     "RankInfo",
     "RankTable",
-    "RankTableError",
     "SymmetricMemory",
+    "TensorLayout",
     "Work",
     "allocate",
     "default_communicator",

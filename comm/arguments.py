@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.errors import CountsError, ThinwireError
+from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["ArgumentError", "byte_view", "check_list", "check_rank", "check_splits", "check_tensor"]
-
-
-class ArgumentError(ThinwireError, ValueError):
-    """An argument that the call cannot take: a rank that is not there, an unknown operation, a dtype it does not do."""
+__all__ = ["byte_view", "check_list", "check_rank", "check_splits", "check_tensor"]
 
 
 def check_rank(name: str, rank: object, size: int) -> int:

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from thinwire.comm import native, steps
-from thinwire.comm.arguments import ArgumentError, check_list, check_rank, check_splits, check_tensor
+from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor
 from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.membership import Membership
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
-from thinwire.errors import CountsError
+from thinwire.errors import ArgumentError, CountsError
 
 __all__ = ["Collectives"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from thinwire.comm.membership import Origin
 from thinwire.comm.settings import Setting, describe_mismatch, describe_settings, digest_of
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+
+if TYPE_CHECKING:
+    from thinwire.comm.layout import Layout, TensorLayout
 
 __all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin", "Setting"]
 
@@ -204,6 +207,21 @@ class Communicator(Collectives):
             return
         # Every rank saw all the digests, so every rank comes here.
         raise ConfigMismatch(describe_mismatch(what, self.all_gather_object(described)))
+
+    def split(
+        self,
+        layout: Layout | TensorLayout | None = None,
+        axes: str | Sequence[str] | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> Communicator:
+        """The communicator of the ranks that differ from this one only along `axes`; see `thinwire.comm.split.split`.
+
+        Collective. `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
+        """
+        from thinwire.comm.split import split  # which needs this file
+
+        return split(self, layout, axes, groups=groups)
 
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""

@@ -47,12 +47,6 @@ class Domains:
         """The one that was chosen last, of those that are open."""
         return next((comm for comm in reversed(self._recent) if not comm.closed), None)
 
-    def close_named(self) -> None:
-        """Closes all but that of the domain None."""
-        for name, comm in self._by_name.items():
-            if name is not None:
-                comm.close()
-
 
 class _Opened:
     """What a communicator keeps of the domains that were made from it: they end with it."""
@@ -99,7 +93,6 @@ def rank_thread(comm: Communicator) -> Iterator[None]:
         yield
     finally:
         _of_thread.comm, _of_thread.domains = before
-        domains.close_named()
 
 
 def check_name(domain: object) -> None:

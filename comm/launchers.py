@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thinwire.comm.rank_table import DEFAULT_PORT, RankTable, RankTableError
-from thinwire.errors import ThinwireError
+from thinwire.comm.rank_table import DEFAULT_PORT, RankTable
+from thinwire.errors import RankTableError, ThinwireError
 
 __all__ = ["RankInfo", "discover"]
 

@@ -20,20 +20,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import LayoutError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "LayoutError", "TensorLayout", "as_tensor_layout"]
+__all__ = ["Layout", "TensorLayout", "as_tensor_layout"]
 
 _UNCUT = "None"
 _REPEAT = "repeat"
-
-
-class LayoutError(ThinwireError, ValueError):
-    """Axes, sizes or shapes that do not fit a device matrix, a tensor, or each other."""
 
 
 @dataclass(frozen=True)

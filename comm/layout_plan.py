@@ -23,7 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.comm.layout import Layout, LayoutError, TensorLayout, as_tensor_layout
+from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.errors import LayoutError
 
 __all__ = ["Block", "RedistributePlan", "Step", "common_layouts", "plan_redistribute"]
 

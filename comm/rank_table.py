@@ -20,18 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import RankTableError
 
-__all__ = ["DEFAULT_PORT", "RankEntry", "RankTable", "RankTableError"]
+__all__ = ["DEFAULT_PORT", "RankEntry", "RankTable"]
 
 #: Where the ranks of a rank table meet if MASTER_PORT does not say so. It is torchrun's default, too.
 DEFAULT_PORT = 29500
 
 _VERSIONS = ("1.0", "1.2")
-
-
-class RankTableError(ThinwireError, ValueError):
-    """A rank table that cannot be read, or is at odds with itself or with the process that reads it."""
 
 
 @dataclass(frozen=True)

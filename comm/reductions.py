@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.arguments import ArgumentError
-
 __all__ = ["TORCH_OPERATIONS", "Reduction"]
 
 #: What torch.distributed calls the operations that it has.

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator, Origin
-from thinwire.comm.layout import Layout, LayoutError, TensorLayout
+from thinwire.comm.layout import Layout, TensorLayout
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
-from thinwire.errors import PeerTimeout, TransportUnavailable
+from thinwire.errors import LayoutError, PeerTimeout, TransportUnavailable
 
 __all__ = ["shared_split", "split"]
 

@@ -93,7 +93,8 @@ def all_reduce(
         else:
             parts, length = split_parts(source.numel(), comm.size)
             if collectives is not None:
-                collectives.run(collectives.job(ALL_REDUCE, parts, length, *wires, x.dtype), source, whole)
+                job = collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype)
+                collectives.run(job, source, whole)
                 pending = Pending(lambda: target, comm.device)
             else:
                 leg = ScatterLeg(comm, source, parts, length, wires[0])

@@ -14,9 +14,10 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.staged import PIECE_BYTES, StagedExchange
+from thinwire.fused.stripes import split_parts
 from thinwire.wire import WireFormat
 
-__all__ = ["GatherLeg", "ScatterLeg"]
+__all__ = ["GatherLeg", "ScatterLeg", "arrived"]
 
 
 def _rows_of(part: torch.Tensor, start: int, stop: int, row: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -36,7 +37,7 @@ def _pack(
     if rest is not None:
         padded = part.new_zeros(1, row)
         padded[0, : rest.numel()] = rest
-        backend.pack_rows(padded, wire, None, out[rows.shape[0] :])
+        backend.pack_rows(padded, wire, None, out[rows.shape[0] : rows.shape[0] + 1])
 
 
 def _fill(part: torch.Tensor, start: int, stop: int, row: int, make: Callable[[int, int, torch.Tensor], None]) -> None:
@@ -49,6 +50,31 @@ def _fill(part: torch.Tensor, start: int, stop: int, row: int, make: Callable[[i
         padded = part.new_empty(1, row)
         make(last, last + 1, padded)
         rest.copy_(padded[0, : rest.numel()])
+
+
+def arrived(x: torch.Tensor, world: int, wire: WireFormat) -> torch.Tensor:
+    """What a rank's summand of an all-reduce is by the time that it is added up, rounded to its dtype.
+
+    Args:
+        x: 1-D, contiguous.
+        world: ranks of the all-reduce.
+        wire: quantised.
+    """
+    parts, row = split_parts(x.numel(), world)
+    backend, out = select_backend(x.device, wire), torch.empty_like(x)
+    records = torch.empty(
+        -(-max(parts.counts) // row), wire.row_bytes(row, x.dtype), dtype=torch.uint8, device=x.device
+    )
+    for count, displ in zip(parts.counts, parts.displs, strict=True):
+        rows = -(-count // row)
+        if rows:
+            _pack(backend, x[displ : displ + count], 0, rows, row, wire, records)
+
+            def unpack(first: int, last: int, target: torch.Tensor) -> None:
+                backend.unpack_rows(records[first:last], wire, None, None, target)
+
+            _fill(out[displ : displ + count], 0, rows, row, unpack)
+    return out
 
 
 class ScatterLeg:

@@ -7,14 +7,36 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_sharded_layer_gives_what_the_whole_one_gives() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "sharded_layer.py")]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _output(name: str) -> str:
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    shown = re.findall(r"(\w+): relative error .*? outputs (.*)", done.stdout)
+    return done.stdout
+
+
+def test_the_sharded_layer_gives_what_the_whole_one_gives() -> None:
+    shown = re.findall(r"(\w+): relative error .*? outputs (.*)", _output("sharded_layer.py"))
     errors = {wire: figures.split(", ") for wire, figures in shown}
     assert all(float(error) < 1e-6 for error in errors["none"])
     assert all(0.004 < float(error) < 0.012 for error in errors["int8"])
+
+
+def test_the_sharded_product_gives_what_the_whole_one_gives() -> None:
+    shown = re.findall(r"^ +\d  .* (\S+), (\S+)$", _output("layout_matmul.py"), re.MULTILINE)
+    assert len(shown) == 8
+    for exact, quantized in shown:
+        assert float(exact) < 1e-6 and 0.004 < float(quantized) < 0.0075
+
+
+def test_the_sharded_network_learns_as_the_whole_one_does() -> None:
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    rows = re.findall(r"^ *\d+ +(\d\.\d+) +(\d\.\d+) +(\d\.\d+)", _output("layout_train.py"), re.MULTILINE)
+    assert len(rows) > 3
+    losses = [[float(loss) for loss in row] for row in rows]
+    for unsharded, exact, quantized in losses:
+        assert abs(exact - unsharded) < 1e-4 and abs(quantized - unsharded) < 0.01
+    assert losses[-1][0] < losses[0][0] / 4

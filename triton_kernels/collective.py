@@ -32,6 +32,7 @@ from thinwire.triton_kernels.collective_layout import (
     Job,
 )
 from thinwire.triton_kernels.collective_rows import (
+    first_peer,
     length_and_start,
     record_offset,
     row_and_part,
@@ -127,7 +128,7 @@ def spread_kernel(
             if length > 0:
                 offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
                 x_row = x_ptr + (first + row) * GATHER.HIDDEN
-                send_row(x_row, length, bases_ptr, rank + 1, offset, world, world, GATHER)
+                send_row(x_row, length, bases_ptr, first_peer(row, rank, world), offset, world, world, GATHER)
             row += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
             begin_epoch(bases_ptr, control_ptr, rank, epoch, (what_0, what_1, what_2, what_3), COLLECTIVE, BLOCK, STORE)
@@ -216,7 +217,7 @@ def reduce_and_spread_kernel(
             if length > 0:
                 record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
                 offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
-                send_sum(record, bases_ptr, rank, offset, COLLECTIVE, LAYOUT, GATHER)
+                send_sum(record, bases_ptr, first_peer(row, rank, world), offset, COLLECTIVE, LAYOUT, GATHER)
             row += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
             publish(bases_ptr, rank, COLLECTIVE.SECOND, epoch, world, BLOCK, STORE)

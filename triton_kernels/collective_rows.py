@@ -17,18 +17,42 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE
 
-__all__ = ["length_and_start", "record_offset", "row_and_part", "send_row", "send_sum", "take_row", "take_sum"]
+__all__ = [
+    "first_peer",
+    "length_and_start",
+    "record_offset",
+    "row_and_part",
+    "send_row",
+    "send_sum",
+    "take_row",
+    "take_sum",
+]
+
+
+@triton.jit
+def first_peer(row, rank, WORLD: tl.constexpr):
+    """Where a row of a chunk begins its way round the ranks: the right-hand neighbour, and one further with each row.
+
+    So all links are busy from the start, and in every row.
+    """
+    return (rank + 1 + row) % WORLD
 
 
 @triton.jit
 def row_and_part(item, rank, WORLD: tl.constexpr):
-    """Which row of a chunk, and of whose part.
+    """Which row of a chunk, and of whose part; in each row all parts' turn comes.
 
-    All parts' turn comes in every row, the right-hand neighbour's first, so that all links are busy. Each row begins
-    with another part: a grid that is a multiple of the world's size would else give a program one part's rows alone.
+    As rows begin with different parts, a grid that is a multiple of the world's size leaves no program with the rows of
+    one part alone.
     """
     row = item // WORLD
-    return row, (rank + 1 + row + item) % WORLD
+    return row, (first_peer(row, rank, WORLD) + item) % WORLD
+
+
+@triton.jit
+def next_peer(peer, WORLD: tl.constexpr):
+    """The next one round the ranks."""
+    return tl.where(peer == WORLD - 1, 0, peer + 1)
 
 
 @triton.jit
@@ -68,19 +92,23 @@ def send_row(x_row, length, bases_ptr, peer, offset, PEERS: tl.constexpr, WORLD:
         there = columns < tl.minimum(length, LAYOUT.HIDDEN)
         if LAYOUT.KIND == NONE:
             elements = tl.load(x_row + columns, mask=there, other=0.0)
-            for step in range(PEERS):
-                record = record_at(bases_ptr, (peer + step) % WORLD, offset).to(tl.pointer_type(LAYOUT.DTYPE))
+            target = peer
+            for _ in range(PEERS):
+                record = record_at(bases_ptr, target, offset).to(tl.pointer_type(LAYOUT.DTYPE))
                 tl.store(record + columns, elements, mask=columns < LAYOUT.ELEMENTS)
+                target = next_peer(target, WORLD)
         else:
             x = load_float32(x_row + columns, there)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
-            for step in range(PEERS):
-                store_encoded_tile(
-                    record_at(bases_ptr, (peer + step) % WORLD, offset), payload, scale_bits, tile, LAYOUT
-                )
+            target = peer
+            for _ in range(PEERS):
+                store_encoded_tile(record_at(bases_ptr, target, offset), payload, scale_bits, tile, LAYOUT)
+                target = next_peer(target, WORLD)
     if LAYOUT.TAIL_WORDS > 0:
-        for step in range(PEERS):
-            store_record_tail(record_at(bases_ptr, (peer + step) % WORLD, offset), LAYOUT)
+        target = peer
+        for _ in range(PEERS):
+            store_record_tail(record_at(bases_ptr, target, offset), LAYOUT)
+            target = next_peer(target, WORLD)
 
 
 @triton.jit
@@ -97,9 +125,9 @@ def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr)
 
 @triton.jit
 def send_sum(
-    first_record, bases_ptr, rank, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
+    first_record, bases_ptr, peer, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
 ):
-    """The sum of a row over all ranks, encoded once as GATHER, into the record at `offset` of every rank."""
+    """The sum of a row over all ranks, encoded once as GATHER, into the record at `offset` of every rank from `peer` on."""
     world: tl.constexpr = COLLECTIVE.WORLD
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:
@@ -111,18 +139,22 @@ def send_sum(
         columns = tile_columns(tile, GATHER)
         total = tl.reshape(sum_tile(first_record, tile, COLLECTIVE, LAYOUT), columns.shape)
         if GATHER.KIND == NONE:
-            for step in range(world):
-                record = record_at(bases_ptr, (rank + 1 + step) % world, offset).to(tl.pointer_type(GATHER.DTYPE))
+            target = peer
+            for _ in range(world):
+                record = record_at(bases_ptr, target, offset).to(tl.pointer_type(GATHER.DTYPE))
                 store_float32(record + columns, total, columns < GATHER.ELEMENTS, LAYOUT.KIND != NONE)
+                target = next_peer(target, world)
         else:
             payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
-            peer = rank
+            target = peer
             for _ in range(world):
-                peer = tl.where(peer == world - 1, 0, peer + 1)
-                store_encoded_tile(record_at(bases_ptr, peer, offset), payload, scale_bits, tile, GATHER)
+                store_encoded_tile(record_at(bases_ptr, target, offset), payload, scale_bits, tile, GATHER)
+                target = next_peer(target, world)
     if GATHER.TAIL_WORDS > 0:
-        for step in range(world):
-            store_record_tail(record_at(bases_ptr, (rank + 1 + step) % world, offset), GATHER)
+        target = peer
+        for _ in range(world):
+            store_record_tail(record_at(bases_ptr, target, offset), GATHER)
+            target = next_peer(target, world)
 
 
 @triton.jit

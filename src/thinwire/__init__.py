@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from thinwire import testing as testing
     from thinwire.comm import Communicator as Communicator
     from thinwire.comm import init as init
+    from thinwire.comm.layout import Layout as Layout
+    from thinwire.errors import ArgumentError as ArgumentError
     from thinwire.errors import CapacityError as CapacityError
     from thinwire.errors import CheckpointError as CheckpointError
     from thinwire.errors import ConfigMismatch as ConfigMismatch
     from thinwire.errors import CountsError as CountsError
     from thinwire.errors import LaneError as LaneError
+    from thinwire.errors import LayoutError as LayoutError
     from thinwire.errors import PeerTimeout as PeerTimeout
+    from thinwire.errors import RankTableError as RankTableError
     from thinwire.errors import RoutingError as RoutingError
     from thinwire.errors import ThinwireError as ThinwireError
     from thinwire.errors import TransportUnavailable as TransportUnavailable
@@ -31,7 +35,11 @@ if TYPE_CHECKING:
     from thinwire.fused.codec import WireRows as WireRows
     from thinwire.fused.codec import dequantize as dequantize
     from thinwire.fused.codec import quantize as quantize
+    from thinwire.fused.ddp import AllReduceState as AllReduceState
+    from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
+    from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
     from thinwire.fused.pending import Pending as Pending
+    from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.layer import MoELayer as MoELayer
@@ -39,9 +47,11 @@ if TYPE_CHECKING:
     from thinwire.wire import WireFormat as WireFormat
 
 _PUBLIC = {
+    "AllReduceState": "thinwire.fused.ddp",
     "Communicator": "thinwire.comm",
     "Dispatched": "thinwire.moe.dispatched",
     "ExpertParallel": "thinwire.moe.parallel",
+    "Layout": "thinwire.comm.layout",
     "MoELayer": "thinwire.moe.layer",
     "Pending": "thinwire.fused.pending",
     "WireFormat": "thinwire.wire",
@@ -49,19 +59,25 @@ _PUBLIC = {
     "all_gather": "thinwire.fused.all_gather",
     "all_gather_v": "thinwire.fused.all_gather",
     "all_reduce": "thinwire.fused.all_reduce",
+    "all_reduce_hook": "thinwire.fused.ddp",
     "all_to_all_v": "thinwire.fused.all_to_all",
     "dequantize": "thinwire.fused.codec",
     "init": "thinwire.comm",
+    "int8_all_to_all_reduce": "thinwire.fused.int8_reduce",
     "quantize": "thinwire.fused.codec",
+    "redistribute": "thinwire.fused.redistribute",
     "reduce_scatter": "thinwire.fused.reduce_scatter",
 } | dict.fromkeys(
     (
+        "ArgumentError",
         "CapacityError",
         "CheckpointError",
         "ConfigMismatch",
         "CountsError",
         "LaneError",
+        "LayoutError",
         "PeerTimeout",
+        "RankTableError",
         "RoutingError",
         "ThinwireError",
         "TransportUnavailable",

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "CapacityError",
     "CheckpointError",
     "ConfigMismatch",
     "CountsError",
     "LaneError",
+    "LayoutError",
     "PeerTimeout",
+    "RankTableError",
     "RoutingError",
     "ThinwireError",
     "TransportUnavailable",
@@ -25,6 +28,10 @@ __all__ = [
 
 class ThinwireError(Exception):
     """Base of all of them."""
+
+
+class ArgumentError(ThinwireError, ValueError):
+    """An argument that the call cannot take: a rank that is not there, an unknown operation, a dtype it does not do."""
 
 
 class WireFormatError(ThinwireError, ValueError):
@@ -45,6 +52,14 @@ class CapacityError(ThinwireError, ValueError):
 
 class ConfigMismatch(ThinwireError, RuntimeError):
     """Ranks constructed the same object with different settings."""
+
+
+class LayoutError(ThinwireError, ValueError):
+    """Axes, sizes or shapes that do not fit a device matrix, a tensor, or each other."""
+
+
+class RankTableError(ThinwireError, ValueError):
+    """A rank table that cannot be read, or is at odds with itself or with the process that reads it."""
 
 
 class LaneError(ThinwireError, RuntimeError):

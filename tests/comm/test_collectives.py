@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
-from thinwire.comm.arguments import ArgumentError
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.steps import ONE_STEP_BYTES, takes_two_steps
 from thinwire.comm.threads import ThreadWorld
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, PeerTimeout, ThinwireError
+from thinwire.errors import ArgumentError, CountsError, PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
 SLACK = 2.0  # seconds past its timeout within which a wait must have ended
@@ -116,7 +115,10 @@ def check_reductions(comm, seed):
                 )
             inputs = [share(f"{key}/{target}", comm.rank, dtype, shape) for target in range(comm.size)]
             output = place(torch.zeros(shape, dtype=dtype))
-            done(comm.reduce_scatter(output, [place(x) for x in inputs], wanted, asynchronous), asynchronous)
+            passed = [place(x) for x in inputs]
+            done(comm.reduce_scatter(output, passed, wanted, asynchronous), asynchronous)
+            for after, before in zip(passed, inputs, strict=True):
+                same(f"reduce_scatter's input {key}", after, before)
             own = [share(f"{key}/{comm.rank}", rank, dtype, shape) for rank in range(comm.size)]
             same(f"reduce_scatter {key}", output, reduced(op, own))
 
@@ -307,9 +309,10 @@ def reduce_both_ways(comm, seed):
         same("two steps", whole, expected)
         same("one step", parts, expected)
         for dst in range(comm.size):
-            wide = strided(shares[comm.rank])
-            comm.reduce(wide, dst, op)
-            same(f"to {dst}", wide, expected if dst == comm.rank else shares[comm.rank])
+            for place in (strided, torch.clone):
+                mine = place(shares[comm.rank])
+                comm.reduce(mine, dst, op)
+                same(f"to {dst}", mine, expected if dst == comm.rank else shares[comm.rank])
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -12,7 +13,7 @@ import thinwire as tw
 from tests.comm.test_bootstrap import alone as alone
 from thinwire.comm import default_communicator
 from thinwire.errors import ConfigMismatch, PeerTimeout, ThinwireError
-from thinwire.testing import run_ranks
+from thinwire.testing import RanksTimeout, run_ranks
 
 
 def use_two(comm):
@@ -138,7 +139,7 @@ def fail_in_a_domain(comm):
     begin = time.monotonic()
     with pytest.raises(PeerTimeout):
         inner.barrier()
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < 1.5  # before run_ranks gives up
     raise AssertionError("told")
 
 
@@ -146,3 +147,21 @@ def test_a_thread_that_raises_ends_its_peers_waits_in_domains():
     with pytest.raises(Exception, match="on purpose") as caught:
         run_ranks(fail_in_a_domain, 2, mode="thread")
     assert "AssertionError: told" in caught.value.failures[1]
+
+
+def test_a_wait_in_a_domain_ends_when_run_ranks_gives_up():
+    released, ended = threading.Event(), []
+
+    def stick(comm):
+        inner = tw.init(domain="inner")
+        if comm.rank == 0:
+            released.wait(20.0)
+            return
+        with pytest.raises(PeerTimeout):
+            inner.barrier()
+        ended.append(comm.rank)
+
+    with pytest.raises(RanksTimeout):
+        run_ranks(stick, 2, mode="thread", timeout=1.0)
+    released.set()
+    assert ended == [1]

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.comm import Communicator
-from thinwire.comm.layout import Layout, LayoutError, TensorLayout, as_tensor_layout
+from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import common_layouts, plan_redistribute
+from thinwire.errors import LayoutError
 from thinwire.testing import run_ranks
 
 CUBE = Layout((2, 2, 2), name=("dp", "sp", "mp"))

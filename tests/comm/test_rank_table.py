@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 
-from thinwire.comm import RankTable, RankTableError, bootstrap, discover
-from thinwire.errors import ThinwireError
+from thinwire.comm import RankTable, bootstrap, discover
+from thinwire.errors import RankTableError, ThinwireError
 from thinwire.testing import run_ranks
 
 

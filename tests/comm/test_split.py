@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
-from thinwire.comm.layout import Layout, LayoutError
+from thinwire.comm.layout import Layout
 from thinwire.comm.split import _keeps_order, shared_split, split
-from thinwire.errors import ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ConfigMismatch, LayoutError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from thinwire.comm import Communicator
-from thinwire.comm.layout import Layout, LayoutError, TensorLayout, as_tensor_layout
-from thinwire.errors import WireFormatError
+from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.errors import LayoutError, WireFormatError
 from thinwire.fused.redistribute import plan_redistribute, redistribute
 from thinwire.testing import run_ranks
 

@@ -18,9 +18,9 @@ from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CountsError, PeerTimeout
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.pending import Pending
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
+from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat

@@ -1,0 +1,82 @@
+"""Averaging gradients in int8: a communication hook for DistributedDataParallel.
+
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(AllReduceState(comm), all_reduce_hook)
+
+Gradients are divided by the world size and summed by `thinwire.fused.all_reduce`, bucket by bucket, so that all ranks
+take the same step to the last bit. With error feedback, what quantising a rank's gradient lost in one step is added to
+its gradient in the next: errors then cancel over time instead of adding up. That costs a tensor as large as the
+gradients, and another pass over them.
+"""
+
+# No `from __future__ import annotations`: DistributedDataParallel looks at the hook's annotations themselves.
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm import Communicator
+from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.staged_collective import arrived
+from thinwire.wire import WireFormat
+
+__all__ = ["AllReduceState", "all_reduce_hook"]
+
+
+@dataclass
+class AllReduceState:
+    """What the hook is registered with.
+
+    Attributes:
+        comm: over the ranks of the model's process group.
+        wire: the format in which gradients travel; None means THINWIRE_WIRE, else int8.
+        gather_wire: the format in which their averages travel; None means `wire`.
+        error_feedback: whether to add what quantising lost to the next step's gradients. It is the first leg's loss;
+            the second leg's is the same on all ranks, and stays.
+        transport: "auto", "direct" or "staged".
+    """
+
+    comm: Communicator
+    wire: str | WireFormat | None = None
+    gather_wire: str | WireFormat | None = None
+    error_feedback: bool = False
+    transport: str = "auto"
+    _lost: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.wire = resolve_wire(self.wire)
+        self.gather_wire = self.wire if self.gather_wire is None else resolve_wire(self.gather_wire)
+
+    def lost(self, bucket: int, like: torch.Tensor) -> torch.Tensor:
+        """What the last step lost of a bucket's gradients; zeros at first, and after buckets were made anew."""
+        found = self._lost.get(bucket)
+        if found is None or found.shape != like.shape or found.dtype != like.dtype:
+            found = self._lost[bucket] = torch.zeros_like(like)
+        return found
+
+
+def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket of gradients over the ranks; for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        state: of this model alone.
+        bucket: float32, float16 or bfloat16 gradients.
+
+    Raises:
+        WireFormatError: gradients that the wire cannot carry.
+        PeerTimeout: a peer did not answer within the communicator's timeout.
+    """
+    gradients = bucket.buffer()
+    wire, comm = resolve_wire(state.wire), state.comm
+    require_float(gradients, wire, "all_reduce_hook")
+    gradients.div_(comm.size)
+    if state.error_feedback and wire.quantized:
+        lost = state.lost(bucket.index(), gradients)
+        gradients.add_(lost)
+        torch.sub(gradients, arrived(gradients, comm.size, wire), out=lost)
+    all_reduce(gradients, out=gradients, wire=wire, gather_wire=state.gather_wire, comm=comm, transport=state.transport)
+    on_gpu = gradients.device.type == "cuda"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[gradients.device] if on_gpu else None)
+    future.set_result(gradients)
+    return future

@@ -1,0 +1,133 @@
+"""DistributedDataParallel with the int8 hook: ranks stay together, and learn as well as without."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("numba", reason="the CPU kernels need numba")
+datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with scikit-learn")
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import WireFormatError
+from thinwire.fused.codec import dequantize, quantize
+from thinwire.fused.ddp import AllReduceState, all_reduce_hook
+from thinwire.fused.staged_collective import arrived
+from thinwire.testing import run_ranks
+from thinwire.wire import WireFormat
+
+STEPS = 120
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _train(comm: Communicator, state: AllReduceState | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses on all digits, every twenty steps, and the parameters at the end."""
+    images, labels = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    net = _net()
+    model = DistributedDataParallel(net, process_group=comm.group, bucket_cap_mb=0.02)
+    if state is not None:
+        model.register_comm_hook(state, all_reduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for step in range(STEPS):
+        batch = torch.randperm(len(x), generator=generator)[: 64 * comm.size].chunk(comm.size)[comm.rank]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        if step % 20 == 19:
+            with torch.no_grad():
+                losses.append(float(nn.functional.cross_entropy(net(x), y)))
+    return losses, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _compare(comm: Communicator) -> dict[str, list[float]]:
+    found = {}
+    plain, reference = _train(comm, None)
+    found["plain"] = plain
+    for name, state in (
+        ("none", AllReduceState(comm, "none")),
+        ("int8, 16-bit gather", AllReduceState(comm, "int8", "none")),
+        ("int8", AllReduceState(comm)),
+        ("int8, staged", AllReduceState(comm, transport="staged")),
+        ("int4 with error feedback", AllReduceState(comm, "int4", error_feedback=True)),
+    ):
+        found[name], parameters = _train(comm, state)
+        for other in comm.all_gather_object(parameters):
+            assert all(torch.equal(a, b) for a, b in zip(parameters, other, strict=True)), f"{name}: ranks part"
+        same = all(torch.equal(a, b) for a, b in zip(parameters, reference, strict=True))
+        assert name == "none" or not same, f"{name}: nothing was quantised"
+    assert found["int8"] == found["int8, staged"]
+    return found
+
+
+def test_ranks_with_the_hook_stay_together_and_learn_as_without() -> None:
+    found = run_ranks(_compare, 2, timeout=180)[0]
+    print({name: [round(loss, 5) for loss in losses] for name, losses in found.items()})
+    plain = found.pop("plain")
+    assert plain[-1] < 0.15 * plain[0], "the network does not learn"
+    for name, losses in found.items():
+        tolerance = 1e-4 if name == "none" else 0.05 if "int4" in name else 0.01
+        assert abs(losses[-1] - plain[-1]) <= tolerance * plain[-1], (name, losses, plain)
+
+
+def _feedback(comm: Communicator) -> None:
+    """Averages over many steps of a constant gradient come to the exact one, and without feedback they do not."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    gradient = torch.randn(5000, generator=generator)
+    exact = torch.stack(comm.all_gather_object(gradient)).mean(0)
+
+    class Bucket:
+        def __init__(self) -> None:
+            self.gradient = gradient.clone()
+
+        def buffer(self) -> torch.Tensor:
+            return self.gradient
+
+        def index(self) -> int:
+            return 0
+
+    errors = {}
+    for feedback in (False, True):
+        state = AllReduceState(comm, "int4", "none", error_feedback=feedback)
+        total = torch.zeros_like(gradient)
+        for _ in range(50):
+            total += all_reduce_hook(state, Bucket()).wait()  # type: ignore[arg-type]
+        errors[feedback] = float((total / 50 - exact).norm() / exact.norm())
+    assert errors[False] > 0.05 and errors[True] < 0.1 * errors[False], errors
+
+
+def test_error_feedback_makes_up_for_what_was_lost() -> None:
+    run_ranks(_feedback, 2, mode="thread")
+
+
+def test_what_arrives_is_what_quantising_leaves() -> None:
+    x = torch.randn(5001)
+    wire = WireFormat.parse("int8")
+    parts = [x[:2048], x[2048:4096], x[4096:]]
+    expected = []
+    for part in parts:
+        padded = torch.cat((part, torch.zeros(-part.numel() % 1024))).view(-1, 1024)
+        expected.append(dequantize(quantize(padded, wire)).view(-1)[: part.numel()])
+    assert torch.equal(arrived(x, 3, wire), torch.cat(expected))
+
+
+def _double(comm: Communicator) -> None:
+    class Bucket:
+        def buffer(self) -> torch.Tensor:
+            return torch.ones(4, dtype=torch.float64)
+
+    with pytest.raises(WireFormatError, match="float64 tensor cannot travel as int8"):
+        all_reduce_hook(AllReduceState(comm), Bucket())  # type: ignore[arg-type]
+
+
+def test_gradients_of_float64_are_refused() -> None:
+    run_ranks(_double, 1, mode="thread")
