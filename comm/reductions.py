@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import ArgumentError
+
 __all__ = ["TORCH_OPERATIONS", "Reduction"]
 
 #: What torch.distributed calls the operations that it has.

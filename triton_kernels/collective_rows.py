@@ -127,7 +127,10 @@ def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr)
 def send_sum(
     first_record, bases_ptr, peer, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
 ):
-    """The sum of a row over all ranks, encoded once as GATHER, into the record at `offset` of every rank from `peer` on."""
+    """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
+
+    It is encoded once, as GATHER.
+    """
     world: tl.constexpr = COLLECTIVE.WORLD
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:

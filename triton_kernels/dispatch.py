@@ -250,8 +250,8 @@ def send_tokens(
             BLOCK=world_block(lane.layout),
             STORE=uses_atomic_store(),
             PLATFORM=platform_of(x.device),
-            num_warps=layout.num_warps
-            * (2 if lane.wire.name == "fp8" else 1),  # e4m3's arithmetic would spill on sm_90
+            # e4m3's arithmetic would spill on sm_90.
+            num_warps=layout.num_warps * (2 if lane.wire.name == "fp8" else 1),
             enable_fp_fusion=False,
         )
 

@@ -57,8 +57,8 @@ byte line_op[2 * RANKS * RANKS] = UNDECIDED;
 byte scattered[2 * RANKS * RANKS] = NEVER;
 byte gathered[2 * RANKS * RANKS] = NEVER;
 
-byte op_of[2 * RANKS] = UNDECIDED; /* what a rank does in an epoch, for the choice and for assertions alone */
-#define OP(epoch, rank) op_of[((epoch) & 1) * RANKS + (rank)]
+byte op_of[3 * RANKS] = UNDECIDED; /* what a rank does in an epoch, for the choice and for assertions alone */
+#define OP(epoch, rank) op_of[((epoch) % 3) * RANKS + (rank)]
 #define RIGHT ((rank + 1) % RANKS)
 #define LEFT ((rank + RANKS - 1) % RANKS)
 
@@ -91,7 +91,7 @@ inline choose() { /* any collective; the same as whoever has chosen for this epo
         fi
     fi;
     OP(epoch, rank) = op;
-    OP(epoch + 1, rank) = UNDECIDED /* nobody looks at the last epoch's any more */
+    OP(epoch + 1, rank) = UNDECIDED /* nobody is two epochs behind */
 }
 
 inline send_first_leg() {
@@ -166,14 +166,28 @@ inline compare() {
     }
 }
 
-inline take(slots) {
+inline sum_rows() { /* triton_kernels/collective_rows.py sum_tile */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if
             :: peer == rank
             :: else ->
-                assert(slots[IN(HALF(epoch), rank, peer)] == epoch);
-                slots[IN(HALF(epoch), rank, peer)] = STALE
+                assert(scattered[IN(HALF(epoch), rank, peer)] == epoch);
+                scattered[IN(HALF(epoch), rank, peer)] = STALE
+            fi
+        };
+        peer = 0
+    }
+}
+
+inline take_gathered() { /* triton_kernels/collective.py collect_kernel */
+    d_step {
+        for (peer : 0 .. RANKS - 1) {
+            if
+            :: peer == rank
+            :: else ->
+                assert(gathered[IN(HALF(epoch), rank, peer)] == epoch);
+                gathered[IN(HALF(epoch), rank, peer)] = STALE
             fi
         };
         peer = 0
@@ -205,7 +219,7 @@ inline await_second() { /* triton_kernels/collective_wait.py await_leg */
 }
 
 inline all_reduce() {
-    take(scattered);
+    sum_rows();
 #ifdef BROKEN_EARLY_SECOND
     signal_second();
     send_sums();
@@ -214,7 +228,7 @@ inline all_reduce() {
     signal_second();
 #endif
     await_second();
-    take(gathered) /* triton_kernels/collective.py collect_kernel */
+    take_gathered()
 }
 
 active [RANKS] proctype stream() {
@@ -243,8 +257,8 @@ active [RANKS] proctype stream() {
         compare();
         if
         :: !differs && op == ALL_REDUCE -> all_reduce()
-        :: !differs && op == REDUCE_SCATTER -> take(scattered) /* triton_kernels/collective.py reduce_kernel */
-        :: !differs && op == ALL_GATHER -> take(gathered) /* triton_kernels/collective.py collect_kernel */
+        :: !differs && op == REDUCE_SCATTER -> sum_rows() /* triton_kernels/collective.py reduce_kernel */
+        :: !differs && op == ALL_GATHER -> take_gathered()
 #ifdef ANY_OPS
         :: differs -> differs = false /* nothing is taken in, and the next epoch begins */
 #endif
