@@ -34,7 +34,10 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_codec --device cpu
 	$(RUN) -m benchmarks.bench_all_to_all --device cpu
 	$(RUN) -m benchmarks.bench_dispatch --device cpu
+	$(RUN) -m benchmarks.bench_all_reduce --device cpu
+	$(RUN) -m benchmarks.bench_accuracy
 	$(RUN) -m benchmarks.bench_link
+	$(RUN) -m benchmarks.bench_all_reduce --link
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "codec": ("bench_codec",),
     "dispatch_threads": ("bench_dispatch", "--ranks", "8", "--experts", "256"),
     "all_to_all": ("bench_all_to_all", "--ranks", "2", "8"),
+    "all_reduce": ("bench_all_reduce", "--ranks", "2", "8"),
 }
 
 

@@ -28,6 +28,8 @@ __all__ = [
     "take_sum",
 ]
 
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+
 
 @triton.jit
 def first_peer(row, rank, WORLD: tl.constexpr):
@@ -119,6 +121,9 @@ def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr)
     for source in tl.range(COLLECTIVE.WORLD, loop_unroll_factor=4):
         record = tl.multiple_of(first_record + source * COLLECTIVE.SLOT_BYTES, 16)
         total = total + load_record_tile(record, tile, LAYOUT)
+    if LAYOUT.KIND != NONE:
+        # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
+        total = tl.where(total > _LARGEST, _LARGEST, tl.where(total < -_LARGEST, -_LARGEST, total))
     # Past its end a row of NaN has NaN.
     return tl.where(columns < LAYOUT.HIDDEN, total, 0.0)
 

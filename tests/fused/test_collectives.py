@@ -84,6 +84,37 @@ def test_every_wire_gives_the_computed_bits(mode: str, world: int) -> None:
     run_ranks(_through_wires, world, world, mode=mode)
 
 
+def _through_interpreted_kernels(comm: Communicator) -> None:
+    opened = open_collectives(comm, SMALL_SLOT)
+    assert isinstance(opened, DirectCollectives), opened
+    for number, (spec, gather) in enumerate(
+        (("int8", "int8"), ("int8:row", "none"), ("none", "none"), ("int4", "fp8"))
+    ):
+        wire, gather_wire, dtype = WireFormat.parse(spec), WireFormat.parse(gather), DTYPES[number % 3]
+        tensors = _tensors(number, comm.size, (comm.size * 1100,), dtype)
+        got = all_reduce(tensors[comm.rank], wire=wire, gather_wire=gather_wire, comm=comm, transport="direct")
+        assert_same_bits(f"all_reduce {spec} {gather} {dtype}", all_reduced(tensors, wire, gather_wire), got)
+        got = reduce_scatter(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
+        assert_same_bits(f"reduce_scatter {spec} {dtype}", reduce_scattered(tensors, wire, comm.rank), got)
+        if wire.quantized:
+            got = all_gather(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
+            assert_same_bits(f"all_gather {spec} {dtype}", all_gathered(tensors, wire), got)
+    generator = torch.Generator().manual_seed(3)
+    large = [magnitudes(4, 300, torch.float32, generator).abs() for _ in range(comm.size)]
+    expected = all_reduced(large, WireFormat.parse("int8"), WireFormat.parse("int8"))
+    assert expected.isfinite().all() and expected.max() > 3e38
+    assert_same_bits("sums past the largest float32", expected, all_reduce(large[comm.rank], comm=comm))
+    with pytest.raises(ConfigMismatch, match="the ranks do different things"):
+        all_reduce(torch.ones(5 + (comm.rank == 1)), comm=comm, transport="direct")
+    assert torch.equal(all_reduce(torch.ones(5), wire="none", comm=comm), torch.full((5,), float(comm.size)))
+
+
+def test_triton_interpreted_gives_the_computed_bits() -> None:
+    pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+    env = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
+    run_ranks(_through_interpreted_kernels, 3, env=env, timeout=180)
+
+
 def _extremes(comm: Communicator) -> None:
     """Magnitudes from subnormal to the largest, not-a-numbers and infinities among them."""
     for dtype in DTYPES:

@@ -107,6 +107,21 @@ _PARITY = [
     Case("parity", "a flag that is cleared", "BROKEN_CLEARED_FLAG", DEADLOCK),
 ]
 
+_COLLECTIVE = [
+    _holds("collective", "3 ranks, 4 epochs, any collectives", "", 200_000),
+    _holds("collective", "2 ranks, 8 epochs, any collectives", "RANKS=2 EPOCHS=8", 1_000),
+    _holds("collective", "one rank does what it likes, 3 epochs", "ODD_RANK EPOCHS=3", 1_000_000),
+    Case("collective", "goal: the end, after collectives of every kind", "GOAL_END", GOAL),
+    Case("collective", "goal: the end, after ranks disagreed", "ODD_RANK GOAL_END", GOAL),
+    Case("collective", "goal: signals before a peer has ended the last", "GOAL_AHEAD", GOAL),
+    Case("collective", "one buffer", "BROKEN_ONE_BUFFER", "gathered["),
+    Case("collective", "one first line for both halves", "BROKEN_ONE_LINE", "line_epoch["),
+    Case("collective", "a second flag before the sums are there", "BROKEN_EARLY_SECOND", "gathered["),
+    Case("collective", "second flags stand still between all-reduces", "BROKEN_STALE_SECOND", "gathered["),
+    Case("collective", "who has no part does not wait", "BROKEN_EMPTY_PART_DOES_NOT_WAIT", "scattered["),
+    Case("collective", "only the left neighbour is compared", "ODD_RANK BROKEN_LEFT_ONLY", "differs=="),
+]
+
 _PIECES = [
     _holds("pieces", "2 ranks, any numbers, in steps", "", 200_000),
     _holds("pieces", "2 ranks, any numbers, by turns", "TURNS", 200_000),
@@ -161,7 +176,7 @@ _REBUILD = [
     Case("rebuild", "into the old memory", "BROKEN_SAME_MEMORY", "record_first["),
 ]
 
-CASES = [*_ROUND_TRIP, *_PUBLISH, *_PARITY, *_PIECES, *_BLAME, *_TIMING, *_REBUILD]
+CASES = [*_ROUND_TRIP, *_PUBLISH, *_PARITY, *_COLLECTIVE, *_PIECES, *_BLAME, *_TIMING, *_REBUILD]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@
  * Flags have two bits of an epoch, so they wrap all the time: a flag that a rank waits for may be behind by two at most,
  * and ahead by one.
  *
- * Parameters: RANKS (2 or 3), EPOCHS. ANY_OPS: each rank does what it likes, and all must find out if it is not the
- * same. BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search
- * must reach, written as an assertion that it does not.
+ * Parameters: RANKS (2 or 3), EPOCHS. ODD_RANK: in every epoch rank 0 does what it likes, and all must find out if that
+ * is not what the others do. BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a
+ * state that the search must reach, written as an assertion that it does not.
  */
 
 #ifndef RANKS
@@ -73,17 +73,17 @@ bool met_op[3], met_difference;
 byte epochs_read[RANKS];
 #endif
 
+#ifdef ODD_RANK
+#define FOLLOWS(peer) (rank != 0 && (peer) != 0 && OP(epoch, peer) != UNDECIDED)
+#else
+#define FOLLOWS(peer) (OP(epoch, peer) != UNDECIDED)
+#endif
+
 inline choose() { /* any collective; the same as whoever has chosen for this epoch */
     if
-#ifndef ANY_OPS
-    :: OP(epoch, RIGHT) != UNDECIDED -> op = OP(epoch, RIGHT)
-#if RANKS > 2
-    :: OP(epoch, LEFT) != UNDECIDED -> op = OP(epoch, LEFT)
-#endif
-    :: OP(epoch, RIGHT) == UNDECIDED && OP(epoch, LEFT) == UNDECIDED ->
-#else
-    :: true ->
-#endif
+    :: FOLLOWS(RIGHT) -> op = OP(epoch, RIGHT)
+    :: FOLLOWS(LEFT) -> op = OP(epoch, LEFT)
+    :: !FOLLOWS(RIGHT) && !FOLLOWS(LEFT) ->
         if
         :: op = ALL_REDUCE
         :: op = REDUCE_SCATTER
@@ -259,7 +259,7 @@ active [RANKS] proctype stream() {
         :: !differs && op == ALL_REDUCE -> all_reduce()
         :: !differs && op == REDUCE_SCATTER -> sum_rows() /* triton_kernels/collective.py reduce_kernel */
         :: !differs && op == ALL_GATHER -> take_gathered()
-#ifdef ANY_OPS
+#ifdef ODD_RANK
         :: differs -> differs = false /* nothing is taken in, and the next epoch begins */
 #endif
         fi;
@@ -277,7 +277,7 @@ next:   skip
         ranks_done++;
 #ifdef GOAL_END
         goal_reached = ranks_done == RANKS && met_op[ALL_REDUCE] && met_op[REDUCE_SCATTER] && met_op[ALL_GATHER];
-#ifdef ANY_OPS
+#ifdef ODD_RANK
         goal_reached = goal_reached && met_difference;
 #endif
         assert(!goal_reached)
