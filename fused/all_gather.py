@@ -16,7 +16,7 @@ from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat
 from thinwire.fused.counts import Counts, parse_integers
-from thinwire.fused.pending import Pending
+from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.fused.stripes import gathered_parts
@@ -139,14 +139,14 @@ def _gather(
     target = x.new_empty(sum(counts), *tail) if out is None else out
     elements = [count * row for count in counts]
     if not sum(elements):
-        return Pending(lambda: target, comm.device) if async_op else target
+        return finished(target, async_op)
     parts, length = gathered_parts(elements)
     with torch.no_grad():
         own, whole = flat(x.detach()), target.detach().view(-1)
         if collectives is not None:
             exact = WireFormat("none")
             collectives.run(collectives.job(ALL_GATHER, parts, length, exact, wire, x.dtype), own, whole)
-            pending = Pending(lambda: target, comm.device)
+            return finished(target, async_op)
         else:
             leg = GatherLeg(comm, parts, length, wire, x.dtype)
             leg.post_part(own)

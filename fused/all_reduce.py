@@ -11,7 +11,7 @@ import torch
 
 from thinwire.comm import Communicator, default_communicator
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
-from thinwire.fused.pending import Pending
+from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.fused.stripes import split_parts
@@ -77,7 +77,7 @@ def all_reduce(
     collectives = None if exactly else choose_collectives("all_reduce", transport, wires, comm)
     target = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if not x.numel():
-        return Pending(lambda: target, comm.device) if async_op else target
+        return finished(target, async_op)
     with torch.no_grad():
         source, whole = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -95,7 +95,7 @@ def all_reduce(
             if collectives is not None:
                 job = collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype)
                 collectives.run(job, source, whole)
-                pending = Pending(lambda: target, comm.device)
+                return finished(target, async_op)
             else:
                 leg = ScatterLeg(comm, source, parts, length, wires[0])
                 gather = GatherLeg(comm, parts, length, wires[1], x.dtype)

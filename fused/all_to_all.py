@@ -7,7 +7,6 @@ into the output, quantised rows as records (`thinwire.fused.staged`). Both give 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -102,7 +101,7 @@ def all_to_all_v(
     comm = comm if comm is not None else default_communicator()
     if wire == AUTO:
         wire = _choose_wire(x, send_counts, comm, transport)
-    wire = _parse_wire(wire) if type(wire) is str else resolve_wire(wire)
+    wire = resolve_wire(wire)
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
     if ordinary and recv_counts is not None:
         moved = move_plainly(comm, x, send_counts, recv_counts, out, wire)
@@ -137,11 +136,6 @@ def all_to_all_v(
         else:
             pending = _post_exact(x, sends, target, receives, comm)
         return pending if async_op else pending.wait()
-
-
-@functools.lru_cache(maxsize=64)
-def _parse_wire(name: str) -> WireFormat:
-    return WireFormat.parse(name)
 
 
 def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +44,18 @@ def select_backend(device: torch.device, wire: WireFormat) -> Backend:
         TransportUnavailable: it is not installed (the message names the extra), the variable names none of them, or
             the GPU does not take the format.
     """
+    # Small calls are over in microseconds, and most of a choice is looking things up.
+    return _select(device, wire, os.environ.get(BACKEND_VARIABLE), os.environ.get("TRITON_INTERPRET"), HAS_NUMBA)
+
+
+@functools.lru_cache(maxsize=256)
+def _select(
+    device: torch.device, wire: WireFormat, requested: str | None, interpreted: str | None, has_numba: bool
+) -> Backend:
     if device.type not in ("cpu", "cuda"):
         raise TransportUnavailable(f"tensors on {device} have no kernels; accepted: tensors on the CPU or on CUDA")
     if device.type == "cuda":
         require_wire_support(wire, torch.cuda.get_device_capability(device))
-    requested = os.environ.get(BACKEND_VARIABLE)
     if requested:
         name, reason = requested, f"{BACKEND_VARIABLE}={requested}"
     else:

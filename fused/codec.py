@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -43,7 +44,14 @@ def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
     Raises:
         WireFormatError: for a name that is not a format.
     """
-    return WireFormat.parse(wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8")
+    if isinstance(wire, WireFormat):
+        return wire
+    return _parse(wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8")
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(name: str) -> WireFormat:
+    return WireFormat.parse(name)
 
 
 def require_float(x: torch.Tensor, wire: WireFormat, what: str) -> None:

@@ -11,6 +11,7 @@ raised by the next call or by `check`, and the memory is of no more use, as afte
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from thinwire.comm.communicator import Communicator, Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
+from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import timeout_error
 from thinwire.fused.counts import Segments
 from thinwire.fused.opening import Refusal, open_direct, uses_triton
@@ -56,18 +58,25 @@ _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _prepare_lock = threading.Lock()
 
 
-def open_collectives(comm: Communicator, slot_bytes: int | None = None) -> DirectCollectives | Refusal:
+def open_collectives(
+    comm: Communicator, slot_bytes: int | None = None, wires: Sequence[WireFormat] = ()
+) -> DirectCollectives | Refusal:
     """What the communicator's direct collectives work with, or why there is none. Made at the first call, by all ranks.
 
     Args:
         comm: closes it when it is closed.
         slot_bytes: see `CollectiveLayout.of`; looked at in the first call only. On CUDA None means 4 MiB, or less in a
             large group.
+        wires: what the call at hand wants to send.
 
     Raises:
+        TransportUnavailable: no backend can quantise for these wires, on any transport. Raised before peers are asked.
         ConfigMismatch: ranks that asked for different layouts, or run different versions.
         PeerTimeout: a peer did not take part.
     """
+    for wire in wires:
+        if wire.quantized:
+            select_backend(comm.device, wire)
     return comm.attached(_KEY, lambda: _open(comm, slot_bytes))
 
 

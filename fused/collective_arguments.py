@@ -111,14 +111,14 @@ def choose_collectives(
         TransportUnavailable: the transport was asked for and cannot be had, and why.
     """
     check_transport(transport)
-    for wire in wires:
-        if wire.quantized:
-            select_backend(comm.device, wire)
     if transport != "staged":
-        found = open_collectives(comm)
+        found = open_collectives(comm, wires=wires)
         if not isinstance(found, Refusal):
             return found
         if transport == "direct":
             raise TransportUnavailable(f"{what} cannot take the direct transport: {found.reason}")
+    for wire in wires:
+        if wire.quantized:
+            select_backend(comm.device, wire)
     comm.check_exchange()
     return None

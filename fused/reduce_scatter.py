@@ -12,7 +12,7 @@ import torch
 from thinwire.comm import Communicator, default_communicator
 from thinwire.errors import CountsError
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
-from thinwire.fused.pending import Pending
+from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.fused.stripes import even_parts
@@ -78,7 +78,7 @@ def reduce_scatter(
     collectives = None if exactly else choose_collectives("reduce_scatter", transport, [wire], comm)
     target = x.new_empty(shape) if out is None else out
     if not share:
-        return Pending(lambda: target, comm.device) if async_op else target
+        return finished(target, async_op)
     with torch.no_grad():
         whole, own = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -95,7 +95,7 @@ def reduce_scatter(
             parts, length = even_parts(whole.numel(), comm.size)
             if collectives is not None:
                 collectives.run(collectives.job(REDUCE_SCATTER, parts, length, wire, wire, x.dtype), whole, own)
-                pending = Pending(lambda: target, comm.device)
+                return finished(target, async_op)
             else:
                 leg = ScatterLeg(comm, whole, parts, length, wire)
 

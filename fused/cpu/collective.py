@@ -35,7 +35,7 @@ from thinwire.fused.cpu.collective_job import (
 from thinwire.fused.cpu.combine import record_sum, scratch_bytes
 from thinwire.fused.cpu.compat import FINGERPRINT, kernel
 from thinwire.fused.cpu.intrinsics import copy_bytes, load_int32, store_int32, zero_bytes
-from thinwire.fused.cpu.signal import GAVE_UP, PAUSED, give_up, publish, wait_for_all
+from thinwire.fused.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, wait_for_all
 from thinwire.fused.cpu.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.collective_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, CollectiveLane, Job
 from thinwire.triton_kernels.round_layout import (
@@ -148,7 +148,7 @@ def collect_kernel(numbers, bases, control, parts, out, chunk, padded, fingerpri
 
 @kernel
 def wait_kernel(numbers, bases, control, report, leg, deadline, grace, fingerprint=FINGERPRINT):
-    """Waits for the flags of one leg; times are in nanoseconds. Returns how the wait ended."""
+    """Waits for the flags of one leg; times are in nanoseconds. Returns ARRIVED only if all ranks do the same."""
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return GAVE_UP
     job = numbers_at(numbers)
@@ -168,6 +168,7 @@ def wait_kernel(numbers, bases, control, report, leg, deadline, grace, fingerpri
         store_int32(report + 4 * REPORT_PHASE, leg)
         store_int32(report + 4 * REPORT_STATUS, status)
         store_int32(control + 4 * CONTROL_STATUS, status)
+        return GAVE_UP
     return ended
 
 
@@ -176,8 +177,10 @@ def wait_kernel(numbers, bases, control, report, leg, deadline, grace, fingerpri
 
 
 @lru_cache(maxsize=8)
-def _ranks(world: int) -> np.ndarray:
-    return np.arange(world, dtype=np.int64)
+def _ranks(world: int) -> tuple[np.ndarray, int]:
+    """The ranks 0 ... world - 1, and their address."""
+    ranks = np.arange(world, dtype=np.int64)
+    return ranks, ranks.ctypes.data
 
 
 def _padded_row(job: Job) -> torch.Tensor:
@@ -188,15 +191,16 @@ def _addresses(lane: CollectiveLane) -> tuple[int, int]:
     return lane.bases.data_ptr(), lane.control.data_ptr()
 
 
-def _wait(lane: CollectiveLane, numbers: np.ndarray, leg: int, timeout: float, grace: float) -> bool:
+def _wait(lane: CollectiveLane, numbers: tuple[np.ndarray, int], leg: int, timeout: float, grace: float) -> bool:
     """Whether the leg is complete, and the lane still in use. Python's signal handlers run meanwhile."""
     bases, control = _addresses(lane)
     report = lane.report.data_ptr()
     deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
     patience = min(int(grace * 1e9), _LONGEST_NS)
-    while wait_kernel(numbers.ctypes.data, bases, control, report, leg, deadline, patience) == PAUSED:
-        pass
-    return int(lane.control[CONTROL_STATUS]) == RUNNING
+    ended = PAUSED
+    while ended == PAUSED:
+        ended = wait_kernel(numbers[1], bases, control, report, leg, deadline, patience)
+    return bool(ended == ARRIVED)
 
 
 def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
@@ -214,7 +218,7 @@ def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_pro
     """
     numbers, padded = numbers_of(lane, job), _padded_row(job)
     parts = job.parts.data_ptr()
-    send_kernel(numbers.ctypes.data, *_addresses(lane), parts, x.data_ptr(), 0, chunk, padded.data_ptr())
+    send_kernel(numbers[1], *_addresses(lane), parts, x.data_ptr(), 0, chunk, padded.data_ptr())
 
 
 def spread(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
@@ -229,7 +233,7 @@ def spread(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_prog
     """
     numbers, padded = numbers_of(lane, job), _padded_row(job)
     parts = job.parts.data_ptr()
-    send_kernel(numbers.ctypes.data, *_addresses(lane), parts, x.data_ptr(), 1, chunk, padded.data_ptr())
+    send_kernel(numbers[1], *_addresses(lane), parts, x.data_ptr(), 1, chunk, padded.data_ptr())
 
 
 def reduce(
@@ -262,13 +266,13 @@ def reduce(
         return
     scratch = torch.empty(scratch_bytes(job.row, lane.layout.WORLD), dtype=torch.uint8)
     reduce_kernel(
-        numbers.ctypes.data,
+        numbers[1],
         *_addresses(lane),
         job.parts.data_ptr(),
         0 if out is None else out.data_ptr(),
         int(out is None),
         chunk,
-        _ranks(lane.layout.WORLD).ctypes.data,
+        _ranks(lane.layout.WORLD)[1],
         scratch.data_ptr(),
     )
 
@@ -298,6 +302,4 @@ def collect(
     if not _wait(lane, numbers, FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, timeout, grace):
         out.fill_(float("nan"))
         return
-    collect_kernel(
-        numbers.ctypes.data, *_addresses(lane), job.parts.data_ptr(), out.data_ptr(), chunk, padded.data_ptr()
-    )
+    collect_kernel(numbers[1], *_addresses(lane), job.parts.data_ptr(), out.data_ptr(), chunk, padded.data_ptr())

@@ -79,7 +79,7 @@ def _numbers(
     gather_wire: WireFormat,
     dtype: torch.dtype,
     rows_per_chunk: int,
-) -> np.ndarray:
+) -> tuple[np.ndarray, int]:
     numbers = CollectiveNumbers(
         layout.WORLD, rank, layout.SLOT_BYTES, layout.STUCK, layout.FIRST, layout.SECOND, layout.SCATTERED,
         layout.GATHERED, row, dtype_code(dtype), rows_per_chunk, *what, *record_layout(wire, row, dtype),
@@ -87,11 +87,11 @@ def _numbers(
     )  # fmt: skip
     words = np.array(numbers, dtype=np.int64)
     words.flags.writeable = False
-    return words
+    return words, words.ctypes.data
 
 
-def numbers_of(lane: CollectiveLane, job: Job) -> np.ndarray:
-    """The caller holds on to it while a kernel reads from it."""
+def numbers_of(lane: CollectiveLane, job: Job) -> tuple[np.ndarray, int]:
+    """The numbers, and their address. The caller holds on to both while a kernel reads from there."""
     return _numbers(lane.layout, lane.rank, job.what, job.row, job.wire, job.gather_wire, job.dtype, job.rows_per_chunk)
 
 
