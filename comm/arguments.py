@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["byte_view", "check_list", "check_rank", "check_splits", "check_tensor"]
+__all__ = ["byte_view", "check_list", "check_rank", "check_splits", "check_tensor", "extent"]
 
 
 def check_rank(name: str, rank: object, size: int) -> int:
@@ -103,3 +103,13 @@ def byte_view(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor of any dtype, as uint8."""
     # A view(-1) would keep the stride of a tensor with one element, whatever it is.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one behind its last; of any strides."""
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

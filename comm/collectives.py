@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from thinwire.comm import native, steps
-from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor
+from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
 from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.membership import Membership
 from thinwire.comm.reductions import Reduction
@@ -276,6 +276,9 @@ class Collectives(Membership):
     def _move(
         self, label: str, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], async_op: bool
     ) -> Work:
+        if _lands_on_what_leaves(self.rank, sends, receives):
+            # What arrives early would be sent on, in place of what was there.
+            sends = [None if buffer is None else buffer.clone() for buffer in sends]
         return self._run(steps.move(self._exchange, sends, receives, label), async_op)
 
     def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work:
@@ -293,6 +296,19 @@ class Collectives(Membership):
         elif posts_later:
             self._unfinished.append(work)
         return work
+
+
+def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:
+    """Whether some byte is received where one is sent from. A rank's own share may stay where it is."""
+    own, place = sends[rank], receives[rank]
+    stays = own is not None and place is not None and own.data_ptr() == place.data_ptr()
+    sent = [extent(buffer) for buffer in sends if buffer is not None and buffer.numel()]
+    received = [
+        extent(buffer)
+        for peer, buffer in enumerate(receives)
+        if buffer is not None and buffer.numel() and not (peer == rank and stays)
+    ]
+    return any(start < stop and first < last for first, stop in sent for start, last in received)
 
 
 def _check_tag(tag: object) -> int:

@@ -49,6 +49,7 @@ class Pending:
         self._peers = peers
         self._works: list[tuple[int, dist.Work]] = []  # on NCCL one work for all: its rank means nothing
         self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
+        self._dropped = False  # the communicator was closed before anyone waited
 
     def wait(self) -> None:
         """Until every send and receive of this exchange is done. Calling it again does nothing.
@@ -172,6 +173,8 @@ class PeerExchange:
 
     def complete(self, pending: Pending, *, block_host: bool = False) -> None:
         """Ends `pending`; see :meth:`Pending.wait`."""
+        if pending._dropped:
+            raise ThinwireError("the communicator was closed while this exchange was under way, before its wait()")
         if pending not in self._outstanding:
             return
         if self._failure is not None:
@@ -243,6 +246,9 @@ class PeerExchange:
 
     def close(self) -> None:
         """Lets go of the buffers of exchanges that nobody waited for."""
+        for pending in self._outstanding:
+            pending._dropped = True
+            pending._buffers, pending._works = (), []
         self._outstanding.clear()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Protocol
+
+import torch
 
 __all__ = ["Step", "Work"]
 
@@ -25,6 +28,7 @@ class Work:
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps
         self._failure: BaseException | None = None
+        self._inference = torch.is_inference_mode_enabled()
         self._step = next(steps, None)
 
     def wait(self) -> None:
@@ -38,9 +42,11 @@ class Work:
         if self._failure is not None:
             raise self._failure
         try:
-            while self._step is not None:
-                self._step.wait()
-                self._step = next(self._steps, None)
+            # Tensors that were made in inference mode can be written in it only.
+            with torch.inference_mode() if self._inference else contextlib.nullcontext():
+                while self._step is not None:
+                    self._step.wait()
+                    self._step = next(self._steps, None)
         except BaseException as error:
             self._failure = error
             raise

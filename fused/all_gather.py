@@ -55,7 +55,8 @@ def all_gather(
     Raises:
         CountsError: a scalar, or an `out` that does not fit; on the direct transport also, with `none`, a peer that
             sends something else.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or wire.
+        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
+            quantised wire.
         WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
@@ -138,7 +139,7 @@ def _gather(
     collectives = choose_collectives(what, transport, [wire], comm)
     target = x.new_empty(sum(counts), *tail) if out is None else out
     elements = [count * row for count in counts]
-    if not sum(elements):
+    if collectives is None and not sum(elements):
         return finished(target, async_op)
     parts, length = gathered_parts(elements)
     with torch.no_grad():

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.reductions import Reduction
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
 from thinwire.fused.pending import Pending, finished
-from thinwire.fused.size_switch import resolve_wires
+from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.fused.stripes import split_parts
 from thinwire.triton_kernels.collective_layout import ALL_REDUCE
@@ -45,14 +46,15 @@ def all_reduce(
         gather_wire: the format of the second leg, in which the sums travel; None means `wire`. "none" is about a third
             more accurate, and the second leg takes 16 bits an element.
         comm, transport, async_op: see `all_gather`. On CUDA, direct is three launches for each chunk of as many
-            elements as the slots hold.
+            elements as the slots hold. Staged, an asynchronous call returns when the first leg is over.
 
     Returns:
         The output, of x's shape, or a Pending.
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or wire.
+        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
+            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
@@ -67,6 +69,8 @@ def all_reduce(
     """
     comm = comm if comm is not None else default_communicator()
     comm.check_device("x", x)
+    if wire == AUTO and Reduction.of(op, x.dtype).name != "sum":
+        wire = "none"  # only sums are quantised
     wires = resolve_wires(
         comm, "all_reduce", x, [wire, wire if gather_wire is None else gather_wire], transport,
         lambda t, w: all_reduce(t, wire=w, comm=comm, transport=transport),
@@ -76,7 +80,7 @@ def all_reduce(
     check_out("all_reduce", out, x, x.shape, 0)
     collectives = None if exactly else choose_collectives("all_reduce", transport, wires, comm)
     target = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if not x.numel():
+    if collectives is None and not x.numel():
         return finished(target, async_op)
     with torch.no_grad():
         source, whole = flat(x.detach()), target.detach().view(-1)
@@ -99,9 +103,10 @@ def all_reduce(
             else:
                 leg = ScatterLeg(comm, source, parts, length, wires[0])
                 gather = GatherLeg(comm, parts, length, wires[1], x.dtype)
+                # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
+                gather.post_sums(leg)
 
                 def finish() -> torch.Tensor:
-                    gather.post_sums(leg)
                     gather.collect(whole)
                     return target
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.arguments import extent
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW
@@ -221,18 +222,8 @@ def _resolve_counts(
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a_start, a_bytes = _extent(a)
-    b_start, b_bytes = _extent(b)
-    apart = a_start >= b_start + b_bytes or b_start >= a_start + a_bytes
-    return not apart and a.device == b.device and a_bytes > 0 and b_bytes > 0
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins, and how many bytes on it ends."""
-    if t.is_contiguous() or not t.numel():
-        return t.data_ptr(), t.nbytes
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), (last + 1) * t.itemsize
+    (first, stop), (start, last) = extent(a), extent(b)
+    return start < stop and first < last and a.device == b.device
 
 
 def _compare_with_peers(

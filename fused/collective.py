@@ -10,6 +10,7 @@ raised by the next call or by `check`, and the memory is of no more use, as afte
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -55,6 +56,7 @@ _PHASES = ("first leg", "second leg")
 _MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
 #: Of a slot on a GPU, where three launches should not cost more than what they move; and of all of its slots.
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
+_MOST_JOBS = 1024  # that are remembered
 _prepare_lock = threading.Lock()
 
 
@@ -95,9 +97,20 @@ def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Ref
             from thinwire.triton_kernels import collective as kernels
         else:
             from thinwire.fused.cpu import collective as kernels
-        return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels)
+        return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, _num_programs(comm))
 
     return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+
+
+def _num_programs(comm: Communicator) -> int | None:
+    """Programs of a launch: None, as many as are good, unless ranks share a GPU and could keep each other out of it."""
+    if comm.device.type != "cuda":
+        return None
+    from thinwire.triton_kernels.collective_wait import programs_on_shared_gpu
+
+    own = platform.node(), str(torch.cuda.get_device_properties(comm.device).uuid)
+    ranks = comm.all_gather_object(own).count(own)
+    return programs_on_shared_gpu(comm.device, ranks) if ranks > 1 else None
 
 
 class DirectCollectives:
@@ -109,14 +122,21 @@ class DirectCollectives:
         rank: this rank.
         timeout: seconds that a peer may let this rank wait.
         kernels: the module with the launchers.
+        num_programs: of each launch on a GPU; None means enough to fill it.
     """
 
     def __init__(
-        self, memory: SymmetricMemory, layout: CollectiveLayout, rank: int, timeout: float, kernels: ModuleType
+        self,
+        memory: SymmetricMemory,
+        layout: CollectiveLayout,
+        rank: int,
+        timeout: float,
+        kernels: ModuleType,
+        num_programs: int | None = None,
     ) -> None:
         self.layout, self.rank, self.timeout = layout, rank, timeout
         self.grace = min(_MAX_GRACE, timeout)
-        self._memory, self._kernels = memory, kernels
+        self._memory, self._kernels, self._num_programs = memory, kernels, num_programs
         self._device = memory.local.device
         self._on_gpu = self._device.type == "cuda"
         self.lane = CollectiveLane.of(layout, rank, memory.local, memory.bases)
@@ -125,8 +145,8 @@ class DirectCollectives:
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self._report = self.lane.report.numpy()  # the host's window on what kernels report
         self._turns = StreamTurns(self._device)
-        # On CUDA never forgotten: captured graphs go on reading their parts on the device.
         self._jobs: dict[tuple[object, ...], Job] = {}
+        self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
         self._prepared: set[tuple[object, ...]] = set()
         self._failure: ThinwireError | None = None
         self._closed = False
@@ -152,9 +172,14 @@ class DirectCollectives:
         if job is None:
             if self._turns.capturing:
                 raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
-            if not self._on_gpu and len(self._jobs) >= 1024:
+            if len(self._jobs) >= _MOST_JOBS:
+                if self._on_gpu:
+                    torch.cuda.synchronize(self._device)  # kernels may still read the parts that go
                 self._jobs.clear()
-            job = self._jobs[key] = self._new_job(op, parts, row, wire, gather_wire, dtype)
+            with torch.inference_mode(False):
+                job = self._jobs[key] = self._new_job(op, parts, row, wire, gather_wire, dtype)
+        elif self._turns.capturing:
+            self._captured[id(job)] = job
         return job
 
     def _new_job(
@@ -204,6 +229,8 @@ class DirectCollectives:
                 if not self._on_gpu:
                     self._raise_findings()
             done = True
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # kernels write where autograd does not see it
         except (PeerTimeout, ConfigMismatch):
             done = True  # all ranks know where they stand
             raise
@@ -213,32 +240,34 @@ class DirectCollectives:
                 self._failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: CollectiveLane, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, times = self._kernels, (self.timeout, self.grace)
+        kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
         if job.op == ALL_GATHER:
-            kernels.spread(lane, job, x, chunk)
+            kernels.spread(lane, job, x, chunk, programs)
         else:
-            kernels.scatter(lane, job, x, chunk)
-            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
+            kernels.scatter(lane, job, x, chunk, programs)
+            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
             if not self._on_gpu and self._report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
-            kernels.collect(lane, job, out, chunk, *times)
+            kernels.collect(lane, job, out, chunk, *times, programs)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         """Compiles and loads all kernels of a call before any of them waits for a peer.
 
         Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one. Waits for the current stream, at the first call of its kind.
+        one. It is done on a stream of its own: ahead on the current one there may be a call that waits for a rank that
+        waits for this lock.
         """
         aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
         key = (job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned)
         if key in self._prepared or not self._on_gpu or self._turns.capturing:
             return
-        with _prepare_lock:
+        stream = torch.cuda.Stream(self._device)
+        with _prepare_lock, torch.cuda.stream(stream):
             room = torch.empty(out.numel() + 16, dtype=out.dtype, device=out.device)
             first = 0 if aligned[1] else 1
             self._launch(self._idle, job, x, room[first : first + out.numel()], 0)
-            torch.cuda.current_stream(self._device).synchronize()
+            stream.synchronize()
         self._prepared.add(key)
 
     # -----------------------------------------------------------------------------------------------------------------

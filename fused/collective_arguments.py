@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.comm import Communicator
+from thinwire.comm.arguments import extent
 from thinwire.comm.reductions import Reduction
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.backend import select_backend
@@ -75,20 +76,15 @@ def check_out(what: str, out: torch.Tensor | None, x: torch.Tensor, shape: Seque
             f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
             f"{out.is_conj()}, neg {out.is_neg()}"
         )
-    if x.is_contiguous() and not x.is_neg() and out.data_ptr() == x.data_ptr() + place:
+    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+        raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
+    if x.is_contiguous() and not (x.is_neg() or x.is_conj()) and out.data_ptr() == x.data_ptr() + place:
         return
-    storage, other = out.untyped_storage(), x.untyped_storage()
-    if storage.data_ptr() == other.data_ptr() and x.numel() and out.numel():
-        first, last = _extent(x)
-        start, stop = _extent(out)
+    if x.numel() and out.numel():
+        first, last = extent(x)
+        start, stop = extent(out)
         if start < last and first < stop:
             raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins and ends."""
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
 def _describe(value: object) -> str:
@@ -99,7 +95,7 @@ def _describe(value: object) -> str:
 
 def flat(x: torch.Tensor) -> torch.Tensor:
     """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
-    return x.resolve_neg().contiguous().view(-1)
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def choose_collectives(
@@ -114,11 +110,11 @@ def choose_collectives(
     if transport != "staged":
         found = open_collectives(comm, wires=wires)
         if not isinstance(found, Refusal):
+            comm._settle()  # peers may wait for what is under way here, and this call waits for them
             return found
         if transport == "direct":
             raise TransportUnavailable(f"{what} cannot take the direct transport: {found.reason}")
-    for wire in wires:
-        if wire.quantized:
-            select_backend(comm.device, wire)
+    for wire in wires:  # `none` too: its sums take a backend
+        select_backend(comm.device, wire)
     comm.check_exchange()
     return None

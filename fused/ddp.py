@@ -42,17 +42,23 @@ class AllReduceState:
     gather_wire: str | WireFormat | None = None
     error_feedback: bool = False
     transport: str = "auto"
-    _lost: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _lost: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.wire = resolve_wire(self.wire)
         self.gather_wire = self.wire if self.gather_wire is None else resolve_wire(self.gather_wire)
 
-    def lost(self, bucket: int, like: torch.Tensor) -> torch.Tensor:
+    def lost(self, bucket: dist.GradBucket) -> torch.Tensor:
         """What the last step lost of a bucket's gradients; zeros at first, and after buckets were made anew."""
-        found = self._lost.get(bucket)
-        if found is None or found.shape != like.shape or found.dtype != like.dtype:
-            found = self._lost[bucket] = torch.zeros_like(like)
+        parameters, found = self._lost.get(bucket.index(), ([], None))
+        now = bucket.parameters()
+        if (
+            found is None
+            or len(parameters) != len(now)
+            or any(a is not b for a, b in zip(parameters, now, strict=True))
+        ):
+            found = torch.zeros_like(bucket.buffer())
+            self._lost[bucket.index()] = (now, found)
         return found
 
 
@@ -72,9 +78,10 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
     require_float(gradients, wire, "all_reduce_hook")
     gradients.div_(comm.size)
     if state.error_feedback and wire.quantized:
-        lost = state.lost(bucket.index(), gradients)
+        lost = state.lost(bucket)
         gradients.add_(lost)
         torch.sub(gradients, arrived(gradients, comm.size, wire), out=lost)
+        lost.nan_to_num_(0.0, 0.0, 0.0)  # a step whose gradients overflowed is over with that step
     all_reduce(gradients, out=gradients, wire=wire, gather_wire=state.gather_wire, comm=comm, transport=state.transport)
     on_gpu = gradients.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[gradients.device] if on_gpu else None)

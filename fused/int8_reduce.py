@@ -102,8 +102,8 @@ def _factors(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:
     """The scales, float32 [1] or [channels], where x is."""
     if x.dim() < 1:
         raise CountsError("int8_all_to_all_reduce needs a tensor of at least 1 dimension; got a scalar")
-    factors = torch.as_tensor(scales, dtype=torch.float32, device=x.device).detach().reshape(-1)
-    shape = list(scales.shape) if isinstance(scales, torch.Tensor) else []
+    factors = torch.as_tensor(scales, dtype=torch.float32, device=x.device).detach()
+    shape, factors = list(factors.shape), factors.reshape(-1)
     if math.prod(shape) not in (1, x.shape[-1]) or len(shape) > 1:
         raise CountsError(
             f"int8_all_to_all_reduce: scales have the shape {shape}, and x {list(x.shape)}; accepted: one number, or "

@@ -19,6 +19,7 @@ class Pending:
     def __init__(self, finish: Callable[[], torch.Tensor], device: torch.device) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
+        self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def wait(self) -> torch.Tensor:
@@ -32,7 +33,9 @@ class Pending:
             if self._finish is None:
                 raise RuntimeError("this call failed when it was waited for before")
             finish, self._finish = self._finish, None
-            with torch.no_grad(), torch.cuda.stream(self._stream):  # no stream: no change
+            # Tensors that were made in inference mode can be written in it only; no stream: no change.
+            mode = torch.inference_mode() if self._inference else torch.no_grad()
+            with mode, torch.cuda.stream(self._stream):
                 self._result = finish()
         if self._stream is not None:
             current = torch.cuda.current_stream(self._result.device)

@@ -95,6 +95,7 @@ def redistribute(
     plan = plan_redistribute(whole, src, dst)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _carry_out(plan, x, _Link(comm, there, transport))
+    require_float(x, back, "redistribute, on the way back")
     arrives = dst.reduced() if grad_layout is None else as_tensor_layout(grad_layout, comm.size)
     if arrives.slices(whole, comm.rank) != dst.slices(whole, comm.rank):
         raise LayoutError(f"grad_layout is {arrives}, which does not cut as the result's layout {dst} does")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.reductions import Reduction
 from thinwire.errors import CountsError
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
 from thinwire.fused.pending import Pending, finished
-from thinwire.fused.size_switch import resolve_wires
+from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.fused.stripes import even_parts
 from thinwire.triton_kernels.collective_layout import REDUCE_SCATTER
@@ -48,7 +49,8 @@ def reduce_scatter(
 
     Raises:
         CountsError: rows that cannot be shared equally, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or wire.
+        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
+            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
@@ -63,6 +65,8 @@ def reduce_scatter(
     """
     comm = comm if comm is not None else default_communicator()
     comm.check_device("x", x)
+    if wire == AUTO and Reduction.of(op, x.dtype).name != "sum":
+        wire = "none"  # only sums are quantised
     (wire,) = resolve_wires(
         comm, "reduce_scatter", x, [wire], transport,
         lambda t, w: reduce_scatter(t, wire=w, comm=comm, transport=transport),
@@ -77,7 +81,7 @@ def reduce_scatter(
     check_out("reduce_scatter", out, x, shape, comm.rank * share * x.itemsize)
     collectives = None if exactly else choose_collectives("reduce_scatter", transport, [wire], comm)
     target = x.new_empty(shape) if out is None else out
-    if not share:
+    if collectives is None and not share:
         return finished(target, async_op)
     with torch.no_grad():
         whole, own = flat(x.detach()), target.detach().view(-1)

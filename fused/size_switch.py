@@ -25,7 +25,9 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
+from thinwire.fused.cpu import HAS_NUMBA
 from thinwire.fused.opening import check_transport
 from thinwire.version import VERSION
 from thinwire.wire import WireFormat
@@ -91,6 +93,7 @@ class SizeSwitch:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._machine = _machine(comm)
         self._thresholds: dict[str, int | None] = {}
         self._origins: dict[str, str] = {}
 
@@ -121,7 +124,7 @@ class SizeSwitch:
     def _load(self, key: str) -> dict[str, Any] | None:
         if self._comm.rank != 0:
             return None
-        found = _read(_file()).get(_machine(self._comm), {}).get(key)
+        found = _read(_file()).get(self._machine, {}).get(key)
         return found if isinstance(found, dict) and isinstance(found.get("threshold"), int | None) else None
 
     def _store(self, key: str, samples: dict[int, tuple[float, float]]) -> str:
@@ -129,10 +132,12 @@ class SizeSwitch:
         if self._comm.rank != 0:
             return ", kept by rank 0"
         path = _file()
+        if path is None:
+            return f", not stored: there is no home folder, set {CACHE_VARIABLE}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = _read(path)
-            content.setdefault(_machine(self._comm), {})[key] = {
+            content.setdefault(self._machine, {})[key] = {
                 "threshold": crossover(samples),
                 "seconds": {str(size): list(pair) for size, pair in samples.items()},
             }
@@ -212,28 +217,37 @@ def _parse_bytes(text: str) -> int:
     return int(text)
 
 
-def _file() -> Path:
+def _file() -> Path | None:
+    """Where results are kept; None where there is no home for them."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder:
         return Path(folder) / _FILE
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / _FILE
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / _FILE
+    except RuntimeError:  # a user without an entry, as in some containers
+        return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, json.JSONDecodeError):  # what cannot be read is measured anew
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    with contextlib.suppress(OSError, ValueError):  # what cannot be read is measured anew
         content = json.loads(path.read_text())
         if isinstance(content, dict):
-            return content
+            return {machine: entry for machine, entry in content.items() if isinstance(entry, dict)}
     return {}
 
 
 def _machine(comm: Communicator) -> str:
-    """What a threshold holds for: it says little of another machine, of another group, or of another version."""
+    """What a threshold holds for: it says little of other machines, ranks placed otherwise, or another version."""
     device = "cpu"
     if comm.device.type == "cuda":
         device = torch.cuda.get_device_name(comm.device)
     kind = "threads" if comm.in_process else "processes"
+    hosts = comm.all_gather_object(platform.node())
+    placed = " ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
+    backend = os.environ.get(BACKEND_VARIABLE) or ("numba" if HAS_NUMBA else "no numba")
     return (
-        f"{platform.node()}, {os.cpu_count()} processors, {device}, {comm.size} {kind}, thinwire {VERSION}, "
+        f"{placed}, {os.cpu_count()} processors, {device}, {kind}, {backend}, thinwire {VERSION}, "
         f"torch {torch.__version__}"
     )

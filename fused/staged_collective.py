@@ -43,6 +43,8 @@ def _pack(
 def _fill(part: torch.Tensor, start: int, stop: int, row: int, make: Callable[[int, int, torch.Tensor], None]) -> None:
     """Fills rows of a part. `make(first, last, rows)` fills rows [last - first, row] with those that it has."""
     rows, rest = _rows_of(part, start, stop, row)
+    if not part.is_inference():
+        torch.autograd.graph.increment_version(part)  # kernels write where autograd does not see it
     last = start + rows.shape[0]
     if rows.shape[0]:
         make(start, last, rows)

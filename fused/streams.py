@@ -28,7 +28,9 @@ class StreamTurns:
         if self._device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and stream != self._last and not self.capturing:
+        if self.capturing:
+            return stream  # an eager call that waited for it would join the capture
+        if self._last is not None and stream != self._last:
             stream.wait_stream(self._last)
         self._last = stream
         return stream

@@ -222,6 +222,7 @@ class ExpertParallel:
         check_tokens(self, x, topk_ids, topk_weights)
         x = x if x.stride(1) == 1 else x.contiguous()
         self._open_rounds[lane] = None
+        self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
         dispatched = Dispatched(self, lane, self._rounds.dispatch(lane, x, topk_ids, topk_weights))
         self._open_rounds[lane] = dispatched
         return dispatched
@@ -252,6 +253,7 @@ class ExpertParallel:
             out = torch.empty(tokens, self.hidden_size, dtype=dtype, device=expert_out.device)
         else:
             check_out(self, out, d)
+        self.comm._settle()
         self._open_rounds[d.lane] = None
         d._round.combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
         return out

@@ -54,7 +54,7 @@ _STATUS, _EPOCH, _RUNNING = (tl.constexpr(v) for v in (CONTROL_STATUS, CONTROL_E
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 # Left alone, NVIDIA's assembler takes 48 registers for a program that sums and spills one more. With this many two
 # programs of eight warps still share a multiprocessor.
-_SUM_REGISTERS = 96
+_SUM_REGISTERS = 128
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", "what_0", "what_1", "what_2", "what_3", "timeout_ns", "grace_ns"]
 
@@ -366,10 +366,10 @@ def reduce(
     options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
     lines = (lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank)
     numbers = (chunk, rows, *job.what, int(timeout * 1e9), int(grace * 1e9))
+    if options["PLATFORM"] != HIP:
+        options["maxnreg"] = _SUM_REGISTERS
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         if out is None:
-            if options["PLATFORM"] != HIP:
-                options["maxnreg"] = _SUM_REGISTERS
             reduce_and_spread_kernel[(programs,)](
                 job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered, **options
             )

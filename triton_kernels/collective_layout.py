@@ -26,7 +26,8 @@ in begins with a wait for the flags of all ranks. A slot of epoch e lies in the 
 *Why two halves are enough.* Who stores epoch e has finished e - 1, so it has seen every peer's first flag of e - 1. A
 peer publishes that only when it has finished e - 2, the last epoch that used this half, reads included. A first line is
 read in its own epoch only, so it lies in halves too. A second line holds nothing but its flag, a value that never goes
-back, so it needs none.
+back, so it needs none; who begins an epoch first brings it up to the epoch before, as collectives of one leg leave it
+behind, and a flag that is half of all numbers behind looks as if it were ahead.
 
 *Ranks that disagree stay in step.* Behind its first flag a rank says what it is doing, in four numbers. Each rank
 compares all ranks' with its own. If not all are equal, every rank finds one that differs from its own, in the same
@@ -51,7 +52,9 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "CONTROL_FIRST_SEEN",
+    "CONTROL_FIRST_TAKEN",
     "CONTROL_SECOND_SEEN",
+    "CONTROL_SECOND_TAKEN",
     "FIRST_LEG",
     "LINE_WHAT",
     "REDUCE_SCATTER",
@@ -72,9 +75,10 @@ FIRST_LEG, SECOND_LEG = 0, 1
 LINE_WHAT, WHAT_WORDS = 2, 4
 
 # int32 words of the control block, beside those of `thinwire.triton_kernels.round_layout` (status, epoch, arrivals):
-# the epoch whose flags of a leg this rank has seen, or given up on. A kernel of many programs waits in the first of
-# them alone, and the others look here.
+# the epoch whose flags of a leg this rank has seen, or given up on, and the one for which some program waits. Of a
+# kernel of many programs only the first to come waits; the others look here.
 CONTROL_FIRST_SEEN, CONTROL_SECOND_SEEN = 5, 6
+CONTROL_FIRST_TAKEN, CONTROL_SECOND_TAKEN = 7, 8
 
 _ALIGNMENT = 128
 _SLOT_BYTES = 1 << 20
@@ -151,14 +155,15 @@ class CollectiveLane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
         words = REPORT_PEERS + 3 * layout.WORLD
-        return cls(
-            layout=layout,
-            rank=rank,
-            buffer=buffer,
-            bases=bases,
-            control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
-            report=torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda"),
-        )
+        with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then
+            return cls(
+                layout=layout,
+                rank=rank,
+                buffer=buffer,
+                bases=bases,
+                control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
+                report=torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda"),
+            )
 
 
 @dataclass(frozen=True)

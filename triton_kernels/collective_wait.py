@@ -40,7 +40,9 @@ import torch
 
 from thinwire.triton_kernels.collective_layout import (
     CONTROL_FIRST_SEEN,
+    CONTROL_FIRST_TAKEN,
     CONTROL_SECOND_SEEN,
+    CONTROL_SECOND_TAKEN,
     FIRST_LEG,
     LINE_WHAT,
     SECOND_LEG,
@@ -77,7 +79,7 @@ _REPORT_PEERS, _WHAT = tl.constexpr(REPORT_PEERS), tl.constexpr(LINE_WHAT)
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # Words of the control block: the epoch whose flags of a leg have been seen, and the one for which a program waits.
 _FIRST_SEEN, _SECOND_SEEN = tl.constexpr(CONTROL_FIRST_SEEN), tl.constexpr(CONTROL_SECOND_SEEN)
-_FIRST_TAKEN, _SECOND_TAKEN = tl.constexpr(CONTROL_SECOND_SEEN + 1), tl.constexpr(CONTROL_SECOND_SEEN + 2)
+_FIRST_TAKEN, _SECOND_TAKEN = tl.constexpr(CONTROL_FIRST_TAKEN), tl.constexpr(CONTROL_SECOND_TAKEN)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from thinwire.fused.cpu.codec import dtype_code, element_bytes, quantize_row, record_layout
 from thinwire.fused.cpu.compat import device
 from thinwire.fused.cpu.fields import reader_of
-from thinwire.fused.cpu.intrinsics import copy_bytes, load_int64, store_int32, store_int64, zero_bytes
+from thinwire.fused.cpu.intrinsics import copy_bytes, load_int32, load_int64, store_int32, store_int64, zero_bytes
 from thinwire.fused.cpu.signal import line_of, publish
 from thinwire.triton_kernels.collective_layout import LINE_WHAT, WHAT_WORDS, CollectiveLane, CollectiveLayout, Job
 from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, LINE_BYTES, REPORT_PEERS
@@ -159,6 +159,11 @@ def pack_row(x, job, elements, record, layout, padded):
 @device
 def begin_epoch(bases, control, job, epoch):
     """Says what this rank is doing, and signals the first leg."""
+    # Collectives of one leg leave the second flag behind. Nobody looks at it now, and it shall never be half of all
+    # numbers behind, or a later all-reduce would take it for one that is ahead.
+    own = load_int32(line_of(bases, job.rank, job.second, job.rank))
+    if np.int32(own) != np.int32(epoch - 1):
+        publish(bases, job.world, job.rank, job.second, epoch - 1)
     lines = first_lines(job, epoch)
     for peer in range(job.world):
         line = line_of(bases, peer, lines, job.rank) + 4 * LINE_WHAT

@@ -79,30 +79,45 @@ def test_ranks_with_the_hook_stay_together_and_learn_as_without() -> None:
         assert abs(losses[-1] - plain[-1]) <= tolerance * plain[-1], (name, losses, plain)
 
 
+class Bucket:
+    """A bucket of gradients, as far as the hook looks at one."""
+
+    def __init__(self, gradient: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        self._gradient, self._parameters = gradient.clone(), parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._gradient
+
+    def index(self) -> int:
+        return 0
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+
 def _feedback(comm: Communicator) -> None:
     """Averages over many steps of a constant gradient come to the exact one, and without feedback they do not."""
     generator = torch.Generator().manual_seed(comm.rank)
     gradient = torch.randn(5000, generator=generator)
     exact = torch.stack(comm.all_gather_object(gradient)).mean(0)
 
-    class Bucket:
-        def __init__(self) -> None:
-            self.gradient = gradient.clone()
-
-        def buffer(self) -> torch.Tensor:
-            return self.gradient
-
-        def index(self) -> int:
-            return 0
-
+    parameters = [torch.empty(2000), torch.empty(3000)]
     errors = {}
     for feedback in (False, True):
         state = AllReduceState(comm, "int4", "none", error_feedback=feedback)
         total = torch.zeros_like(gradient)
         for _ in range(50):
-            total += all_reduce_hook(state, Bucket()).wait()  # type: ignore[arg-type]
+            total += all_reduce_hook(state, Bucket(gradient, parameters)).wait()  # type: ignore[arg-type]
         errors[feedback] = float((total / 50 - exact).norm() / exact.norm())
     assert errors[False] > 0.05 and errors[True] < 0.1 * errors[False], errors
+    # A step that overflowed is over with that step.
+    spoilt = gradient.clone()
+    spoilt[7] = float("inf")
+    assert all_reduce_hook(state, Bucket(spoilt, parameters)).wait().isnan().any()  # type: ignore[arg-type]
+    assert all_reduce_hook(state, Bucket(gradient, parameters)).wait().isfinite().all()  # type: ignore[arg-type]
+    # A bucket that was made anew has lost nothing yet, be it as long as the one before.
+    assert state.lost(Bucket(gradient, parameters)).any()  # type: ignore[arg-type]
+    assert not state.lost(Bucket(gradient, parameters[::-1])).any()  # type: ignore[arg-type]
 
 
 def test_error_feedback_makes_up_for_what_was_lost() -> None:
@@ -121,12 +136,8 @@ def test_what_arrives_is_what_quantising_leaves() -> None:
 
 
 def _double(comm: Communicator) -> None:
-    class Bucket:
-        def buffer(self) -> torch.Tensor:
-            return torch.ones(4, dtype=torch.float64)
-
     with pytest.raises(WireFormatError, match="float64 tensor cannot travel as int8"):
-        all_reduce_hook(AllReduceState(comm), Bucket())  # type: ignore[arg-type]
+        all_reduce_hook(AllReduceState(comm), Bucket(torch.ones(4, dtype=torch.float64), []))  # type: ignore[arg-type]
 
 
 def test_gradients_of_float64_are_refused() -> None:

@@ -57,6 +57,7 @@ def _refused(comm: Communicator) -> None:
         (WireFormatError, "takes int8; got torch.float32", (x.float(), 1.0)),
         (CountsError, "scales have the shape [4], and x [4, 6]; accepted: one number, or [6]", (x, torch.ones(4))),
         (CountsError, "scales have the shape [1, 6]", (x, torch.ones(1, 6))),
+        (CountsError, "scales have the shape [3]", (x, [1.0, 2.0, 3.0])),
         (CountsError, "at least 1 dimension", (x[0, 0], 1.0)),
     ):
         with pytest.raises(kind, match=re.escape(message)):

@@ -77,8 +77,9 @@ def test_a_threshold_is_measured_agreed_on_stored_and_found_again(tmp_path: Path
     assert [threshold for threshold, _ in again] == [123456] * 3
     assert "123456, measured in an earlier run" in again[2][1]
     # A file that is none does not stop anyone, nor does a folder that cannot be.
-    (tmp_path / "size_switch.json").write_text("{")
-    assert "kept in" in run_ranks(_measured, 1, env=env)[0][1]
+    for nonsense in (b"{", b"\xff\xfe", b"[1]", json.dumps(dict.fromkeys(content, 7)).encode()):
+        (tmp_path / "size_switch.json").write_bytes(nonsense)
+        assert "kept in" in run_ranks(_measured, 1, env=env)[0][1]
     (tmp_path / "taken").write_text("")
     explained = run_ranks(_measured, 1, env={CACHE_VARIABLE: str(tmp_path / "taken" / "deeper")})[0][1]
     assert "not stored" in explained
