@@ -59,6 +59,26 @@ def test_the_measured_figures_are_those_of_the_files() -> None:
     assert f"{fast['ratio_to_best_bf16']:.2f}." in README
 
 
+def test_the_figures_of_all_reduce_are_those_of_the_files() -> None:
+    results = ROOT / "benchmarks" / "results" / "cpu"
+    ratios = {
+        (figure["ranks"], figure["logical_bytes"], figure["way"]): figure["ratio_to_bf16"]
+        for figure in json.loads((results / "all_reduce.json").read_text())["figures"]
+    }
+    for wire, gather in (("none", "none"), ("int8", "none"), ("int8", "int8")):
+        sizes = (1 << 10, 256 << 10, 4 << 20, 64 << 20)
+        cells = " | ".join(f"{ratios[2, size, f'direct {wire}, {gather}']:.1f}" for size in sizes)
+        assert f"| direct, `{wire}` and `{gather}` | {cells} |" in README
+    link = {
+        (figure["where"], figure["way"]): f"{figure['ratio_to_bf16']:.2f}"
+        for figure in json.loads((results / "all_reduce_link.json").read_text())["figures"]
+    }
+    one, both = "staged int8, none", "staged int8, int8"
+    assert f"it is {link['1gbit', one]} times as fast with a 16-bit gather" in README
+    assert f"and {link['1gbit', both]} times\nwith int8 on both legs" in README
+    assert f"at 10 Gbit/s {link['10gbit', one]} and {link['10gbit', both]}." in README
+
+
 def test_every_file_the_readme_points_to_is_there() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
