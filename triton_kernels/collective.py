@@ -46,15 +46,19 @@ from thinwire.triton_kernels.combine import sum_warps
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, CONTROL_STATUS, RUNNING
-from thinwire.triton_kernels.signal import HIP, arrive, num_programs_for, platform_of, publish, uses_atomic_store
+from thinwire.triton_kernels.signal import (
+    arrive,
+    num_programs_for,
+    platform_of,
+    publish,
+    register_limit,
+    uses_atomic_store,
+)
 
 __all__ = ["collect", "reduce", "scatter", "spread"]
 
 _STATUS, _EPOCH, _RUNNING = (tl.constexpr(v) for v in (CONTROL_STATUS, CONTROL_EPOCH, RUNNING))
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
-# Left alone, NVIDIA's assembler takes 48 registers for a program that sums and spills one more. With this many two
-# programs of eight warps still share a multiprocessor.
-_SUM_REGISTERS = 128
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", "what_0", "what_1", "what_2", "what_3", "timeout_ns", "grace_ns"]
 
@@ -366,8 +370,7 @@ def reduce(
     options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
     lines = (lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank)
     numbers = (chunk, rows, *job.what, int(timeout * 1e9), int(grace * 1e9))
-    if options["PLATFORM"] != HIP:
-        options["maxnreg"] = _SUM_REGISTERS
+    options |= register_limit(options["PLATFORM"])
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         if out is None:
             reduce_and_spread_kernel[(programs,)](

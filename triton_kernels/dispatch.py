@@ -36,16 +36,15 @@ from thinwire.triton_kernels.round_layout import (
     Lane,
 )
 from thinwire.triton_kernels.signal import (
-    HIP,
     arrive,
     num_programs_for,
     platform_of,
     publish,
+    register_limit,
     store_line_words,
     uses_atomic_store,
     world_block,
 )
-from thinwire.wire import WireFormat
 
 __all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block"]
 
@@ -214,11 +213,6 @@ def top_k_block(lane: Lane) -> int:
     return 1 << max(0, lane.layout.TOP_K - 1).bit_length()
 
 
-def _register_limit(wire: WireFormat, platform: str) -> dict[str, int]:
-    """Left alone, NVIDIA's assembler gives e4m3's arithmetic 64 registers on sm_90, and spills a few bytes."""
-    return {"maxnreg": 128} if wire.name == "fp8" and platform != HIP else {}
-
-
 def send_tokens(
     lane: Lane,
     x: torch.Tensor,
@@ -258,7 +252,7 @@ def send_tokens(
             STORE=uses_atomic_store(),
             PLATFORM=platform_of(x.device),
             num_warps=layout.num_warps,
-            **_register_limit(lane.wire, platform_of(x.device)),
+            **register_limit(platform_of(x.device)),
             enable_fp_fusion=False,
         )
 

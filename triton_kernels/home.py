@@ -39,6 +39,7 @@ from thinwire.triton_kernels.signal import (
     num_programs_for,
     platform_of,
     publish,
+    register_limit,
     store_line_words,
     uses_atomic_store,
     world_block,
@@ -175,6 +176,7 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
             lane.control, lane.positions, lane.weights, lane.rank, ROUND=lane.layout, LAYOUT=layout,
             K_BLOCK=top_k_block(lane), BLOCK=world_block(lane.layout), STORE=uses_atomic_store(),
             PLATFORM=platform_of(device), num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
+            **register_limit(platform_of(device)),
         )  # fmt: skip
 
 
@@ -193,4 +195,5 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
         sum_home_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0], ROUND=lane.layout,
             LAYOUT=layout, K_BLOCK=top_k_block(lane), num_warps=layout.num_warps, enable_fp_fusion=False,
+            **register_limit(platform_of(out.device)),
         )  # fmt: skip

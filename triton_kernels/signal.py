@@ -66,6 +66,7 @@ __all__ = [
     "num_programs_for",
     "platform_of",
     "publish",
+    "register_limit",
     "store_line_words",
     "wait",
     "world_block",
@@ -341,6 +342,15 @@ def platform_of(device: torch.device) -> str:
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def register_limit(platform: str) -> dict[str, int]:
+    """A launch option for kernels that hold a whole tile in registers, of at most 16 warps.
+
+    Left alone, NVIDIA's assembler now and then gives such a kernel 32 or 64 registers a thread, and spills a few bytes.
+    With this many, two programs of eight warps still share a multiprocessor.
+    """
+    return {} if platform == HIP else {"maxnreg": 128}
 
 
 def num_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
