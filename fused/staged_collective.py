@@ -6,6 +6,7 @@ overlap, and no rank can wait for one that waits for it. The result has the bits
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -225,9 +226,10 @@ class GatherLeg:
                 if not records.shape[0]:
                     continue
 
-                def unpack(first: int, last: int, rows: torch.Tensor, records: torch.Tensor = records) -> None:
-                    chosen = records[first - start : last - start]  # noqa: B023 - called before the loop goes on
-                    self.backend.unpack_rows(chosen, self.wire, None, None, rows)
-
+                unpack = functools.partial(self._unpack, records, start)
                 _fill(out[displ : displ + count], start, stop, self.row, unpack)
         self._pieces.clear()
+
+    def _unpack(self, records: torch.Tensor, start: int, first: int, last: int, rows: torch.Tensor) -> None:
+        """Rows first ... last - 1 of a part from its records, which begin with row `start`."""
+        self.backend.unpack_rows(records[first - start : last - start], self.wire, None, None, rows)
