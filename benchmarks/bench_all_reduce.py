@@ -38,7 +38,7 @@ from benchmarks import link, timing
 from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
-from thinwire.fused.stripes import split_parts
+from thinwire.fused.partition import split_parts
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 

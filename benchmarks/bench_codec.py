@@ -94,7 +94,7 @@ def bench(
 def _launchers(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.type == "cuda":
         return triton_codec.quantize_rows, triton_codec.dequantize_rows
-    from thinwire.fused.cpu import codec as cpu_codec
+    from thinwire.triton_kernels.cpu import codec as cpu_codec
 
     return cpu_codec.quantize_rows, cpu_codec.dequantize_rows
 

@@ -10,9 +10,9 @@ are not to be touched before its `wait()`. `all_reduce` and `reduce` of more tha
 between threads, and the second one is taken in `wait()`, or in this communicator's next call: there, all ranks wait in
 the same order for works of different communicators, and for what else needs their peers.
 
-Over Gloo, and between threads, everything is made of sends and receives (`comm/steps.py`), and reductions are as
+Over Gloo, and between threads, everything is made of sends and receives (`comm/p2p.py`), and reductions are as
 `comm/reductions.py` says: in rank order, with the same bits on every rank. Over NCCL, `broadcast`, `all_gather`,
-`reduce_scatter`, `reduce` and `all_reduce` are NCCL's own (`comm/native.py`), with its order and its accuracy.
+`reduce_scatter`, `reduce` and `all_reduce` are NCCL's own (`comm/nccl.py`), with its order and its accuracy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from thinwire.comm import native, steps
+from thinwire.comm import nccl, p2p
 from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
 from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.membership import Membership
@@ -55,9 +55,9 @@ class Collectives(Membership):
         """
         data = self._check("tensor", tensor)
         reduction = Reduction.of(op, data.dtype)
-        exchange = self._native
+        exchange = self._nccl
         if exchange is not None:
-            return self._run(native.all_reduce(exchange, reduction, data), async_op)
+            return self._run(nccl.all_reduce(exchange, reduction, data), async_op)
         return self._reduce(reduction, data, None, async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work:
@@ -65,9 +65,9 @@ class Collectives(Membership):
         data = self._check("tensor", tensor)
         check_rank("dst", dst, self.size)
         reduction = Reduction.of(op, data.dtype)
-        exchange = self._native
+        exchange = self._nccl
         if exchange is not None:
-            return self._run(native.reduce(exchange, reduction, data, dst), async_op)
+            return self._run(nccl.reduce(exchange, reduction, data, dst), async_op)
         return self._reduce(reduction, data, dst, async_op)
 
     def reduce_scatter(
@@ -85,10 +85,10 @@ class Collectives(Membership):
         inputs = self._check_list("input_list", input_list, ("output", data), same_shape=False)
         self._check_own("input_list", inputs, "output", data)
         reduction = Reduction.of(op, data.dtype)
-        exchange = self._native
+        exchange = self._nccl
         if exchange is not None:
-            return self._run(native.reduce_scatter(exchange, reduction, data, inputs), async_op)
-        return self._run(steps.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
+            return self._run(nccl.reduce_scatter(exchange, reduction, data, inputs), async_op)
+        return self._run(p2p.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
@@ -97,9 +97,9 @@ class Collectives(Membership):
         """
         data = self._check("tensor", tensor)
         check_rank("src", src, self.size)
-        exchange = self._native
+        exchange = self._nccl
         if exchange is not None:
-            return self._run(native.broadcast(exchange, data, src), async_op)
+            return self._run(nccl.broadcast(exchange, data, src), async_op)
         sends, receives = self._nothing(), self._nothing()
         if src == self.rank:
             sends = self._to_all(data)
@@ -111,9 +111,9 @@ class Collectives(Membership):
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=True)
-        exchange = self._native
+        exchange = self._nccl
         if exchange is not None:
-            return self._run(native.all_gather(exchange, outputs, data), async_op)
+            return self._run(nccl.all_gather(exchange, outputs, data), async_op)
         return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
 
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work:
@@ -234,7 +234,7 @@ class Collectives(Membership):
         return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
 
     @property
-    def _native(self) -> PeerExchange | None:
+    def _nccl(self) -> PeerExchange | None:
         """Where the backend's own collectives are to be used."""
         exchange = self._exchange
         return exchange if isinstance(exchange, PeerExchange) and exchange.backend == "nccl" else None
@@ -279,11 +279,11 @@ class Collectives(Membership):
         if _lands_on_what_leaves(self.rank, sends, receives):
             # What arrives early would be sent on, in place of what was there.
             sends = [None if buffer is None else buffer.clone() for buffer in sends]
-        return self._run(steps.move(self._exchange, sends, receives, label), async_op)
+        return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
 
     def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work:
-        later = steps.takes_two_steps(self._exchange, tensor)
-        return self._run(steps.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
+        later = p2p.takes_two_steps(self._exchange, tensor)
+        return self._run(p2p.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
 
     def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work:
         """Posts the first step, and waits for all of them unless `async_op`."""

@@ -77,16 +77,16 @@ class CudaHeap:
         assert self.local is not None
         handle = _symmetric_memory.rendezvous(self.local, self.comm.group)
         self.mappings = [handle]
-        bases = [int(base) for base in handle.buffer_ptrs]
-        for peer, base in enumerate(bases):
+        buffer_ptrs = [int(base) for base in handle.buffer_ptrs]
+        for peer, base in enumerate(buffer_ptrs):
             if not base:
                 raise TransportUnavailable(f"rank {self.comm.rank} cannot map the memory of rank {peer}: torch did not")
-        if bases[self.comm.rank] != self.local.data_ptr():
+        if buffer_ptrs[self.comm.rank] != self.local.data_ptr():
             raise TransportUnavailable(
-                f"torch says that rank {self.comm.rank}'s buffer is at {bases[self.comm.rank]}, but it is at "
+                f"torch says that rank {self.comm.rank}'s buffer is at {buffer_ptrs[self.comm.rank]}, but it is at "
                 f"{self.local.data_ptr()}: this version of torch is not supported"
             )
-        return bases
+        return buffer_ptrs
 
     def finish(self) -> None:
         """Nothing was needed for the steps alone."""

@@ -91,14 +91,14 @@ class PosixHeap:
 
     def attach(self, offers: list[_Segment]) -> list[int]:
         assert self.local is not None
-        bases = []
+        buffer_ptrs = []
         for peer, segment in enumerate(offers):
             if peer == self.rank:
-                bases.append(self.local.data_ptr())
+                buffer_ptrs.append(self.local.data_ptr())
             else:
                 self.mappings.append(self._map(peer, segment))
-                bases.append(torch.frombuffer(self.mappings[-1], dtype=torch.uint8, count=1).data_ptr())
-        return bases
+                buffer_ptrs.append(torch.frombuffer(self.mappings[-1], dtype=torch.uint8, count=1).data_ptr())
+        return buffer_ptrs
 
     def finish(self) -> None:
         if self.descriptor is not None:

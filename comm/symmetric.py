@@ -38,12 +38,14 @@ class SymmetricMemory:
         generation: what `allocate` was given.
     """
 
-    def __init__(self, kind: str, generation: int, local: torch.Tensor, bases: list[int], mappings: list[Any]) -> None:
+    def __init__(
+        self, kind: str, generation: int, local: torch.Tensor, buffer_ptrs: list[int], mappings: list[Any]
+    ) -> None:
         self.kind = kind
         self.num_bytes = local.numel()
         self.generation = generation
         self._local: torch.Tensor | None = local
-        self._bases: torch.Tensor | None = torch.tensor(bases, dtype=torch.int64, device=local.device)
+        self._bases: torch.Tensor | None = torch.tensor(buffer_ptrs, dtype=torch.int64, device=local.device)
         self._mappings = mappings
 
     @property
@@ -58,7 +60,7 @@ class SymmetricMemory:
         return self._require_open(self._local)
 
     @property
-    def bases(self) -> torch.Tensor:
+    def buffer_ptrs(self) -> torch.Tensor:
         """int64 [size] on the communicator's device: where each rank's buffer begins in this rank's address space.
 
         Raises:
@@ -74,8 +76,8 @@ class SymmetricMemory:
     def close(self) -> None:
         """Lets go of the peers' buffers now, and of the own one once no tensor made from it is left. Not collective.
 
-        Peers that have not closed yet may go on using this rank's buffer. Nothing of this rank may use `bases` any
-        more. On CUDA it waits for what the device was given to do. May be called again.
+        Peers that have not closed yet may go on using this rank's buffer. Nothing of this rank may use `buffer_ptrs`
+        any more. On CUDA it waits for what the device was given to do. May be called again.
         """
         if self._local is None:
             return
@@ -133,9 +135,9 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
         with torch.inference_mode(False):
             facts = _on_all_ranks(comm, heap.inspect)
             offers = _on_all_ranks(comm, lambda: heap.create(facts))
-            bases = _on_all_ranks(comm, lambda: heap.attach(offers))[comm.rank]
+            buffer_ptrs = _on_all_ranks(comm, lambda: heap.attach(offers))[comm.rank]
             assert heap.local is not None
-            return SymmetricMemory(heap.kind, generation, heap.local, bases, heap.mappings)
+            return SymmetricMemory(heap.kind, generation, heap.local, buffer_ptrs, heap.mappings)
     except BaseException:
         # Not left to the end of `heap`: the error's traceback would keep it.
         heap.mappings.clear()

@@ -16,10 +16,10 @@ from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat
 from thinwire.fused.counts import Counts, parse_integers
+from thinwire.fused.partition import gathered_parts
 from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg
-from thinwire.fused.stripes import gathered_parts
 from thinwire.triton_kernels.collective_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 

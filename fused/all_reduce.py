@@ -12,10 +12,10 @@ import torch
 from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.reductions import Reduction
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
+from thinwire.fused.partition import split_parts
 from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
-from thinwire.fused.stripes import split_parts
 from thinwire.triton_kernels.collective_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
 

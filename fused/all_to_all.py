@@ -27,10 +27,10 @@ from thinwire.fused.counts import (
     send_segments,
 )
 from thinwire.fused.direct import AnyChannel, move_plainly, open_channel, send_rows
-from thinwire.fused.opening import Refusal, check_transport
 from thinwire.fused.pending import Pending
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.fused.transport import Refusal, check_transport
 from thinwire.wire import WireFormat
 
 __all__ = ["all_to_all_v"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import TransportUnavailable
-from thinwire.fused.cpu import HAS_NUMBA
-from thinwire.triton_kernels import combine, pack
+from thinwire.triton_kernels import pack, sums
 from thinwire.triton_kernels.compat import HAS_TRITON
+from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
@@ -93,30 +93,30 @@ def select_round_kernels(backend: Backend) -> RoundKernels:
         TransportUnavailable: plain torch has none: it cannot signal.
     """
     if backend.name == "triton":
-        from thinwire.triton_kernels import dispatch, home, route, signal
+        from thinwire.triton_kernels import combine, dispatch, permute, signal
 
         return RoundKernels(
             dispatch.send_tokens,
             signal.wait,
-            route.route,
-            route.gather,
-            home.send_sums,
+            permute.route,
+            permute.gather,
+            combine.send_sums,
             dispatch.close_round,
-            home.sum_home,
+            combine.sum_home,
         )
     if backend.name == "numba":
-        from thinwire.fused.cpu import dispatch as cpu_dispatch
-        from thinwire.fused.cpu import home as cpu_home
-        from thinwire.fused.cpu import route as cpu_route
+        from thinwire.triton_kernels.cpu import combine as cpu_combine
+        from thinwire.triton_kernels.cpu import dispatch as cpu_dispatch
+        from thinwire.triton_kernels.cpu import permute as cpu_permute
 
         return RoundKernels(
             cpu_dispatch.send_tokens,
             cpu_dispatch.wait,
-            cpu_route.route,
-            cpu_route.gather,
-            cpu_home.send_sums,
+            cpu_permute.route,
+            cpu_permute.gather,
+            cpu_combine.send_sums,
             cpu_dispatch.close_round,
-            cpu_home.sum_home,
+            cpu_combine.sum_home,
         )
     raise TransportUnavailable(
         f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport needs "
@@ -132,7 +132,7 @@ def _triton(device: torch.device, reason: str) -> Backend:
             "Triton runs on CPU tensors only under its interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
             f"or choose {BACKEND_VARIABLE}=numba"
         )
-    return Backend("triton", reason, pack.pack_rows, pack.unpack_rows, combine.pack_weighted_sums, combine.sum_records)
+    return Backend("triton", reason, pack.pack_rows, pack.unpack_rows, sums.pack_weighted_sums, sums.sum_records)
 
 
 def _numba(device: torch.device, reason: str) -> Backend:
@@ -143,16 +143,16 @@ def _numba(device: torch.device, reason: str) -> Backend:
             f"CPU tensors need numba: pip install 'thinwire[cpu]' (or set {BACKEND_VARIABLE}=torch, many times slower)"
         )
     # Here, not above: loading numba takes a while, and GPU ranks do without it.
-    from thinwire.fused.cpu import combine as cpu_combine
-    from thinwire.fused.cpu import pack as cpu_pack
+    from thinwire.triton_kernels.cpu import pack as cpu_pack
+    from thinwire.triton_kernels.cpu import sums as cpu_sums
 
     return Backend(
         "numba",
         reason,
         cpu_pack.pack_rows,
         cpu_pack.unpack_rows,
-        cpu_combine.pack_weighted_sums,
-        cpu_combine.sum_records,
+        cpu_sums.pack_weighted_sums,
+        cpu_sums.sum_records,
     )
 
 
@@ -168,9 +168,9 @@ def _reference(reason: str) -> Backend:
         dtype: torch.dtype,
         records: torch.Tensor,
     ) -> None:
-        records.copy_(combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, dtype))
+        records.copy_(sums.pack_weighted_sums_reference(expert_out, positions, weights, wire, dtype))
 
     def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-        out.copy_(combine.sum_records_reference(records, record_index, wire, out.shape[1], out.dtype))
+        out.copy_(sums.sum_records_reference(records, record_index, wire, out.shape[1], out.dtype))
 
     return Backend("torch", reason, pack_rows, pack.unpack_rows_reference, pack_weighted_sums, sum_records)

@@ -3,7 +3,7 @@
 Every rank has one symmetric buffer, and a *line* of 64 bytes is a flag with what the flag publishes behind it. What a
 rank writes lies at that rank's own place in a peer's memory, so no two ranks ever write the same byte::
 
-    stuck     [source]            a peer gives up: see thinwire.fused.cpu.signal
+    stuck     [source]            a peer gives up: see thinwire.triton_kernels.cpu.signal
     headers   [half][source]      flag = epoch; ring pieces that follow, count of rows, what a row is
     sequences [source]            flag = pieces that the source has ever put into its ring here
     consumed  [destination]       flag = pieces that the destination has ever taken from this rank's ring there
@@ -24,8 +24,8 @@ epoch is in its header, so the sender may already be storing the next epoch's pi
 
 *Nobody waits for one peer alone.* A rank sends and takes in by turns whatever is possible with whomever; only when
 nothing was, it looks at the clock. A peer that it misses something from (a header, a piece, or room for a piece) for
-longer than the timeout, or while anyone has reported to be stuck, makes it give up as `thinwire.fused.cpu.signal` says:
-it reports to all, waits a grace time for those it misses to act or report too, and blames the others. The channel is
+longer than the timeout, or while anyone has reported to be stuck, makes it give up as docs/protocol.md says: it reports
+to all, waits a grace time for those it misses to act or report too, and blames the others. The channel is
 then of no more use.
 
 *Ranks that disagree stay in step.* A receiver that expected another count, dtype, row or wire takes in and drops what
@@ -48,20 +48,20 @@ import torch
 
 from thinwire.errors import PeerTimeout, ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.round_layout import LINE_BYTES, REPORT_EPOCH, REPORT_PEERS, REPORT_PHASE
+from thinwire.triton_kernels.round_layout import REPORT_EPOCH, REPORT_PEERS, REPORT_PHASE, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 __all__ = [
     "FLAT_ROW",
     "PIECES",
     "ChannelLayout",
-    "Landing",
-    "Parcel",
+    "RecvBuffer",
+    "RowFormat",
     "describe_difference",
     "describe_wire_word",
+    "signature_of",
     "timeout_error",
     "unusable_after",
-    "what_of",
     "wire_word",
 ]
 
@@ -84,8 +84,8 @@ class ChannelLayout:
     PIECES: int
     STUCK: int
     HEADERS: int
-    SEQUENCES: int
-    CONSUMED: int
+    TAILS: int
+    HEADS: int
     HALVES: int
     RING: int
     NUM_BYTES: int
@@ -112,7 +112,7 @@ class ChannelLayout:
             raise ThinwireError(
                 f"{pieces} pieces of {piece_bytes} bytes: expected at least 1, of a multiple of {_ALIGNMENT} bytes"
             )
-        row = world * LINE_BYTES
+        row = world * SIGNAL_LINE_BYTES
         halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
         ring = halves + 2 * world * piece_bytes
         return cls(
@@ -121,8 +121,8 @@ class ChannelLayout:
             PIECES=pieces,
             STUCK=0,
             HEADERS=row,
-            SEQUENCES=3 * row,
-            CONSUMED=4 * row,
+            TAILS=3 * row,
+            HEADS=4 * row,
             HALVES=halves,
             RING=ring,
             NUM_BYTES=ring + world * pieces * piece_bytes,
@@ -130,7 +130,7 @@ class ChannelLayout:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RowFormat:
     """The form in which rows travel.
 
     Attributes:
@@ -145,7 +145,7 @@ class Parcel:
     record_bytes: int = 0
 
 
-class Landing(NamedTuple):
+class RecvBuffer(NamedTuple):
     """Where rows go: segments of `memory`, contiguous. `finish` then makes the output; None: `memory` is the output."""
 
     segments: Segments
@@ -157,7 +157,7 @@ class Landing(NamedTuple):
 # What channels of every backend say alike
 
 
-def what_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tuple[int, int, int, int]:
+def signature_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tuple[int, int, int, int]:
     """What a header says of rows of shape `tail`: four numbers, the same on ranks that send the same."""
     return (
         zlib.crc32(str(dtype).encode()),
@@ -183,7 +183,7 @@ def describe_wire_word(word: int) -> str:
 def describe_difference(
     rank: int, peer: int, count: int, expected_count: int, sent: list[int], expected: list[int]
 ) -> str:
-    """How a peer's header, its count and its `what_of`, differs from what this rank expected of it."""
+    """How a peer's header, its count and its `signature_of`, differs from what this rank expected of it."""
     if sent == expected:
         return f"rank {peer} sends rank {rank} {count} rows, but rank {rank} expects {expected_count} from rank {peer}"
     shape = ", of another shape" if sent[:3] == expected[:3] else ""
@@ -215,11 +215,11 @@ def unusable_after(failure: PeerTimeout) -> PeerTimeout:
     )
 
 
-def _describe_rows(what: list[int]) -> str:
+def _describe_rows(signature: list[int]) -> str:
     known = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     dtypes = {zlib.crc32(str(dtype).encode()): dtype for dtype in known}
-    wire = describe_wire_word(what[1])
-    return f"rows of {what[2]} elements of {dtypes.get(what[0], 'an unknown dtype')} as {wire}"
+    wire = describe_wire_word(signature[1])
+    return f"rows of {signature[2]} elements of {dtypes.get(signature[0], 'an unknown dtype')} as {wire}"
 
 
 def _name_ranks(ranks: list[int]) -> str:

@@ -23,15 +23,15 @@ from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, Thinwire
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import timeout_error
 from thinwire.fused.counts import Segments
-from thinwire.fused.opening import Refusal, open_direct, uses_triton
+from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.streams import StreamTurns
-from thinwire.fused.stripes import describe_what, what_of
+from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.triton_kernels.collective_layout import (
     ALL_GATHER,
     ALL_REDUCE,
-    LINE_WHAT,
+    HEADER_SIGNATURE,
     REDUCE_SCATTER,
-    WHAT_WORDS,
+    SIGNATURE_WORDS,
     CollectiveLane,
     CollectiveLayout,
     Job,
@@ -39,12 +39,12 @@ from thinwire.triton_kernels.collective_layout import (
 from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    LINE_BYTES,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
 from thinwire.wire import WireFormat
@@ -96,7 +96,7 @@ def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Ref
         if uses_triton(comm):
             from thinwire.triton_kernels import collective as kernels
         else:
-            from thinwire.fused.cpu import collective as kernels
+            from thinwire.triton_kernels.cpu import collective as kernels
         return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, _num_programs(comm))
 
     return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
@@ -139,9 +139,9 @@ class DirectCollectives:
         self._memory, self._kernels, self._num_programs = memory, kernels, num_programs
         self._device = memory.local.device
         self._on_gpu = self._device.type == "cuda"
-        self.lane = CollectiveLane.of(layout, rank, memory.local, memory.bases)
+        self.lane = CollectiveLane.of(layout, rank, memory.local, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
-        self._idle = CollectiveLane.of(layout, rank, memory.local, memory.bases)
+        self._idle = CollectiveLane.of(layout, rank, memory.local, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self._report = self.lane.report.numpy()  # the host's window on what kernels report
         self._turns = StreamTurns(self._device)
@@ -194,7 +194,7 @@ class DirectCollectives:
         name = str(dtype).removeprefix("torch.")
         return Job(
             op=op,
-            what=what_of(op, parts, row, name, wire, gather_wire),
+            signature=signature_of(op, parts, row, name, wire, gather_wire),
             parts=torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self._device),
             most_rows=-(-max(parts.counts) // row),
             row=row,
@@ -242,14 +242,14 @@ class DirectCollectives:
     def _launch(self, lane: CollectiveLane, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
         if job.op == ALL_GATHER:
-            kernels.spread(lane, job, x, chunk, programs)
+            kernels.send_to_all(lane, job, x, chunk, programs)
         else:
             kernels.scatter(lane, job, x, chunk, programs)
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
             if not self._on_gpu and self._report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
-            kernels.collect(lane, job, out, chunk, *times, programs)
+            kernels.gather_recv(lane, job, out, chunk, *times, programs)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         """Compiles and loads all kernels of a call before any of them waits for a peer.
@@ -306,16 +306,18 @@ class DirectCollectives:
     def _describe_mismatch(self) -> str:
         """What each rank was doing. No peer has gone on to this half's next epoch."""
         world = self.layout.WORLD
-        first = self.layout.FIRST + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * LINE_BYTES
-        words = self._memory.local[first : first + world * LINE_BYTES].cpu().view(torch.int64).view(world, -1)
-        whats = words[:, LINE_WHAT // 2 : LINE_WHAT // 2 + WHAT_WORDS].tolist()
+        first = self.layout.FIRST + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * SIGNAL_LINE_BYTES
+        words = self._memory.local[first : first + world * SIGNAL_LINE_BYTES].cpu().view(torch.int64).view(world, -1)
+        signatures = words[:, HEADER_SIGNATURE // 2 : HEADER_SIGNATURE // 2 + SIGNATURE_WORDS].tolist()
         wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
         lines = [f"in call {self._report[REPORT_EPOCH]} the ranks do different things:"]
-        lines += [f"  rank {self.rank}: {describe_what(whats[self.rank])}"]
+        lines += [f"  rank {self.rank}: {describe_signature(signatures[self.rank])}"]
         for peer in range(world):
             if wrong[peer]:
-                alike = describe_what(whats[peer]) == describe_what(whats[self.rank])
-                lines.append(f"  rank {peer}: {describe_what(whats[peer])}{', divided otherwise' if alike else ''}")
+                alike = describe_signature(signatures[peer]) == describe_signature(signatures[self.rank])
+                lines.append(
+                    f"  rank {peer}: {describe_signature(signatures[peer])}{', divided otherwise' if alike else ''}"
+                )
         return "\n".join(lines)
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
-from thinwire.fused.opening import Refusal, check_transport
+from thinwire.fused.transport import Refusal, check_transport
 from thinwire.wire import WireFormat
 
 __all__ = ["check_input", "check_out", "choose_collectives", "flat", "reduces_exactly"]

@@ -32,12 +32,12 @@ from thinwire.errors import CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
     ChannelLayout,
-    Landing,
-    Parcel,
+    RecvBuffer,
+    RowFormat,
     describe_difference,
+    signature_of,
     timeout_error,
     unusable_after,
-    what_of,
 )
 from thinwire.fused.counts import Segments
 from thinwire.fused.streams import StreamTurns
@@ -46,12 +46,12 @@ from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    LINE_BYTES,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
 from thinwire.wire import WireFormat
@@ -80,7 +80,7 @@ def piece_bytes_for(device: torch.device, world: int, pieces: int) -> int | None
 
 
 @dataclass(frozen=True)
-class _Form(Parcel):
+class _Form(RowFormat):
     """A parcel, and what the kernels know of it.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Form(Parcel):
 
     layout: RecordLayout | None = None
     flat: bool = False
-    what: torch.Tensor | None = None
+    signature: torch.Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -118,7 +118,19 @@ class _Form(Parcel):
 class DeviceTransfer:
     """One call on a channel. `wait()` ends it, as far as the host is concerned; the channel's next call does, too."""
 
-    __slots__ = ("_channel", "error", "form", "landing", "over", "place", "result", "sends", "stream", "stride", "x")
+    __slots__ = (
+        "_channel",
+        "error",
+        "form",
+        "recv_buffer",
+        "over",
+        "place",
+        "result",
+        "sends",
+        "stream",
+        "stride",
+        "x",
+    )
 
     def __init__(
         self,
@@ -127,12 +139,12 @@ class DeviceTransfer:
         x: torch.Tensor,
         stride: int,
         sends: Segments,
-        landing: Landing | None,
-        place: Callable[[list[int]], Landing],
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer],
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._channel, self.stride = channel, stride
-        self.form, self.sends, self.landing, self.place, self.stream = form, sends, landing, place, stream
+        self.form, self.sends, self.recv_buffer, self.place, self.stream = form, sends, recv_buffer, place, stream
         self.x: torch.Tensor | None = x
         self.error: BaseException | None = None
         self.over = False  # all steps were launched
@@ -170,9 +182,9 @@ class DeviceChannel:
         self._device = memory.local.device
         self._on_gpu = self._device.type == "cuda"
         self.always_looks = not self._on_gpu  # at headers and reports, after each wait
-        self._end = kernels.Endpoint.of(layout, rank, memory.bases)
+        self._end = kernels.Endpoint.of(layout, rank, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
-        self._idle = kernels.Endpoint.of(layout, rank, memory.bases)
+        self._idle = kernels.Endpoint.of(layout, rank, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._report = self._end.report.numpy()
@@ -187,7 +199,7 @@ class DeviceChannel:
             # What was set to zero here is used on whatever stream comes first.
             torch.cuda.current_stream(self._device).synchronize()
 
-    def parcel(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
+    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
         """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
 
         On CUDA the first call with a form copies a few words to the device and waits for that.
@@ -202,22 +214,22 @@ class DeviceChannel:
 
     def _new_form(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
         elements = math.prod(tail)
-        what = torch.tensor(what_of(tail, dtype, wire), device=self._device)
+        signature = torch.tensor(signature_of(tail, dtype, wire), device=self._device)
         if not wire.quantized or not elements:
-            return _Form(elements * dtype.itemsize, (), what=what)
+            return _Form(elements * dtype.itemsize, (), signature=signature)
         layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
         if layout.ROW_BYTES > self.layout.PIECE_BYTES:
-            return _Form(layout.ROW_BYTES, (), layout.ROW_BYTES, what=what)
-        return _Form(elements * dtype.itemsize, (), 0, layout, not tail, what)
+            return _Form(layout.ROW_BYTES, (), layout.ROW_BYTES, signature=signature)
+        return _Form(elements * dtype.itemsize, (), 0, layout, not tail, signature)
 
     def send(
         self,
-        parcel: Parcel,
+        row_format: RowFormat,
         x: torch.Tensor,
         x_step: int,
         sends: Segments,
-        landing: Landing | None,
-        place: Callable[[list[int]], Landing],
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer],
         *,
         wait: bool,
     ) -> DeviceTransfer:
@@ -233,16 +245,18 @@ class DeviceChannel:
         if self._under_way is not None:
             self.complete(self._under_way)
         self._require_usable()
-        assert isinstance(parcel, _Form) and parcel.what is not None
-        if landing is None and self._turns.capturing:
+        assert isinstance(row_format, _Form) and row_format.signature is not None
+        if recv_buffer is None and self._turns.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         x = x.detach()
-        source = x.reshape(-1).view(torch.uint8) if parcel.layout is None else x
-        stride = x_step if parcel.layout is None else x_step // x.itemsize
-        self._prepare(parcel, source, stride)
-        transfer = DeviceTransfer(self, parcel, source, stride, sends, landing, place, self._turns.take())
+        source = x.reshape(-1).view(torch.uint8) if row_format.layout is None else x
+        stride = x_step if row_format.layout is None else x_step // x.itemsize
+        self._prepare(row_format, source, stride)
+        transfer = DeviceTransfer(self, row_format, source, stride, sends, recv_buffer, place, self._turns.take())
         nothing = [0] * self.layout.WORLD
-        receives = (nothing, nothing) if landing is None else (landing.segments.counts, landing.segments.displs)
+        receives = (
+            (nothing, nothing) if recv_buffer is None else (recv_buffer.segments.counts, recv_buffer.segments.displs)
+        )
         self._note(transfer, *receives)
         self._launch_send(transfer, 0)
         self._under_way = transfer
@@ -272,45 +286,45 @@ class DeviceChannel:
                 self._under_way = transfer.x = None
 
     def _drain(self, transfer: DeviceTransfer) -> torch.Tensor:
-        form, landing, world = transfer.form, transfer.landing, self.layout.WORLD
-        looks = landing is None or self.always_looks
+        form, recv_buffer, world = transfer.form, transfer.recv_buffer, self.layout.WORLD
+        looks = recv_buffer is None or self.always_looks
         self._wait(form, kernels.HEADERS, 0, check=not looks)
         error: Exception | None = None
         if looks:
             headers = self._headers()
             self._raise_timeout()
             counts, pieces = headers[:, 1].tolist(), (headers[:, 0] + 1).tolist()
-            expected = counts if landing is None else landing.segments.counts
+            expected = counts if recv_buffer is None else recv_buffer.segments.counts
             wrong = self._differences(form, headers, expected)
             if wrong:
                 error = CountsError("; ".join(wrong))
-            elif landing is None:
+            elif recv_buffer is None:
                 try:
-                    landing = transfer.place(counts)
+                    recv_buffer = transfer.place(counts)
                 except Exception as problem:
                     error = problem
                 else:
-                    self._note(transfer, landing.segments.counts, landing.segments.displs)
+                    self._note(transfer, recv_buffer.segments.counts, recv_buffer.segments.displs)
             if error is not None:
                 # Takes in what is still to come in this call, and keeps none of it.
                 self._note(transfer, [-number for number in pieces], [0] * world)
         else:
-            assert landing is not None
-            pieces = [form.pieces(count, self.layout.PIECE_BYTES) for count in landing.segments.counts]
-        self._move(transfer, None if error is not None else landing, pieces)
+            assert recv_buffer is not None
+            pieces = [form.pieces(count, self.layout.PIECE_BYTES) for count in recv_buffer.segments.counts]
+        self._move(transfer, None if error is not None else recv_buffer, pieces)
         transfer.over = True
         if error is not None:
             raise error
-        assert landing is not None
-        return landing.memory if landing.finish is None else landing.finish()
+        assert recv_buffer is not None
+        return recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
 
-    def _move(self, transfer: DeviceTransfer, landing: Landing | None, pieces: list[int]) -> None:
+    def _move(self, transfer: DeviceTransfer, recv_buffer: RecvBuffer | None, pieces: list[int]) -> None:
         """All steps from the taking of the first pieces on; without a landing nothing is kept."""
         form, sends, piece_bytes = transfer.form, transfer.sends, self.layout.PIECE_BYTES
         assert transfer.x is not None
         counts, out, out_stride = [0], transfer.x, 0
-        if landing is not None:
-            counts, out, out_stride = landing.segments.counts, landing.memory.detach(), form.step
+        if recv_buffer is not None:
+            counts, out, out_stride = recv_buffer.segments.counts, recv_buffer.memory.detach(), form.step
             if form.layout is None:
                 out = out.reshape(-1).view(torch.uint8)
             else:
@@ -324,13 +338,13 @@ class DeviceChannel:
                 self._wait(form, kernels.PIECES, number)
             items = form.items(counts, number, piece_bytes)
             if items or 0 < number < max(pieces):
-                kernels.take(self._end, out, out_stride, form.layout, form.flat, number, items)
+                kernels.recv(self._end, out, out_stride, form.layout, form.flat, number, items)
 
     def _launch_send(self, transfer: DeviceTransfer, number: int) -> None:
         form = transfer.form
-        assert transfer.x is not None and form.what is not None
+        assert transfer.x is not None and form.signature is not None
         items = form.items(transfer.sends.counts, number, self.layout.PIECE_BYTES)
-        kernels.send(self._end, transfer.x, transfer.stride, form.layout, form.flat, form.what, number, items)
+        kernels.send(self._end, transfer.x, transfer.stride, form.layout, form.flat, form.signature, number, items)
 
     def _note(self, transfer: DeviceTransfer, counts: list[int], displs: list[int]) -> None:
         form = transfer.form
@@ -338,8 +352,8 @@ class DeviceChannel:
         kernels.note(self._end, (transfer.sends.counts, transfer.sends.displs), (counts, displs), form.unit, per_piece)
 
     def _wait(self, form: _Form, reason: int, number: int, check: bool = False) -> None:
-        assert form.what is not None
-        kernels.wait(self._end, reason, number, form.what, check, self.timeout, self.grace)
+        assert form.signature is not None
+        kernels.wait(self._end, reason, number, form.signature, check, self.timeout, self.grace)
         if self.always_looks:
             self._raise_timeout()
 
@@ -349,7 +363,10 @@ class DeviceChannel:
         On CUDA this waits for the current stream.
         """
         half = int(self._end.control[CONTROL_EPOCH]) & 1
-        first, size = self.layout.HEADERS + half * self.layout.WORLD * LINE_BYTES, self.layout.WORLD * LINE_BYTES
+        first, size = (
+            self.layout.HEADERS + half * self.layout.WORLD * SIGNAL_LINE_BYTES,
+            self.layout.WORLD * SIGNAL_LINE_BYTES,
+        )
         words = self._memory.local[first : first + size].cpu().view(torch.int64).view(self.layout.WORLD, -1)[:, :6]
         words = words.clone()
         words[:, 0] >>= 32  # behind the flag
@@ -357,12 +374,12 @@ class DeviceChannel:
 
     def _differences(self, form: _Form, headers: torch.Tensor, expected: Sequence[int]) -> list[str]:
         """What is wrong with the headers."""
-        assert form.what is not None
-        what = form.what.tolist()
+        assert form.signature is not None
+        signature = form.signature.tolist()
         found = []
         for peer, (pieces, count, *sent) in enumerate(headers.tolist()):
-            if sent != what or count != expected[peer]:
-                found.append(describe_difference(self.rank, peer, count, expected[peer], sent, what))
+            if sent != signature or count != expected[peer]:
+                found.append(describe_difference(self.rank, peer, count, expected[peer], sent, signature))
             elif pieces + 1 != form.pieces(count, self.layout.PIECE_BYTES):
                 found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
         return found
@@ -382,18 +399,18 @@ class DeviceChannel:
             return
         nothing = [0] * self.layout.WORLD
         with _prepare_lock:
-            assert form.what is not None
+            assert form.signature is not None
             kernels.note(self._idle, (nothing, nothing), (nothing, nothing), 1, 1)
             # The output may begin anywhere; nothing is written to this one.
             outs = (x.new_empty(16), x.new_empty(16)[1:])
             for number in (0, 1):
-                kernels.send(self._idle, x, stride, form.layout, form.flat, form.what, number, 0)
+                kernels.send(self._idle, x, stride, form.layout, form.flat, form.signature, number, 0)
                 for out in outs:
                     out_stride = stride if form.layout is None else form.layout.HIDDEN
-                    kernels.take(self._idle, out, 1 if form.flat else out_stride, form.layout, form.flat, number, 0)
+                    kernels.recv(self._idle, out, 1 if form.flat else out_stride, form.layout, form.flat, number, 0)
             for reason in (kernels.HEADERS, kernels.ROOM, kernels.PIECES):
                 for check in (True, False):
-                    kernels.wait(self._idle, reason, 0, form.what, check, self.timeout, self.grace)
+                    kernels.wait(self._idle, reason, 0, form.signature, check, self.timeout, self.grace)
             torch.cuda.current_stream(self._device).synchronize()
         self._prepared.add(key)
 
@@ -422,10 +439,10 @@ class DeviceChannel:
         """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""
         world = self.layout.WORLD
         table = self._end.table.tolist()
-        expected, what = table[3 * world : 4 * world], table[6 * world :]
+        expected, signature = table[3 * world : 4 * world], table[6 * world :]
         wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
         found = [
-            describe_difference(self.rank, peer, count, expected[peer], sent, what)
+            describe_difference(self.rank, peer, count, expected[peer], sent, signature)
             for peer, (_, count, *sent) in enumerate(self._headers().tolist())
             if wrong[peer]
         ]

@@ -10,12 +10,12 @@ from thinwire.comm.communicator import Communicator, Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, PIECES, ChannelLayout, Landing, Parcel
+from thinwire.fused.channel import FLAT_ROW, PIECES, ChannelLayout, RecvBuffer, RowFormat
 from thinwire.fused.counts import Segments
 from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
 from thinwire.fused.host_channel import Channel, Transfer
-from thinwire.fused.opening import Refusal, open_direct, uses_triton
 from thinwire.fused.staged import dense_segments
+from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.wire import WireFormat
 
 __all__ = ["AnyChannel", "AnyTransfer", "move_plainly", "open_channel", "send_rows"]
@@ -102,10 +102,10 @@ def send_rows(
     """
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
-    parcel = channel.parcel(tail, x.dtype, wire)
-    if parcel.record_bytes:
-        return _send_long_records(channel, parcel, x, sends, placed, place, wire, wait=wait)
-    step = parcel.step
+    row_format = channel.row_format(tail, x.dtype, wire)
+    if row_format.record_bytes:
+        return _send_long_records(channel, row_format, x, sends, placed, place, wire, wait=wait)
+    step = row_format.step
     if not x.is_contiguous():
         if wire.quantized and x.dim() > 1 and x.numel():
             x = x.flatten(1)
@@ -114,13 +114,13 @@ def send_rows(
         else:
             x = x.contiguous()
 
-    landing = None if placed is None else Landing(*placed)
-    return channel.send(parcel, x, step, sends, landing, lambda counts: Landing(*place(counts)), wait=wait)
+    recv_buffer = None if placed is None else RecvBuffer(*placed)
+    return channel.send(row_format, x, step, sends, recv_buffer, lambda counts: RecvBuffer(*place(counts)), wait=wait)
 
 
 def _send_long_records(
     channel: AnyChannel,
-    parcel: Parcel,
+    row_format: RowFormat,
     x: torch.Tensor,
     sends: Segments,
     placed: Placed | None,
@@ -132,26 +132,28 @@ def _send_long_records(
     """Rows whose records are longer than a piece: made and read here, and sent as the bytes that they are."""
     if x.dim() == 1:
         raise CapacityError(
-            f"a record of {FLAT_ROW} elements takes {parcel.record_bytes} bytes in {wire!r}; for 1-D tensors it must "
-            f"fit into a piece of the direct transport, {channel.layout.PIECE_BYTES} bytes: pass transport='staged', "
-            "or a smaller alignment"
+            f"a record of {FLAT_ROW} elements takes {row_format.record_bytes} bytes in {wire!r}; for 1-D tensors it "
+            f"must fit into a piece of the direct transport, {channel.layout.PIECE_BYTES} bytes: pass "
+            "transport='staged', or a smaller alignment"
         )
     backend = select_backend(x.device, wire)
     rows = x.flatten(1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    records = torch.empty(sum(sends.counts), parcel.record_bytes, dtype=torch.uint8, device=x.device)
+    records = torch.empty(sum(sends.counts), row_format.record_bytes, dtype=torch.uint8, device=x.device)
     backend.pack_rows(rows, wire, sends.row_index(0, max(sends.counts), x.device), records)
 
-    def land(receives: Segments, out: torch.Tensor) -> Landing:
-        received = torch.empty(sum(receives.counts), parcel.record_bytes, dtype=torch.uint8, device=x.device)
+    def land(receives: Segments, out: torch.Tensor) -> RecvBuffer:
+        received = torch.empty(sum(receives.counts), row_format.record_bytes, dtype=torch.uint8, device=x.device)
 
         def unpack() -> torch.Tensor:
             index = receives.row_index(0, max(receives.counts), x.device)
             backend.unpack_rows(received, wire, None, index, out.detach().flatten(1))
             return out
 
-        return Landing(dense_segments(receives.counts), received, unpack)
+        return RecvBuffer(dense_segments(receives.counts), received, unpack)
 
-    landing = None if placed is None else land(*placed)
+    recv_buffer = None if placed is None else land(*placed)
     dense_sends = dense_segments(sends.counts)
-    return channel.send(parcel, records, parcel.step, dense_sends, landing, lambda n: land(*place(n)), wait=wait)
+    return channel.send(
+        row_format, records, row_format.step, dense_sends, recv_buffer, lambda n: land(*place(n)), wait=wait
+    )

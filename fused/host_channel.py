@@ -1,6 +1,6 @@
 """The channel of the direct all-to-all-v for CPU ranks: memory, numba's kernel, and the state of calls.
 
-Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.fused.cpu.channel`.
+Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.channel`.
 
 A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
 it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
@@ -21,15 +21,15 @@ from thinwire.errors import CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
     ChannelLayout,
-    Landing,
-    Parcel,
+    RecvBuffer,
+    RowFormat,
     describe_difference,
+    signature_of,
     timeout_error,
     unusable_after,
-    what_of,
 )
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.round_layout import LINE_BYTES, MISMATCHED, REPORT_PEERS, RUNNING, TIMED_OUT
+from thinwire.triton_kernels.round_layout import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
 __all__ = ["Channel", "Transfer"]
@@ -44,19 +44,19 @@ _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first."""
 
-    __slots__ = ("_channel", "_error", "_landing", "_place", "_result", "_x")
+    __slots__ = ("_channel", "_error", "_recv_buffer", "_place", "_result", "_x")
 
     def __init__(
         self,
         channel: Channel,
         x: torch.Tensor,
-        place: Callable[[list[int]], Landing] | None,
-        landing: Landing | None,
+        place: Callable[[list[int]], RecvBuffer] | None,
+        recv_buffer: RecvBuffer | None,
     ) -> None:
         self._channel = channel
         self._x: torch.Tensor | None = x  # read until the call ends
         self._place = place
-        self._landing = landing
+        self._recv_buffer = recv_buffer
         self._error: BaseException | None = None
         self._result: torch.Tensor | None = None
 
@@ -86,13 +86,13 @@ class Channel:
     """
 
     def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
-        from thinwire.fused.cpu import channel as kernels  # here, as loading numba takes a while
+        from thinwire.triton_kernels.cpu import channel as kernels  # here, as loading numba takes a while
 
         self.layout, self.rank, self.timeout = layout, rank, timeout
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         self._memory = memory
         self._lines = memory.local.numpy()[: layout.HALVES].view(np.int64)
-        self._parcels: dict[tuple[torch.Size, torch.dtype, WireFormat], Parcel] = {}
+        self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
         self._under_way: Transfer | None = None
         self._failure: PeerTimeout | None = None
         self._closed = False
@@ -111,7 +111,7 @@ class Channel:
         for name, value in {
             "world": world,
             "rank": rank,
-            "half_lines": world * LINE_BYTES,
+            "half_lines": world * SIGNAL_LINE_BYTES,
             "half_bytes": world * layout.PIECE_BYTES,
             "piece_bytes": layout.PIECE_BYTES,
             "pieces": layout.PIECES,
@@ -120,12 +120,12 @@ class Channel:
             "report": self._report.ctypes.data,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
-        there, here, peers = memory.bases.numpy(), memory.local.data_ptr(), np.arange(world)
+        there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
         for name, offset, size in (
-            ("stuck", layout.STUCK, LINE_BYTES),
-            ("header", layout.HEADERS, LINE_BYTES),
-            ("sequence", layout.SEQUENCES, LINE_BYTES),
-            ("consumed", layout.CONSUMED, LINE_BYTES),
+            ("stuck", layout.STUCK, SIGNAL_LINE_BYTES),
+            ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
+            ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
+            ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),
             ("parity", layout.HALVES, layout.PIECE_BYTES),
             ("ring", layout.RING, layout.PIECES * layout.PIECE_BYTES),
         ):
@@ -133,41 +133,41 @@ class Channel:
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
         self._kernel(self._call, self._peers, 0)  # compiles, or loads what was compiled: nobody waits for it later
 
-    def parcel(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> Parcel:
+    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor."""
         key = (tail, dtype, wire)
-        parcel = self._parcels.get(key)
-        if parcel is None:
-            if len(self._parcels) >= 1024:
-                self._parcels.clear()
-            parcel = self._parcels[key] = self._new_parcel(*key)
-        return parcel
+        row_format = self._row_formats.get(key)
+        if row_format is None:
+            if len(self._row_formats) >= 1024:
+                self._row_formats.clear()
+            row_format = self._row_formats[key] = self._new_row_format(*key)
+        return row_format
 
-    def _new_parcel(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> Parcel:
+    def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         row_elements = math.prod(tail)
-        what = what_of(tail, dtype, wire)
+        signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.PIECE_BYTES
         if not wire.quantized or not row_elements:
-            return Parcel(step, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *what))
-        from thinwire.fused.cpu.codec import dtype_code, record_layout
+            return RowFormat(step, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
+        from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
 
         counts_per_row = 1 if tail else FLAT_ROW
         layout = record_layout(wire, row_elements * counts_per_row, dtype)
         record_bytes = layout[-1]
         if record_bytes > piece_bytes:
-            return Parcel(record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *what), record_bytes)
+            return RowFormat(record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *signature), record_bytes)
         per_piece = piece_bytes // record_bytes
-        return Parcel(step, (0, counts_per_row, record_bytes, per_piece, dtype_code(dtype), *layout, *what))
+        return RowFormat(step, (0, counts_per_row, record_bytes, per_piece, dtype_code(dtype), *layout, *signature))
 
     def send(
         self,
-        parcel: Parcel,
+        row_format: RowFormat,
         x: torch.Tensor,
         x_step: int,
         sends: Segments,
-        landing: Landing | None,
-        place: Callable[[list[int]], Landing],
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer],
         *,
         wait: bool,
     ) -> Transfer:
@@ -190,25 +190,26 @@ class Channel:
         if self._under_way is not None:
             self.complete(self._under_way)
         self._require_usable()
-        transfer = Transfer(self, x, place, landing)
+        transfer = Transfer(self, x, place, recv_buffer)
         address, expected = 0, self._expects_anything
-        if landing is not None:
-            address = landing.memory.data_ptr()
-            expected = (*landing.segments.counts, *landing.segments.displs)
+        if recv_buffer is not None:
+            address = recv_buffer.memory.data_ptr()
+            expected = (*recv_buffer.segments.counts, *recv_buffer.segments.displs)
         self._brought.pack_into(
             self._words, self._brought_at,
-            0, x.data_ptr(), x_step, address, parcel.step, 0, 0, *parcel.words, *sends.counts, *sends.displs, *expected,
+            0, x.data_ptr(), x_step, address, row_format.step, 0, 0, *row_format.words,
+            *sends.counts, *sends.displs, *expected,
         )  # fmt: skip
         self._under_way = transfer
         if not wait:
             self._kernel(self._call, self._peers, self._post)
-        elif landing is None:
+        elif recv_buffer is None:
             self.complete(transfer, self._post)
         elif self._kernel(self._call, self._peers, self._post | self._kernels.DRAIN) != RUNNING:
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
             self._under_way = transfer._x = None  # the usual case, without the detour
-            transfer._result = landing.memory if landing.finish is None else landing.finish()
+            transfer._result = recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
         return transfer
 
     def send_plainly(
@@ -228,8 +229,8 @@ class Channel:
             return None
         shape, dtype = x.shape, x.dtype
         tail = shape[1:]
-        parcel = self._parcels.get((tail, dtype, wire))
-        if parcel is None or parcel.record_bytes or dtype.is_complex or not shape:
+        row_format = self._row_formats.get((tail, dtype, wire))
+        if row_format is None or row_format.record_bytes or dtype.is_complex or not shape:
             return None
         if (
             type(send_counts) is not list
@@ -253,13 +254,13 @@ class Channel:
         try:
             self._brought.pack_into(
                 self._words, self._brought_at,
-                0, x.data_ptr(), parcel.step, out.data_ptr(), parcel.step, shape[0], out.size(0), *parcel.words,
-                *send_counts, *self._zeros, *recv_counts, *self._zeros,
+                0, x.data_ptr(), row_format.step, out.data_ptr(), row_format.step, shape[0], out.size(0),
+                *row_format.words, *send_counts, *self._zeros, *recv_counts, *self._zeros,
             )  # fmt: skip
         except struct.error:  # a number of more than 64 bits
             return None
         # Whatever interrupts this, the next call finds what there is to end.
-        self._under_way = transfer = Transfer(self, x, None, Landing(_PLACED_BY_THE_KERNEL, out))
+        self._under_way = transfer = Transfer(self, x, None, RecvBuffer(_PLACED_BY_THE_KERNEL, out))
         status = self._kernel(self._call, self._peers, self._plainly)
         if status == RUNNING:
             self._under_way = None
@@ -289,20 +290,20 @@ class Channel:
         self._under_way = transfer._x = None
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        landing = transfer._landing
-        if landing is None:
+        recv_buffer = transfer._recv_buffer
+        if recv_buffer is None:
             assert transfer._place is not None
             self._move(todo | self._kernels.HEADERS)
             try:
-                landing = transfer._place(self._peers[_RECV_COUNT].tolist())
+                recv_buffer = transfer._place(self._peers[_RECV_COUNT].tolist())
             except Exception:
                 self._drop()
                 raise
-            self._call[self._kernels.SCALARS.index("out")] = landing.memory.data_ptr()
-            self._peers[_RECV_DISPL] = landing.segments.displs
-            todo, transfer._landing = 0, landing
+            self._call[self._kernels.SCALARS.index("out")] = recv_buffer.memory.data_ptr()
+            self._peers[_RECV_DISPL] = recv_buffer.segments.displs
+            todo, transfer._recv_buffer = 0, recv_buffer
         self._move(todo | self._kernels.DRAIN)
-        return landing.memory if landing.finish is None else landing.finish()
+        return recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
 
     def _move(self, todo: int) -> None:
         """Runs the kernel and raises what it found. If peers sent what was not expected, the call is then over."""
@@ -341,12 +342,12 @@ class Channel:
     def _describe_differences(self) -> str:
         kernels, world = self._kernels, self.layout.WORLD
         half = int(self._call[kernels.SCALARS.index("epoch")]) & 1
-        what = kernels.SCALARS.index("what0")
-        expected = self._call[what : what + 4].tolist()
+        signature = kernels.SCALARS.index("signature0")
+        expected = self._call[signature : signature + 4].tolist()
         answers = self._peers[kernels.PEERS.index("answer")]
         found = []
         for peer in np.flatnonzero(answers == kernels.DIFFERS).tolist():
-            line = (self.layout.HEADERS + (half * world + peer) * LINE_BYTES) // 8
+            line = (self.layout.HEADERS + (half * world + peer) * SIGNAL_LINE_BYTES) // 8
             count, *sent = self._lines[line + 1 : line + 6].tolist()
             wanted = int(self._peers[_RECV_COUNT, peer])
             found.append(describe_difference(self.rank, peer, count, wanted, sent, expected))

@@ -13,10 +13,10 @@ from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.reductions import Reduction
 from thinwire.errors import CountsError
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
+from thinwire.fused.partition import even_parts
 from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import ScatterLeg
-from thinwire.fused.stripes import even_parts
 from thinwire.triton_kernels.collective_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 

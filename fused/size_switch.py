@@ -27,8 +27,8 @@ from thinwire.comm import Communicator
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
-from thinwire.fused.cpu import HAS_NUMBA
-from thinwire.fused.opening import check_transport
+from thinwire.fused.transport import check_transport
+from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.version import VERSION
 from thinwire.wire import WireFormat
 

@@ -14,8 +14,8 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.counts import Segments
+from thinwire.fused.partition import split_parts
 from thinwire.fused.staged import PIECE_BYTES, StagedExchange
-from thinwire.fused.stripes import split_parts
 from thinwire.wire import WireFormat
 
 __all__ = ["GatherLeg", "ScatterLeg", "arrived"]

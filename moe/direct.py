@@ -24,10 +24,6 @@ from thinwire.triton_kernels.round_layout import (
     CONTROL_STATUS,
     DISPATCH,
     DTYPE_CODES,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_FLAG,
-    LINE_TOKENS,
     MISMATCHED,
     REPORT_BAD_IDS,
     REPORT_EPOCH,
@@ -35,6 +31,10 @@ from thinwire.triton_kernels.round_layout import (
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_DTYPE,
+    SIGNAL_FLAG,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_TOKENS,
     TIMED_OUT,
     Lane,
     RoundLayout,
@@ -80,7 +80,7 @@ class DirectRounds(Rounds):
                 ep.comm.rank,
                 ep.align,
                 memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
-                memory.bases + number * layout.NUM_BYTES,
+                memory.buffer_ptrs + number * layout.NUM_BYTES,
             )
             for number in range(ep.lanes)
         ]
@@ -171,8 +171,10 @@ class DirectRounds(Rounds):
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
-            lines = tensors.buffer[tensors.layout.STUCK :][: self.ep.comm.size * LINE_BYTES].cpu().view(torch.int32)
-            said = lines.view(self.ep.comm.size, -1)[:, LINE_FLAG].tolist()
+            lines = (
+                tensors.buffer[tensors.layout.STUCK :][: self.ep.comm.size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
+            )
+            said = lines.view(self.ep.comm.size, -1)[:, SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][REPORT_STATUS] == RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
@@ -204,11 +206,11 @@ class DirectRounds(Rounds):
 
     def _mismatch(self, lane: int) -> RoutingError:
         comm, layout = self.ep.comm, self.lanes[lane].layout
-        lines = self.lanes[lane].buffer[layout.SIGNALS :][: comm.size * LINE_BYTES].cpu().view(torch.int32)
+        lines = self.lanes[lane].buffer[layout.SIGNALS :][: comm.size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
         lines = lines.view(comm.size, -1)
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         described = [
-            f"rank {rank} {int(line[LINE_TOKENS])} tokens of {names.get(int(line[LINE_DTYPE]), 'an unknown dtype')}"
+            f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
             for rank, line in enumerate(lines)
         ]
         return RoutingError(
@@ -313,7 +315,7 @@ class _DirectRound(Round):
         ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[ep.comm.rank, : self.num_tokens]
         counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
         rows = sum(counts) - counts[ep.comm.rank]
-        to_each_peer = self.num_tokens * layout.TOP_K * 8 + 4 * (1 + LINE_DTYPE)
+        to_each_peer = self.num_tokens * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
         wire_bytes = rows * ep.wire.row_bytes(ep.hidden_size, self.dtype) + (layout.WORLD - 1) * to_each_peer
         return Traffic(rows, rows * ep.hidden_size * self.dtype.itemsize, wire_bytes)
 

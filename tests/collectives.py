@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.fused.stripes import even_parts, gathered_parts, split_parts
+from thinwire.fused.partition import even_parts, gathered_parts, split_parts
 from thinwire.triton_kernels.codec import quantize_reference, round_reference, scaled_reference
 from thinwire.wire import WireFormat
 

@@ -15,8 +15,8 @@ from tests.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.combine import pack_weighted_sums_reference, sum_records_reference
 from thinwire.triton_kernels.round_layout import COMBINE, CONTROL_EPOCH, DISPATCH, REPORT_STATUS, Lane, RoundLayout
+from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat
 
 POISON = 0xFF  # as a float NaN, as an id none, as a position far out of range
@@ -65,8 +65,8 @@ def make_lanes(
         combine_wire=second, dtype=dtype,
     )  # fmt: skip
     buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8, device=device) for _ in range(world)]
-    bases = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
-    return [Lane.of(layout, first, second, rank, align, buffer, bases) for rank, buffer in enumerate(buffers)]
+    buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
+    return [Lane.of(layout, first, second, rank, align, buffer, buffer_ptrs) for rank, buffer in enumerate(buffers)]
 
 
 def poison(lanes: list[Lane]) -> None:

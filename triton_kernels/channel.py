@@ -50,19 +50,19 @@ from thinwire.triton_kernels.codec import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     CONTROL_WORDS,
-    LINE_BYTES,
-    LINE_STUCK_EPOCH,
     MISMATCHED,
     REPORT_PEERS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_STUCK_EPOCH,
     TIMED_OUT,
 )
-from thinwire.triton_kernels.route import fill_row
 from thinwire.triton_kernels.signal import (
     arrive,
     give_up,
@@ -70,30 +70,30 @@ from thinwire.triton_kernels.signal import (
     platform_of,
     poison,
     publish,
-    store_line_words,
+    store_signal_words,
     uses_atomic_store,
     wait_for_all,
     world_block,
 )
 
-__all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "WHAT_WORDS", "Endpoint", "note", "send", "take", "wait"]
+__all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "SIGNATURE_WORDS", "Endpoint", "note", "recv", "send", "wait"]
 
 #: What a wait is for: every peer's header, room in the rings of those that get a piece, a piece of those that send one.
 HEADERS, ROOM, PIECES = 0, 1, 2
 #: int64 words that say what a row is.
-WHAT_WORDS = 4
+SIGNATURE_WORDS = 4
 #: Exact rows are copied in chunks of this many bytes, one a program at a time.
 CHUNK_BYTES = 16384
 _COPY_WARPS = 4
 _NOTED_PEERS = 8  # that one launch of `note` tells of
 
 _HEADERS, _ROOM = tl.constexpr(HEADERS), tl.constexpr(ROOM)
-_WHAT_WORDS, _LINE = tl.constexpr(WHAT_WORDS), tl.constexpr(LINE_BYTES)
+_SIGNATURE_WORDS, _LINE = tl.constexpr(SIGNATURE_WORDS), tl.constexpr(SIGNAL_LINE_BYTES)
 _STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
 _RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
-_STUCK_EPOCH, _REPORT_PEERS = tl.constexpr(LINE_STUCK_EPOCH), tl.constexpr(REPORT_PEERS)
+_STUCK_EPOCH, _REPORT_PEERS = tl.constexpr(SIGNAL_STUCK_EPOCH), tl.constexpr(REPORT_PEERS)
 # int32 words of a header line behind its flag: ring pieces that follow, and two words each: count, what a row is.
-_LINE_PIECES, _LINE_COUNT, _LINE_WHAT = (tl.constexpr(w) for w in (1, 2, 4))
+_HEADER_PIECES, _HEADER_COUNT, _HEADER_SIGNATURE = (tl.constexpr(w) for w in (1, 2, 4))
 # Rows of an endpoint's table, and of its counters.
 _SEND_COUNT, _SEND_DISPL, _SEND_PIECES, _RECV_COUNT, _RECV_DISPL, _RECV_PIECES, _EXPECTED = (
     tl.constexpr(r) for r in range(7)
@@ -238,8 +238,8 @@ def rows_of(count, FLAT: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def announce(
-    bases_ptr, control_ptr, counters_ptr, table_ptr, what_ptr, rank, number, FIRST: tl.constexpr,
+def publish_header(
+    buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST: tl.constexpr,
     CHANNEL: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Tells the peers that their pieces are there: the header of a new epoch, or sequence numbers."""
@@ -252,25 +252,27 @@ def announce(
         tl.store(control_ptr + _EPOCH, epoch)
         line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
         counts = tl.load(table_ptr + _SEND_COUNT * world + peers, mask=known, other=0)
-        store_line_words(bases_ptr, line, CHANNEL.HEADERS, _LINE_PIECES, (pieces - 1).to(tl.int32), world, BLOCK)
-        store_line_words(bases_ptr, line, CHANNEL.HEADERS, _LINE_COUNT, counts.to(tl.int32), world, BLOCK)
-        store_line_words(bases_ptr, line, CHANNEL.HEADERS, _LINE_COUNT + 1, (counts >> 32).to(tl.int32), world, BLOCK)
-        for word in tl.static_range(_WHAT_WORDS):
-            what = tl.load(what_ptr + word)
-            low, high = what.to(tl.int32), (what >> 32).to(tl.int32)
-            store_line_words(bases_ptr, line, CHANNEL.HEADERS, _LINE_WHAT + 2 * word, low, world, BLOCK)
-            store_line_words(bases_ptr, line, CHANNEL.HEADERS, _LINE_WHAT + 2 * word + 1, high, world, BLOCK)
-        publish(bases_ptr, line, CHANNEL.HEADERS, epoch, world, BLOCK, STORE)
+        store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_PIECES, (pieces - 1).to(tl.int32), world, BLOCK)
+        store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_COUNT, counts.to(tl.int32), world, BLOCK)
+        store_signal_words(
+            buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_COUNT + 1, (counts >> 32).to(tl.int32), world, BLOCK
+        )
+        for word in tl.static_range(_SIGNATURE_WORDS):
+            signature = tl.load(signature_ptr + word)
+            low, high = signature.to(tl.int32), (signature >> 32).to(tl.int32)
+            store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_SIGNATURE + 2 * word, low, world, BLOCK)
+            store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_SIGNATURE + 2 * word + 1, high, world, BLOCK)
+        publish(buffer_ptrs, line, CHANNEL.HEADERS, epoch, world, BLOCK, STORE)
     else:
         sent = tl.load(counters_ptr + _SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
         tl.store(counters_ptr + _SENT * world + peers, sent, mask=known)
         # To peers that got nothing it says what it said before.
-        publish(bases_ptr, rank, CHANNEL.SEQUENCES, sent.to(tl.int32), world, BLOCK, STORE)
+        publish(buffer_ptrs, rank, CHANNEL.TAILS, sent.to(tl.int32), world, BLOCK, STORE)
 
 
 @triton.jit
-def acknowledge(
-    bases_ptr, counters_ptr, table_ptr, rank, number, CHANNEL: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr
+def publish_head(
+    buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr
 ):
     """Tells the peers that the slots of their pieces are free again."""
     world: tl.constexpr = CHANNEL.WORLD
@@ -279,7 +281,7 @@ def acknowledge(
     pieces = tl.load(table_ptr + _RECV_PIECES * world + peers, mask=known, other=0)
     received = tl.load(counters_ptr + _RECEIVED * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
     tl.store(counters_ptr + _RECEIVED * world + peers, received, mask=known)
-    publish(bases_ptr, rank, CHANNEL.CONSUMED, received.to(tl.int32), world, BLOCK, STORE)
+    publish(buffer_ptrs, rank, CHANNEL.HEADS, received.to(tl.int32), world, BLOCK, STORE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,11 +292,11 @@ def acknowledge(
 def send_rows_kernel(
     x_ptr,
     x_row_stride,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    what_ptr,
+    signature_ptr,
     rank,
     number,
     items,
@@ -318,7 +320,7 @@ def send_rows_kernel(
             if row < rows_of(count, FLAT, LAYOUT):
                 first = tl.load(table_ptr + _SEND_DISPL * CHANNEL.WORLD + peer)
                 piece = tl.load(counters_ptr + _SENT * CHANNEL.WORLD + peer)
-                slot = slot_address(tl.load(bases_ptr + peer), rank, half, piece, FIRST, CHANNEL)
+                slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, CHANNEL)
                 record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
                 record = tl.multiple_of(record, 16)
                 if FLAT:  # one tile holds a row, whose last one zeros complete
@@ -331,16 +333,26 @@ def send_rows_kernel(
                     quantize_row(x_ptr + (first + row) * x_row_stride, record, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
-            announce(
-                bases_ptr, control_ptr, counters_ptr, table_ptr, what_ptr, rank, number, FIRST, CHANNEL, BLOCK, STORE
+            publish_header(
+                buffer_ptrs,
+                control_ptr,
+                counters_ptr,
+                table_ptr,
+                signature_ptr,
+                rank,
+                number,
+                FIRST,
+                CHANNEL,
+                BLOCK,
+                STORE,
             )
 
 
 @triton.jit(do_not_specialize=["rank", "number", "items"])
-def take_rows_kernel(
+def recv_rows_kernel(
     out_ptr,
     out_row_stride,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
@@ -359,7 +371,7 @@ def take_rows_kernel(
     per_piece: tl.constexpr = CHANNEL.PIECE_BYTES // LAYOUT.ROW_BYTES
     running = tl.load(control_ptr + _STATUS) == _RUNNING
     half = tl.load(control_ptr + _EPOCH) & 1
-    base = tl.load(bases_ptr + rank)
+    base = tl.load(buffer_ptrs + rank)
     item = tl.program_id(0)
     while item < items * CHANNEL.WORLD:
         unit, peer = unit_and_peer(item, CHANNEL.WORLD)
@@ -389,18 +401,18 @@ def take_rows_kernel(
     if not FIRST:
         if running:
             if arrive(control_ptr, PLATFORM):
-                acknowledge(bases_ptr, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
 
 
 @triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
 def send_bytes_kernel(
     x_ptr,
     step,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    what_ptr,
+    signature_ptr,
     rank,
     number,
     items,
@@ -423,21 +435,31 @@ def send_bytes_kernel(
             if size > 0:
                 first = tl.load(table_ptr + _SEND_DISPL * CHANNEL.WORLD + peer)
                 piece = tl.load(counters_ptr + _SENT * CHANNEL.WORLD + peer)
-                slot = slot_address(tl.load(bases_ptr + peer), rank, half, piece, FIRST, CHANNEL)
+                slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, CHANNEL)
                 source = x_ptr.to(tl.int64) + first * wide_step + start
                 copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1)
             item += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
-            announce(
-                bases_ptr, control_ptr, counters_ptr, table_ptr, what_ptr, rank, number, FIRST, CHANNEL, BLOCK, STORE
+            publish_header(
+                buffer_ptrs,
+                control_ptr,
+                counters_ptr,
+                table_ptr,
+                signature_ptr,
+                rank,
+                number,
+                FIRST,
+                CHANNEL,
+                BLOCK,
+                STORE,
             )
 
 
 @triton.jit(do_not_specialize=["out_ptr", "step", "rank", "number", "items"])
-def take_bytes_kernel(
+def recv_bytes_kernel(
     out_ptr,
     step,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
@@ -454,7 +476,7 @@ def take_bytes_kernel(
     """Copies piece `number` of every pair, of rows of `step` bytes, into the output. Any number of programs."""
     loaded = tl.where(tl.load(control_ptr + _STATUS) == _RUNNING, 1, 0)
     half = tl.load(control_ptr + _EPOCH) & 1
-    base = tl.load(bases_ptr + rank)
+    base = tl.load(buffer_ptrs + rank)
     wide_step = step.to(tl.int64)
     item = tl.program_id(0)
     while item < items * CHANNEL.WORLD:
@@ -471,33 +493,35 @@ def take_bytes_kernel(
     if not FIRST:
         if loaded > 0:
             if arrive(control_ptr, PLATFORM):
-                acknowledge(bases_ptr, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
 
 
 @triton.jit
-def header_differences(base, lines, table_ptr, what_ptr, CHANNEL: tl.constexpr, BLOCK: tl.constexpr):
+def header_differences(base, lines, table_ptr, signature_ptr, CHANNEL: tl.constexpr, BLOCK: tl.constexpr):
     """1 for each peer whose header says something else than this rank expects, else 0: int32 [BLOCK]."""
     peers = tl.arange(0, BLOCK)
     known = peers < CHANNEL.WORLD
     line = base + lines + peers.to(tl.int64) * _LINE
-    pieces = tl.load((line + 4 * _LINE_PIECES).to(tl.pointer_type(tl.int32)), mask=known, other=0).to(tl.int64) + 1
-    counts = tl.load((line + 4 * _LINE_COUNT).to(tl.pointer_type(tl.int64)), mask=known, other=0)
+    pieces = tl.load((line + 4 * _HEADER_PIECES).to(tl.pointer_type(tl.int32)), mask=known, other=0).to(tl.int64) + 1
+    counts = tl.load((line + 4 * _HEADER_COUNT).to(tl.pointer_type(tl.int64)), mask=known, other=0)
     expected = tl.load(table_ptr + _RECV_COUNT * CHANNEL.WORLD + peers, mask=known, other=0)
     expected_pieces = tl.load(table_ptr + _RECV_PIECES * CHANNEL.WORLD + peers, mask=known, other=0)
     wrong = tl.where(counts != expected, 1, tl.where(pieces != expected_pieces, 1, 0))
-    for word in tl.static_range(_WHAT_WORDS):
-        what = tl.load((line + (4 * _LINE_WHAT + 8 * word)).to(tl.pointer_type(tl.int64)), mask=known, other=0)
-        wrong = tl.where(what != tl.load(what_ptr + word), 1, wrong)
+    for word in tl.static_range(_SIGNATURE_WORDS):
+        signature = tl.load(
+            (line + (4 * _HEADER_SIGNATURE + 8 * word)).to(tl.pointer_type(tl.int64)), mask=known, other=0
+        )
+        wrong = tl.where(signature != tl.load(signature_ptr + word), 1, wrong)
     return tl.where(known, wrong, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "number", "timeout_ns", "grace_ns"])
 def wait_kernel(
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    what_ptr,
+    signature_ptr,
     report_ptr,
     rank,
     number,
@@ -514,7 +538,7 @@ def wait_kernel(
     world: tl.constexpr = CHANNEL.WORLD
     phase: tl.constexpr = 0 if FOR == _HEADERS else 1
     if tl.load(control_ptr + _STATUS) == _RUNNING:
-        base = tl.load(bases_ptr + rank)
+        base = tl.load(buffer_ptrs + rank)
         epoch = tl.load(control_ptr + _EPOCH)
         peers = tl.arange(0, BLOCK)
         known = peers < world
@@ -523,31 +547,31 @@ def wait_kernel(
             lines = CHANNEL.HEADERS + (epoch & 1).to(tl.int64) * (world * _LINE)
             targets = epoch + tl.zeros((BLOCK,), tl.int32)
         elif FOR == _ROOM:
-            lines = tl.full((), CHANNEL.CONSUMED, tl.int64)
+            lines = tl.full((), CHANNEL.HEADS, tl.int64)
             more = tl.load(table_ptr + _SEND_PIECES * world + peers, mask=known, other=0) > number
             sent = tl.load(counters_ptr + _SENT * world + peers, mask=known, other=0)
             targets = (sent - CHANNEL.PIECES + tl.where(more, 1, 0)).to(tl.int32)
         else:
-            lines = tl.full((), CHANNEL.SEQUENCES, tl.int64)
+            lines = tl.full((), CHANNEL.TAILS, tl.int64)
             more = tl.load(table_ptr + _RECV_PIECES * world + peers, mask=known, other=0) > number
             received = tl.load(counters_ptr + _RECEIVED * world + peers, mask=known, other=0)
             targets = (received + tl.where(more, 1, 0)).to(tl.int32)
         late = wait_for_all(base, rank, lines, CHANNEL.STUCK, targets, timeout_ns, world, BLOCK, PLATFORM)
         if late > 0:
             give_up(
-                base, bases_ptr, rank, lines, CHANNEL.STUCK, targets, epoch, phase, grace_ns, report_ptr, world, BLOCK,
-                STORE, PLATFORM,
+                base, buffer_ptrs, rank, lines, CHANNEL.STUCK, targets, epoch, phase, grace_ns, report_ptr, world,
+                BLOCK, STORE, PLATFORM,
             )  # fmt: skip
             poison(control_ptr, report_ptr, _TIMED_OUT, epoch, phase)
         elif CHECK:
-            wrong = header_differences(base, lines, table_ptr, what_ptr, CHANNEL, BLOCK)
+            wrong = header_differences(base, lines, table_ptr, signature_ptr, CHANNEL, BLOCK)
             if tl.sum(wrong) > 0:
                 tl.store(report_ptr + _REPORT_PEERS + peers, wrong, mask=known)
-                for word in tl.static_range(_WHAT_WORDS):
-                    tl.store(table_ptr + _EXPECTED * world + word, tl.load(what_ptr + word))
+                for word in tl.static_range(_SIGNATURE_WORDS):
+                    tl.store(table_ptr + _EXPECTED * world + word, tl.load(signature_ptr + word))
                 # This rank takes part no more; nobody shall wait for it until time is up.
-                store_line_words(bases_ptr, rank, CHANNEL.STUCK, _STUCK_EPOCH, epoch, world, BLOCK)
-                publish(bases_ptr, rank, CHANNEL.STUCK, 1, world, BLOCK, STORE)
+                store_signal_words(buffer_ptrs, rank, CHANNEL.STUCK, _STUCK_EPOCH, epoch, world, BLOCK)
+                publish(buffer_ptrs, rank, CHANNEL.STUCK, 1, world, BLOCK, STORE)
                 poison(control_ptr, report_ptr, _MISMATCHED, epoch, phase)
 
 
@@ -573,23 +597,23 @@ class Endpoint:
 
     layout: Any
     rank: int
-    bases: torch.Tensor
+    buffer_ptrs: torch.Tensor
     control: torch.Tensor
     counters: torch.Tensor
     table: torch.Tensor
     report: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Any, rank: int, bases: torch.Tensor) -> Endpoint:
+    def of(cls, layout: Any, rank: int, buffer_ptrs: torch.Tensor) -> Endpoint:
         """An end that has not sent anything yet."""
-        device, world = bases.device, layout.WORLD
+        device, world = buffer_ptrs.device, layout.WORLD
         return cls(
             layout=layout,
             rank=rank,
-            bases=bases,
+            buffer_ptrs=buffer_ptrs,
             control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
             counters=torch.zeros(2 * world, dtype=torch.int64, device=device),
-            table=torch.zeros(6 * world + WHAT_WORDS, dtype=torch.int64, device=device),
+            table=torch.zeros(6 * world + SIGNATURE_WORDS, dtype=torch.int64, device=device),
             report=torch.zeros(REPORT_PEERS + 3 * world, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )
 
@@ -623,7 +647,7 @@ def send(
     step: int,
     layout: RecordLayout | None,
     flat: bool,
-    what: torch.Tensor,
+    signature: torch.Tensor,
     number: int,
     items: int,
 ) -> None:
@@ -638,10 +662,10 @@ def send(
         number: 0 opens a new epoch.
         items: at most so many rows, or chunks of CHUNK_BYTES, has a piece.
     """
-    block, device = world_block(end.layout), end.bases.device
+    block, device = world_block(end.layout), end.buffer_ptrs.device
     programs = num_programs_for(items * end.layout.WORLD, device, None)
-    numbers = (end.bases, end.control, end.counters, end.table, what, end.rank, number, items)
-    with torch.cuda.device_of(end.bases):  # Triton launches on the current device
+    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, signature, end.rank, number, items)
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         if layout is None:
             send_bytes_kernel[(programs,)](
                 x, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, BLOCK=block,
@@ -656,7 +680,7 @@ def send(
 
 
 def wait(
-    end: Endpoint, reason: int, number: int, what: torch.Tensor, check: bool, timeout: float, grace: float
+    end: Endpoint, reason: int, number: int, signature: torch.Tensor, check: bool, timeout: float, grace: float
 ) -> None:
     """Waits until all peers have done what step `number` needs.
 
@@ -669,16 +693,16 @@ def wait(
     """
     if reason not in (HEADERS, ROOM, PIECES):
         raise ValueError(f"reason is {reason!r}; accepted: {HEADERS} (headers), {ROOM} (room), {PIECES} (pieces)")
-    with torch.cuda.device_of(end.bases):  # Triton launches on the current device
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         wait_kernel[(1,)](
-            end.bases, end.control, end.counters, end.table, what, end.report, end.rank, number, int(timeout * 1e9),
-            int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, CHANNEL=end.layout,
-            BLOCK=world_block(end.layout), STORE=uses_atomic_store(), PLATFORM=platform_of(end.bases.device),
+            end.buffer_ptrs, end.control, end.counters, end.table, signature, end.report, end.rank, number,
+            int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, CHANNEL=end.layout,
+            BLOCK=world_block(end.layout), STORE=uses_atomic_store(), PLATFORM=platform_of(end.buffer_ptrs.device),
             num_warps=1,
         )  # fmt: skip
 
 
-def take(
+def recv(
     end: Endpoint, out: torch.Tensor, step: int, layout: RecordLayout | None, flat: bool, number: int, items: int
 ) -> None:
     """Puts piece `number` of what each peer sent into its rows of the output, and gives the ring's slots back.
@@ -687,17 +711,17 @@ def take(
         out: exact rows as one row of uint8; else rows or elements, contiguous. A poisoned channel gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    block, device = world_block(end.layout), end.bases.device
+    block, device = world_block(end.layout), end.buffer_ptrs.device
     programs = num_programs_for(items * end.layout.WORLD, device, None)
-    numbers = (end.bases, end.control, end.counters, end.table, end.rank, number, items)
-    with torch.cuda.device_of(end.bases):  # Triton launches on the current device
+    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, end.rank, number, items)
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         if layout is None:
-            take_bytes_kernel[(programs,)](
+            recv_bytes_kernel[(programs,)](
                 out, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, BLOCK=block,
                 STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=_COPY_WARPS,
             )  # fmt: skip
         else:
-            take_rows_kernel[(programs,)](
+            recv_rows_kernel[(programs,)](
                 out, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, CHANNEL=end.layout, BLOCK=block,
                 STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=layout.num_warps,
                 enable_fp_fusion=False,

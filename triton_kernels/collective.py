@@ -6,10 +6,10 @@ Memory, legs and epochs are those of `thinwire.triton_kernels.collective_layout`
     scatter    row i of part p -> the owner of p, as a record             first flag
     reduce     wait; sum over ranks of the dequantised rows of my part,
                encoded once -> every rank                                 second flag
-    collect    wait; out[part p][row i] = dequantise(record from p)
+    gather_recv  wait; out[part p][row i] = dequantise(record from p)
 
-A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `spread`, which
-encodes each own row once and stores it at every rank, and `collect`.
+A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `send_to_all`, which
+encodes each own row once and stores it at every rank, and `gather_recv`.
 
 Sums are explicit float32 loops from +0.0 in ascending rank, so they do not depend on timing, grid or backend; and as an
 owner's sums are encoded once, all ranks decode the same bytes and hold the same bits after an all-reduce.
@@ -35,14 +35,13 @@ from thinwire.triton_kernels.collective_rows import (
     first_peer,
     length_and_start,
     record_offset,
+    recv_row,
+    recv_sum,
     row_and_part,
     send_row,
     send_sum,
-    take_row,
-    take_sum,
 )
 from thinwire.triton_kernels.collective_wait import await_leg, begin_epoch, num_waiting_programs_for
-from thinwire.triton_kernels.combine import sum_warps
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, CONTROL_STATUS, RUNNING
@@ -54,13 +53,24 @@ from thinwire.triton_kernels.signal import (
     register_limit,
     uses_atomic_store,
 )
+from thinwire.triton_kernels.sums import sum_warps
 
-__all__ = ["collect", "reduce", "scatter", "spread"]
+__all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
 
 _STATUS, _EPOCH, _RUNNING = (tl.constexpr(v) for v in (CONTROL_STATUS, CONTROL_EPOCH, RUNNING))
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 # What the launch knows and the kernel must not be compiled for.
-_DYNAMIC = ["rank", "chunk", "rows", "what_0", "what_1", "what_2", "what_3", "timeout_ns", "grace_ns"]
+_DYNAMIC = [
+    "rank",
+    "chunk",
+    "rows",
+    "signature_0",
+    "signature_1",
+    "signature_2",
+    "signature_3",
+    "timeout_ns",
+    "grace_ns",
+]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,15 +81,15 @@ _DYNAMIC = ["rank", "chunk", "rows", "what_0", "what_1", "what_2", "what_3", "ti
 def scatter_kernel(
     x_ptr,
     parts_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     rank,
     chunk,
     rows,
-    what_0: tl.int64,
-    what_1: tl.int64,
-    what_2: tl.int64,
-    what_3: tl.int64,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     COLLECTIVE: tl.constexpr,
@@ -98,25 +108,34 @@ def scatter_kernel(
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
                 offset = record_offset(COLLECTIVE.SCATTERED, epoch, rank, row, COLLECTIVE, LAYOUT)
-                send_row(x_ptr + start, length, bases_ptr, part, offset, 1, world, LAYOUT)
+                send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
-            begin_epoch(bases_ptr, control_ptr, rank, epoch, (what_0, what_1, what_2, what_3), COLLECTIVE, BLOCK, STORE)
+            begin_epoch(
+                buffer_ptrs,
+                control_ptr,
+                rank,
+                epoch,
+                (signature_0, signature_1, signature_2, signature_3),
+                COLLECTIVE,
+                BLOCK,
+                STORE,
+            )
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
-def spread_kernel(
+def send_to_all_kernel(
     x_ptr,
     parts_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     rank,
     chunk,
     rows,
-    what_0: tl.int64,
-    what_1: tl.int64,
-    what_2: tl.int64,
-    what_3: tl.int64,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
     ROWS_PER_CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
     COLLECTIVE: tl.constexpr,
@@ -135,10 +154,19 @@ def spread_kernel(
             if length > 0:
                 offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
                 x_row = x_ptr + (first + row) * GATHER.HIDDEN
-                send_row(x_row, length, bases_ptr, first_peer(row, rank, world), offset, world, world, GATHER)
+                send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, GATHER)
             row += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
-            begin_epoch(bases_ptr, control_ptr, rank, epoch, (what_0, what_1, what_2, what_3), COLLECTIVE, BLOCK, STORE)
+            begin_epoch(
+                buffer_ptrs,
+                control_ptr,
+                rank,
+                epoch,
+                (signature_0, signature_1, signature_2, signature_3),
+                COLLECTIVE,
+                BLOCK,
+                STORE,
+            )
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -146,16 +174,16 @@ def reduce_kernel(
     out_ptr,
     parts_ptr,
     buffer_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
     chunk,
     rows,
-    what_0: tl.int64,
-    what_1: tl.int64,
-    what_2: tl.int64,
-    what_3: tl.int64,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     LEG: tl.constexpr,
@@ -169,7 +197,8 @@ def reduce_kernel(
     """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
-        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
+        timeout_ns, grace_ns,
         LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
     )  # fmt: skip
     epoch = tl.load(control_ptr + _EPOCH)
@@ -180,24 +209,24 @@ def reduce_kernel(
         if length > 0:
             out_row = out_ptr + (first + row) * LAYOUT.HIDDEN
             record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
-            take_sum(record, out_row, length, running, COLLECTIVE, LAYOUT)
+            recv_sum(record, out_row, length, running, COLLECTIVE, LAYOUT)
         row += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
-def reduce_and_spread_kernel(
+def reduce_and_send_to_all_kernel(
     parts_ptr,
     buffer_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
     chunk,
     rows,
-    what_0: tl.int64,
-    what_1: tl.int64,
-    what_2: tl.int64,
-    what_3: tl.int64,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     LEG: tl.constexpr,
@@ -212,7 +241,8 @@ def reduce_and_spread_kernel(
     """Waits for the first leg; sums of the own part's rows to everyone, then the second flag."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
-        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
+        timeout_ns, grace_ns,
         LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
     )  # fmt: skip
     if running:
@@ -224,27 +254,27 @@ def reduce_and_spread_kernel(
             if length > 0:
                 record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
                 offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
-                send_sum(record, bases_ptr, first_peer(row, rank, world), offset, COLLECTIVE, LAYOUT, GATHER)
+                send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, COLLECTIVE, LAYOUT, GATHER)
             row += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
-            publish(bases_ptr, rank, COLLECTIVE.SECOND, epoch, world, BLOCK, STORE)
+            publish(buffer_ptrs, rank, COLLECTIVE.SECOND, epoch, world, BLOCK, STORE)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
-def collect_kernel(
+def gather_recv_kernel(
     out_ptr,
     parts_ptr,
     buffer_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
     chunk,
     rows,
-    what_0: tl.int64,
-    what_1: tl.int64,
-    what_2: tl.int64,
-    what_3: tl.int64,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     LEG: tl.constexpr,
@@ -258,7 +288,8 @@ def collect_kernel(
     """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
-        buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, (what_0, what_1, what_2, what_3), timeout_ns, grace_ns,
+        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
+        timeout_ns, grace_ns,
         LEG, LEG == _FIRST_LEG, COLLECTIVE, BLOCK, STORE, PLATFORM,
     )  # fmt: skip
     epoch = tl.load(control_ptr + _EPOCH)
@@ -269,7 +300,7 @@ def collect_kernel(
         length, start = length_and_start(parts_ptr, part, first + row, world, GATHER.HIDDEN)
         if length > 0:
             offset = record_offset(COLLECTIVE.GATHERED, epoch, part, row, COLLECTIVE, GATHER)
-            take_row(buffer_ptr + offset, out_ptr + start, length, running, GATHER)
+            recv_row(buffer_ptr + offset, out_ptr + start, length, running, GATHER)
         item += tl.num_programs(0)
 
 
@@ -320,12 +351,12 @@ def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_pro
     programs = num_programs_for(rows * lane.layout.WORLD, x.device, num_programs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         scatter_kernel[(programs,)](
-            x, job.parts, lane.bases, lane.control, lane.rank, chunk, rows, *job.what, LAYOUT=layout,
+            x, job.parts, lane.buffer_ptrs, lane.control, lane.rank, chunk, rows, *job.signature, LAYOUT=layout,
             **_options(lane, job, layout.num_warps),
         )  # fmt: skip
 
 
-def spread(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+def send_to_all(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """Begins an epoch: a chunk of this rank's own rows, each encoded once and stored at every rank; the first flag.
 
     Args:
@@ -336,8 +367,8 @@ def spread(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_prog
     layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
     programs = num_programs_for(rows, x.device, num_programs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        spread_kernel[(programs,)](
-            x, job.parts, lane.bases, lane.control, lane.rank, chunk, rows, *job.what, GATHER=layout,
+        send_to_all_kernel[(programs,)](
+            x, job.parts, lane.buffer_ptrs, lane.control, lane.rank, chunk, rows, *job.signature, GATHER=layout,
             **_options(lane, job, layout.num_warps),
         )  # fmt: skip
 
@@ -368,19 +399,19 @@ def reduce(
     programs = num_waiting_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    lines = (lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank)
-    numbers = (chunk, rows, *job.what, int(timeout * 1e9), int(grace * 1e9))
+    lines = (lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.report, lane.rank)
+    numbers = (chunk, rows, *job.signature, int(timeout * 1e9), int(grace * 1e9))
     options |= register_limit(options["PLATFORM"])
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         if out is None:
-            reduce_and_spread_kernel[(programs,)](
+            reduce_and_send_to_all_kernel[(programs,)](
                 job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered, **options
             )
         else:
             reduce_kernel[(programs,)](out, job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, **options)
 
 
-def collect(
+def gather_recv(
     lane: CollectiveLane,
     job: Job,
     out: torch.Tensor,
@@ -393,14 +424,15 @@ def collect(
 
     Args:
         lane, chunk, timeout, grace, num_programs: see `reduce`.
-        job: of op ALL_REDUCE, after `reduce`: waits for second flags; or ALL_GATHER, after `spread`: for first ones.
+        job: of op ALL_REDUCE, after `reduce`: waits for second flags; or ALL_GATHER, after `send_to_all`: for first.
         out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN where the lane does not run.
     """
     layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
     programs = num_waiting_programs_for(rows * lane.layout.WORLD, out.device, num_programs)
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        collect_kernel[(programs,)](
-            out, job.parts, lane.buffer.view(torch.int8), lane.bases, lane.control, lane.report, lane.rank, chunk, rows,
-            *job.what, int(timeout * 1e9), int(grace * 1e9), LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG,
-            GATHER=layout, **_options(lane, job, layout.num_warps),
+        gather_recv_kernel[(programs,)](
+            out, job.parts, lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.report, lane.rank, chunk,
+            rows, *job.signature, int(timeout * 1e9), int(grace * 1e9),
+            LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, GATHER=layout,
+            **_options(lane, job, layout.num_warps),
         )  # fmt: skip

@@ -17,8 +17,8 @@ of one length, of which the last may be short, and rows travel as records of the
 | collective | first leg | second leg |
 |---|---|---|
 | reduce-scatter | `scatter`: each row to the owner of its part; then `reduce`: the owner sums | |
-| all-gather | `spread`: own rows to everyone; then `collect` | |
-| all-reduce | `scatter`, then `reduce`, which sums and at once spreads the sums | `collect` |
+| all-gather | `send_to_all`: own rows to everyone; then `gather_recv` | |
+| all-reduce | `scatter`, then `reduce`, which sums and at once spreads the sums | `gather_recv` |
 
 The kernel that sends a leg ends with a flag to every rank, also where it had no rows for it; the kernel that takes it
 in begins with a wait for the flags of all ranks. A slot of epoch e lies in the half of e's parity.
@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.triton_kernels.round_layout import CONTROL_WORDS, LINE_BYTES, MAX_WORLD, REPORT_PEERS
+from thinwire.triton_kernels.round_layout import CONTROL_WORDS, MAX_WORLD, REPORT_PEERS, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 __all__ = [
@@ -56,10 +56,10 @@ __all__ = [
     "CONTROL_SECOND_SEEN",
     "CONTROL_SECOND_TAKEN",
     "FIRST_LEG",
-    "LINE_WHAT",
+    "HEADER_SIGNATURE",
     "REDUCE_SCATTER",
     "SECOND_LEG",
-    "WHAT_WORDS",
+    "SIGNATURE_WORDS",
     "CollectiveLane",
     "CollectiveLayout",
     "Job",
@@ -72,7 +72,7 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
 FIRST_LEG, SECOND_LEG = 0, 1
 
 # What a source is doing: int64 numbers, from this int32 word of a first line on.
-LINE_WHAT, WHAT_WORDS = 2, 4
+HEADER_SIGNATURE, SIGNATURE_WORDS = 2, 4
 
 # int32 words of the control block, beside those of `thinwire.triton_kernels.round_layout` (status, epoch, arrivals):
 # the epoch whose flags of a leg this rank has seen, or given up on, and the one for which some program waits. Of a
@@ -115,7 +115,7 @@ class CollectiveLayout:
             slot_bytes = min(_SLOT_BYTES, _MOST_BYTES // (4 * world) // _ALIGNMENT * _ALIGNMENT)
         if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT:
             raise CapacityError(f"slots of {slot_bytes} bytes; expected a multiple of {_ALIGNMENT}, at least that")
-        row = world * LINE_BYTES
+        row = world * SIGNAL_LINE_BYTES
         scattered = -(-4 * row // _ALIGNMENT) * _ALIGNMENT
         gathered = scattered + 2 * world * slot_bytes
         return cls(
@@ -146,12 +146,12 @@ class CollectiveLane:
     layout: CollectiveLayout
     rank: int
     buffer: torch.Tensor
-    bases: torch.Tensor
+    buffer_ptrs: torch.Tensor
     control: torch.Tensor
     report: torch.Tensor
 
     @classmethod
-    def of(cls, layout: CollectiveLayout, rank: int, buffer: torch.Tensor, bases: torch.Tensor) -> CollectiveLane:
+    def of(cls, layout: CollectiveLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> CollectiveLane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
         words = REPORT_PEERS + 3 * layout.WORLD
@@ -160,7 +160,7 @@ class CollectiveLane:
                 layout=layout,
                 rank=rank,
                 buffer=buffer,
-                bases=bases,
+                buffer_ptrs=buffer_ptrs,
                 control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
                 report=torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda"),
             )
@@ -184,7 +184,7 @@ class Job:
     """
 
     op: int
-    what: tuple[int, int, int, int]
+    signature: tuple[int, int, int, int]
     parts: torch.Tensor
     most_rows: int
     row: int

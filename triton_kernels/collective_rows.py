@@ -21,11 +21,11 @@ __all__ = [
     "first_peer",
     "length_and_start",
     "record_offset",
+    "recv_row",
+    "recv_sum",
     "row_and_part",
     "send_row",
     "send_sum",
-    "take_row",
-    "take_sum",
 ]
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
@@ -72,13 +72,13 @@ def record_offset(SLOTS: tl.constexpr, epoch, source, row, COLLECTIVE: tl.conste
 
 
 @triton.jit
-def record_at(bases_ptr, peer, offset):
+def record_at(buffer_ptrs, peer, offset):
     """The record at `offset` of a rank's buffer, as int8."""
-    return tl.multiple_of((tl.load(bases_ptr + peer) + offset).to(tl.pointer_type(tl.int8)), 16)
+    return tl.multiple_of((tl.load(buffer_ptrs + peer) + offset).to(tl.pointer_type(tl.int8)), 16)
 
 
 @triton.jit
-def send_row(x_row, length, bases_ptr, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr):
+def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr):
     """A row of `length` elements, if more are not there, into the record at `offset` of PEERS ranks from `peer` on.
 
     It is encoded once.
@@ -96,7 +96,7 @@ def send_row(x_row, length, bases_ptr, peer, offset, PEERS: tl.constexpr, WORLD:
             elements = tl.load(x_row + columns, mask=there, other=0.0)
             target = peer
             for _ in range(PEERS):
-                record = record_at(bases_ptr, target, offset).to(tl.pointer_type(LAYOUT.DTYPE))
+                record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(LAYOUT.DTYPE))
                 tl.store(record + columns, elements, mask=columns < LAYOUT.ELEMENTS)
                 target = next_peer(target, WORLD)
         else:
@@ -104,12 +104,12 @@ def send_row(x_row, length, bases_ptr, peer, offset, PEERS: tl.constexpr, WORLD:
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
             target = peer
             for _ in range(PEERS):
-                store_encoded_tile(record_at(bases_ptr, target, offset), payload, scale_bits, tile, LAYOUT)
+                store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, LAYOUT)
                 target = next_peer(target, WORLD)
     if LAYOUT.TAIL_WORDS > 0:
         target = peer
         for _ in range(PEERS):
-            store_record_tail(record_at(bases_ptr, target, offset), LAYOUT)
+            store_record_tail(record_at(buffer_ptrs, target, offset), LAYOUT)
             target = next_peer(target, WORLD)
 
 
@@ -130,7 +130,7 @@ def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr)
 
 @triton.jit
 def send_sum(
-    first_record, bases_ptr, peer, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
+    first_record, buffer_ptrs, peer, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
 ):
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
@@ -149,24 +149,24 @@ def send_sum(
         if GATHER.KIND == NONE:
             target = peer
             for _ in range(world):
-                record = record_at(bases_ptr, target, offset).to(tl.pointer_type(GATHER.DTYPE))
+                record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(GATHER.DTYPE))
                 store_float32(record + columns, total, columns < GATHER.ELEMENTS, LAYOUT.KIND != NONE)
                 target = next_peer(target, world)
         else:
             payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
             target = peer
             for _ in range(world):
-                store_encoded_tile(record_at(bases_ptr, target, offset), payload, scale_bits, tile, GATHER)
+                store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, GATHER)
                 target = next_peer(target, world)
     if GATHER.TAIL_WORDS > 0:
         target = peer
         for _ in range(world):
-            store_record_tail(record_at(bases_ptr, target, offset), GATHER)
+            store_record_tail(record_at(buffer_ptrs, target, offset), GATHER)
             target = next_peer(target, world)
 
 
 @triton.jit
-def take_row(record, out_row, length, running, LAYOUT: tl.constexpr):
+def recv_row(record, out_row, length, running, LAYOUT: tl.constexpr):
     """A record into a row of `length` elements, if more are not there; NaN if the lane does not run."""
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
@@ -181,7 +181,7 @@ def take_row(record, out_row, length, running, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def take_sum(first_record, out_row, length, running, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+def recv_sum(first_record, out_row, length, running, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
     """The sum of a row over all ranks into a row of `length` elements, if more are not there; NaN as above."""
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)

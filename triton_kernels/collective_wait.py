@@ -6,7 +6,7 @@ release order, and all other programs of its launch, which look at that word in 
 launch of its own, and hundreds of programs do not ask for every peer's flag.
 
 *It cannot deadlock.* The program that waits needs flags only. A peer's flag comes from a kernel that stands earlier on
-the peer's stream than any that waits in the same leg: first flags come from `scatter` or `spread`, which wait for
+the peer's stream than any that waits in the same leg: first flags come from `scatter` or `send_to_all`, which wait for
 nobody, and second flags from `reduce`, which waits for first flags. So by induction on the legs every flag comes, or
 time is up: the program that waits ends in any case, and with it the others. It never waits for programs of its own
 launch. It is the first to come and not program 0, as nothing says that program 0 starts first: if the others filled the
@@ -28,8 +28,8 @@ published a second flag in e - 1 stores it then, which is true: the rank has fin
 meanwhile, as e - 1 had one leg, and peers that are in e want this rank's first flag first. The words of the control
 block are compared for equality, and are set to e - 1 too.
 
-The epoch lives in device memory and is advanced by the last program of `scatter` or `spread`, so that CUDA graphs of a
-call can be replayed.
+The epoch lives in device memory and is advanced by the last program of `scatter` or `send_to_all`, so that CUDA graphs
+of a call can be replayed.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from thinwire.triton_kernels.collective_layout import (
     CONTROL_SECOND_SEEN,
     CONTROL_SECOND_TAKEN,
     FIRST_LEG,
-    LINE_WHAT,
+    HEADER_SIGNATURE,
     SECOND_LEG,
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    LINE_BYTES,
     MISMATCHED,
     REPORT_PEERS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
 from thinwire.triton_kernels.signal import (
     HIP,
     clock_ns,
     give_up,
-    line_words,
     num_programs_for,
     poison,
     publish,
-    store_line_words,
+    signal_words,
+    store_signal_words,
     wait_for_all,
 )
 
 __all__ = ["await_leg", "begin_epoch", "num_waiting_programs_for", "programs_on_shared_gpu"]
 
-_LINE = tl.constexpr(LINE_BYTES)
+_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
 _HIP = tl.constexpr(HIP)
 _STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
 _RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
-_REPORT_PEERS, _WHAT = tl.constexpr(REPORT_PEERS), tl.constexpr(LINE_WHAT)
+_REPORT_PEERS, _WHAT = tl.constexpr(REPORT_PEERS), tl.constexpr(HEADER_SIGNATURE)
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # Words of the control block: the epoch whose flags of a leg have been seen, and the one for which a program waits.
 _FIRST_SEEN, _SECOND_SEEN = tl.constexpr(CONTROL_FIRST_SEEN), tl.constexpr(CONTROL_SECOND_SEEN)
@@ -84,17 +84,17 @@ _FIRST_TAKEN, _SECOND_TAKEN = tl.constexpr(CONTROL_FIRST_TAKEN), tl.constexpr(CO
 
 @triton.jit
 def send_number(
-    bases_ptr, line, LINES: tl.constexpr, WORD: tl.constexpr, number, WORLD: tl.constexpr, BLOCK: tl.constexpr
+    buffer_ptrs, line, LINES: tl.constexpr, WORD: tl.constexpr, number, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """An int64 number into two words of a line at each peer."""
     wide = number.to(tl.int64)
-    store_line_words(bases_ptr, line, LINES, WORD, wide.to(tl.int32), WORLD, BLOCK)
-    store_line_words(bases_ptr, line, LINES, WORD + 1, (wide >> 32).to(tl.int32), WORLD, BLOCK)
+    store_signal_words(buffer_ptrs, line, LINES, WORD, wide.to(tl.int32), WORLD, BLOCK)
+    store_signal_words(buffer_ptrs, line, LINES, WORD + 1, (wide >> 32).to(tl.int32), WORLD, BLOCK)
 
 
 @triton.jit
 def begin_epoch(
-    bases_ptr, control_ptr, rank, epoch, what, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr,
+    buffer_ptrs, control_ptr, rank, epoch, signature, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
     """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
@@ -104,15 +104,15 @@ def begin_epoch(
     tl.store(control_ptr + _SECOND_SEEN, epoch - 1)
     tl.store(control_ptr + _FIRST_TAKEN, epoch - 1)
     tl.store(control_ptr + _SECOND_TAKEN, epoch - 1)
-    own = tl.load(line_words(tl.load(bases_ptr + rank), COLLECTIVE.SECOND, 0, rank))
+    own = tl.load(signal_words(tl.load(buffer_ptrs + rank), COLLECTIVE.SECOND, 0, rank))
     if own != epoch - 1:
-        store_line_words(bases_ptr, rank, COLLECTIVE.SECOND, 0, epoch - 1, world, BLOCK)
+        store_signal_words(buffer_ptrs, rank, COLLECTIVE.SECOND, 0, epoch - 1, world, BLOCK)
     line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
-    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT, what[0], world, BLOCK)
-    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 2, what[1], world, BLOCK)
-    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 4, what[2], world, BLOCK)
-    send_number(bases_ptr, line, COLLECTIVE.FIRST, _WHAT + 6, what[3], world, BLOCK)
-    publish(bases_ptr, line, COLLECTIVE.FIRST, epoch, world, BLOCK, STORE)
+    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT, signature[0], world, BLOCK)
+    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 2, signature[1], world, BLOCK)
+    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 4, signature[2], world, BLOCK)
+    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 6, signature[3], world, BLOCK)
+    publish(buffer_ptrs, line, COLLECTIVE.FIRST, epoch, world, BLOCK, STORE)
 
 
 @triton.jit
@@ -121,15 +121,15 @@ def differs(base, lines, WORD: tl.constexpr, number, BLOCK: tl.constexpr, WORLD:
     peers = tl.arange(0, BLOCK)
     known = peers < WORLD
     wide = number.to(tl.int64)
-    low = tl.load(line_words(base, lines, WORD, peers), mask=known, other=0)
-    high = tl.load(line_words(base, lines, WORD + 1, peers), mask=known, other=0)
+    low = tl.load(signal_words(base, lines, WORD, peers), mask=known, other=0)
+    high = tl.load(signal_words(base, lines, WORD + 1, peers), mask=known, other=0)
     same = tl.where(low == wide.to(tl.int32), 1, 0) * tl.where(high == (wide >> 32).to(tl.int32), 1, 0)
     return tl.where(known, 1 - same, 0)
 
 
 @triton.jit
 def wait_alone(
-    base, bases_ptr, control_ptr, report_ptr, rank, epoch, what, timeout_ns, grace_ns,
+    base, buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns, grace_ns,
     LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):  # fmt: skip
@@ -146,14 +146,14 @@ def wait_alone(
         # As in `thinwire.triton_kernels.signal`: who leaves early still gives the others all the time that it had.
         patience = tl.maximum(limit - clock_ns(PLATFORM), 0) + grace_ns.to(tl.int64)
         give_up(
-            base, bases_ptr, rank, lines, COLLECTIVE.STUCK, epoch, epoch, LEG, patience, report_ptr, world, BLOCK,
+            base, buffer_ptrs, rank, lines, COLLECTIVE.STUCK, epoch, epoch, LEG, patience, report_ptr, world, BLOCK,
             STORE, PLATFORM, True,
         )  # fmt: skip
     elif CHECK:
-        wrong = differs(base, lines, _WHAT, what[0], BLOCK, world)
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, what[1], BLOCK, world))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, what[2], BLOCK, world))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, what[3], BLOCK, world))
+        wrong = differs(base, lines, _WHAT, signature[0], BLOCK, world)
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, signature[1], BLOCK, world))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, signature[2], BLOCK, world))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, signature[3], BLOCK, world))
         if tl.sum(wrong) > 0:
             peers = tl.arange(0, BLOCK)
             tl.store(report_ptr + _REPORT_PEERS + peers, wrong, mask=peers < world)
@@ -164,7 +164,7 @@ def wait_alone(
 
 @triton.jit
 def await_leg(
-    buffer_ptr, bases_ptr, control_ptr, report_ptr, rank, what, timeout_ns, grace_ns,
+    buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
     LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):  # fmt: skip
@@ -180,8 +180,8 @@ def await_leg(
         # values would go different ways, and wait for each other at different barriers.
         if tl.load(control_ptr + _STATUS) == _RUNNING:
             wait_alone(
-                buffer_ptr.to(tl.int64), bases_ptr, control_ptr, report_ptr, rank, epoch, what, timeout_ns, grace_ns,
-                LEG, CHECK, COLLECTIVE, BLOCK, STORE, PLATFORM,
+                buffer_ptr.to(tl.int64), buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns,
+                grace_ns, LEG, CHECK, COLLECTIVE, BLOCK, STORE, PLATFORM,
             )  # fmt: skip
         tl.debug_barrier()
         if PLATFORM == _HIP:

@@ -27,12 +27,12 @@ from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     DTYPE_CODES,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_HAS_SUMS,
-    LINE_TOKENS,
     REPORT_BAD_IDS,
     RUNNING,
+    SIGNAL_DTYPE,
+    SIGNAL_HAS_SUMS,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_TOKENS,
     Lane,
 )
 from thinwire.triton_kernels.signal import (
@@ -41,16 +41,16 @@ from thinwire.triton_kernels.signal import (
     platform_of,
     publish,
     register_limit,
-    store_line_words,
+    store_signal_words,
     uses_atomic_store,
     world_block,
 )
 
 __all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block"]
 
-_LINE = tl.constexpr(LINE_BYTES)
+_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
 _STATUS, _EPOCH, _BAD_IDS = (tl.constexpr(w) for w in (CONTROL_STATUS, CONTROL_EPOCH, REPORT_BAD_IDS))
-_TOKENS, _DTYPE, _HAS_SUMS = (tl.constexpr(w) for w in (LINE_TOKENS, LINE_DTYPE, LINE_HAS_SUMS))
+_TOKENS, _DTYPE, _HAS_SUMS = (tl.constexpr(w) for w in (SIGNAL_TOKENS, SIGNAL_DTYPE, SIGNAL_HAS_SUMS))
 _RUNNING, _COMBINE = tl.constexpr(RUNNING), tl.constexpr(COMBINE)
 # Tokens whose ids and weights a program sends at a time.
 _PLANE_TOKENS = 32
@@ -82,7 +82,7 @@ def first_mentions(owners, ids_row, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
 
 @triton.jit
 def send_plane(
-    ids_ptr, weights_ptr, bases_ptr, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr, TOKENS: tl.constexpr,
+    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr, TOKENS: tl.constexpr,
     K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes."""
@@ -109,13 +109,15 @@ def send_plane(
     total = tl.where(kept, total, 0.0)
     offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
     for peer in range(ROUND.WORLD):
-        base = tl.load(bases_ptr + peer)
+        base = tl.load(buffer_ptrs + peer)
         tl.store((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask=mask)
         tl.store((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask=mask)
 
 
 @triton.jit
-def send_record(x_row, bases_ptr, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr, K_BLOCK: tl.constexpr):
+def send_record(
+    x_row, buffer_ptrs, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr, K_BLOCK: tl.constexpr
+):
     """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
     ks = tl.arange(0, K_BLOCK)
     row_amax = row_amax_bits(x_row, LAYOUT)
@@ -129,7 +131,7 @@ def send_record(x_row, bases_ptr, slot, destinations, ROUND: tl.constexpr, LAYOU
         for k in range(ROUND.TOP_K):
             rank = tl.max(tl.where(ks == k, destinations, -1))
             if rank >= 0:
-                record = tl.load(bases_ptr + rank) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
+                record = tl.load(buffer_ptrs + rank) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
                 record = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 16)
                 if LAYOUT.KIND == NONE:
                     pointers = record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns
@@ -146,7 +148,7 @@ def send_tokens_kernel(
     x_row_stride,
     ids_ptr,  # int32 or int64 [num_tokens, top_k], contiguous
     weights_ptr,  # float [num_tokens, top_k], contiguous
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
@@ -165,7 +167,7 @@ def send_tokens_kernel(
         start = tl.program_id(0) * PLANE_TOKENS
         while start < num_tokens:
             send_plane(
-                ids_ptr, weights_ptr, bases_ptr, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
+                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
             )
             start += tl.num_programs(0) * PLANE_TOKENS
         # Backwards, since the first programs had planes to send.
@@ -177,19 +179,19 @@ def send_tokens_kernel(
             destinations = first_mentions(owners, ids_row, ROUND, K_BLOCK)
             slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
-            send_record(x_row, bases_ptr, slot, destinations, ROUND, LAYOUT, K_BLOCK)
+            send_record(x_row, buffer_ptrs, slot, destinations, ROUND, LAYOUT, K_BLOCK)
             token += tl.num_programs(0)
         if arrive(control_ptr, PLATFORM):
             epoch = tl.load(control_ptr + _EPOCH) + 1
             tl.store(control_ptr + _EPOCH, epoch)
-            store_line_words(bases_ptr, rank, ROUND.SIGNALS, _TOKENS, num_tokens, ROUND.WORLD, BLOCK)
-            store_line_words(bases_ptr, rank, ROUND.SIGNALS, _DTYPE, dtype_code, ROUND.WORLD, BLOCK)
-            publish(bases_ptr, rank, ROUND.SIGNALS, epoch, ROUND.WORLD, BLOCK, STORE)
+            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, _TOKENS, num_tokens, ROUND.WORLD, BLOCK)
+            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, _DTYPE, dtype_code, ROUND.WORLD, BLOCK)
+            publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND.WORLD, BLOCK, STORE)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def close_round_kernel(
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     rank,
     ROUND: tl.constexpr,
@@ -200,8 +202,8 @@ def close_round_kernel(
     lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
     if tl.load(control_ptr + _STATUS) == _RUNNING:
         epoch = tl.load(control_ptr + _EPOCH)
-        store_line_words(bases_ptr, rank, lines, _HAS_SUMS, 0, ROUND.WORLD, BLOCK)
-        publish(bases_ptr, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
+        store_signal_words(buffer_ptrs, rank, lines, _HAS_SUMS, 0, ROUND.WORLD, BLOCK)
+        publish(buffer_ptrs, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def send_tokens(
             x.stride(0),
             topk_ids.contiguous(),
             topk_weights.contiguous(),
-            lane.bases,
+            lane.buffer_ptrs,
             lane.control,
             lane.report,
             lane.rank,
@@ -261,7 +263,7 @@ def close_round(lane: Lane) -> None:
     """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none."""
     with torch.cuda.device_of(lane.buffer):
         close_round_kernel[(1,)](
-            lane.bases,
+            lane.buffer_ptrs,
             lane.control,
             lane.rank,
             ROUND=lane.layout,

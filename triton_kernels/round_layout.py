@@ -21,15 +21,15 @@ __all__ = [
     "COMBINE",
     "CONTROL_WORDS",
     "DISPATCH",
-    "LINE_BYTES",
     "MAX_WORLD",
     "REPORT_PEERS",
+    "SIGNAL_LINE_BYTES",
     "Lane",
     "RoundLayout",
 ]
 
 #: A processor's cache line: flags of two peers on one line would bounce between their caches.
-LINE_BYTES = 64
+SIGNAL_LINE_BYTES = 64
 MAX_WORLD = 72
 _ALIGNMENT = 128
 
@@ -37,10 +37,10 @@ _ALIGNMENT = 128
 DISPATCH, COMBINE = 0, 1
 
 # int32 words of a line. The flag holds the epoch that it last published, and is written last.
-LINE_FLAG = 0
-LINE_TOKENS, LINE_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
-LINE_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
-LINE_STUCK_EPOCH, LINE_STUCK_PHASE, LINE_STUCK_ON_YOU = 1, 2, 3  # of a stuck line, whose flag is 1 for good
+SIGNAL_FLAG = 0
+SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
+SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
+SIGNAL_STUCK_EPOCH, SIGNAL_STUCK_PHASE, SIGNAL_STUCK_ON_YOU = 1, 2, 3  # of a stuck line, whose flag is 1 for good
 
 # int32 words of a lane's control block, which only this rank's kernels touch.
 CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
@@ -119,8 +119,8 @@ class RoundLayout:
         sum_bytes = combine_wire.row_bytes(hidden, dtype or torch.float32)
         plane = world * max_tokens * top_k * 4
         stuck = 0
-        signals = stuck + world * LINE_BYTES
-        ids = _aligned(signals + 2 * world * LINE_BYTES)
+        signals = stuck + world * SIGNAL_LINE_BYTES
+        ids = _aligned(signals + 2 * world * SIGNAL_LINE_BYTES)
         weights = _aligned(ids + plane)
         records = _aligned(weights + plane)
         sums = _aligned(records + world * max_tokens * record_bytes)
@@ -179,7 +179,7 @@ class Lane:
     rank: int
     align: int
     buffer: torch.Tensor
-    bases: torch.Tensor
+    buffer_ptrs: torch.Tensor
     control: torch.Tensor
     report: torch.Tensor
     index: torch.Tensor
@@ -201,7 +201,7 @@ class Lane:
         rank: int,
         align: int,
         buffer: torch.Tensor,
-        bases: torch.Tensor,
+        buffer_ptrs: torch.Tensor,
     ) -> Lane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
@@ -219,7 +219,7 @@ class Lane:
             rank=rank,
             align=align,
             buffer=buffer,
-            bases=bases,
+            buffer_ptrs=buffer_ptrs,
             control=numbers([CONTROL_WORDS], torch.int32),
             report=report,
             index=numbers([layout.num_rows(rank, align)], value=-1),

@@ -43,18 +43,18 @@ from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     DISPATCH,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_STUCK_EPOCH,
-    LINE_STUCK_ON_YOU,
-    LINE_STUCK_PHASE,
-    LINE_TOKENS,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_DTYPE,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_STUCK_EPOCH,
+    SIGNAL_STUCK_ON_YOU,
+    SIGNAL_STUCK_PHASE,
+    SIGNAL_TOKENS,
     TIMED_OUT,
     Lane,
     RoundLayout,
@@ -62,12 +62,12 @@ from thinwire.triton_kernels.round_layout import (
 
 __all__ = [
     "arrive",
-    "line_words",
     "num_programs_for",
     "platform_of",
     "publish",
     "register_limit",
-    "store_line_words",
+    "signal_words",
+    "store_signal_words",
     "wait",
     "world_block",
 ]
@@ -78,13 +78,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA, HIP, INTERPRETER = "cuda", "hip", "interpreter"
 _CUDA, _HIP = tl.constexpr(CUDA), tl.constexpr(HIP)
 
-_LINE = tl.constexpr(LINE_BYTES)
+_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
 _MOST_THREADS = tl.constexpr(1024)  # of a program
 _STATUS, _EPOCH, _ARRIVALS = (tl.constexpr(w) for w in (CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS))
 _RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
-_STUCK_EPOCH, _STUCK_PHASE = tl.constexpr(LINE_STUCK_EPOCH), tl.constexpr(LINE_STUCK_PHASE)
-_STUCK_ON_YOU = tl.constexpr(LINE_STUCK_ON_YOU)
-_TOKENS, _DTYPE = tl.constexpr(LINE_TOKENS), tl.constexpr(LINE_DTYPE)
+_STUCK_EPOCH, _STUCK_PHASE = tl.constexpr(SIGNAL_STUCK_EPOCH), tl.constexpr(SIGNAL_STUCK_PHASE)
+_STUCK_ON_YOU = tl.constexpr(SIGNAL_STUCK_ON_YOU)
+_TOKENS, _DTYPE = tl.constexpr(SIGNAL_TOKENS), tl.constexpr(SIGNAL_DTYPE)
 _REPORT_STATUS, _REPORT_EPOCH, _REPORT_PHASE, _REPORT_PEERS = (
     tl.constexpr(w) for w in (REPORT_STATUS, REPORT_EPOCH, REPORT_PHASE, REPORT_PEERS)
 )
@@ -126,20 +126,20 @@ def agreed(condition):
 
 
 @triton.jit
-def line_words(base, lines, WORD: tl.constexpr, peers):
+def signal_words(base, lines, WORD: tl.constexpr, peers):
     """Pointers to a word of the lines that `peers` write, in the row of lines at `lines` of the buffer `base`."""
     return (base + (lines + 4 * WORD) + peers.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def store_line_words(
-    bases_ptr, rank, LINES: tl.constexpr, WORD: tl.constexpr, values, WORLD: tl.constexpr, BLOCK: tl.constexpr
+def store_signal_words(
+    buffer_ptrs, rank, LINES: tl.constexpr, WORD: tl.constexpr, values, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Stores `values` [BLOCK] (or one value for all) as a word of this rank's line at each peer."""
     peers = tl.arange(0, BLOCK)
     mask = peers < WORLD
-    bases = tl.load(bases_ptr + peers, mask=mask, other=0)
-    words = (bases + (LINES + 4 * WORD) + rank.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
+    buffer_ptrs = tl.load(buffer_ptrs + peers, mask=mask, other=0)
+    words = (buffer_ptrs + (LINES + 4 * WORD) + rank.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
     tl.store(words, values + tl.zeros((BLOCK,), tl.int32), mask=mask)
 
 
@@ -158,12 +158,14 @@ def arrive(control_ptr, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def publish(bases_ptr, rank, LINES: tl.constexpr, epoch, WORLD: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr):
+def publish(
+    buffer_ptrs, rank, LINES: tl.constexpr, epoch, WORLD: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr
+):
     """Sets this rank's flag at every peer, itself included, to `epoch`; all stores before it are then visible."""
     peers = tl.arange(0, BLOCK)
     mask = peers < WORLD
-    bases = tl.load(bases_ptr + peers, mask=mask, other=0)
-    flags = (bases + LINES + rank.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
+    buffer_ptrs = tl.load(buffer_ptrs + peers, mask=mask, other=0)
+    flags = (buffer_ptrs + LINES + rank.to(tl.int64) * _LINE).to(tl.pointer_type(tl.int32))
     values = epoch + tl.zeros((BLOCK,), tl.int32)
     tl.debug_barrier()
     if STORE:
@@ -177,7 +179,11 @@ def load_flags(base, lines, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """The flags of all lines in a row, int32 [BLOCK], 0 past the last; what is read afterwards is at least as new."""
     peers = tl.arange(0, BLOCK)
     flags = tl.atomic_add(
-        line_words(base, lines, 0, peers), tl.zeros((BLOCK,), tl.int32), mask=peers < WORLD, sem="acquire", scope="sys"
+        signal_words(base, lines, 0, peers),
+        tl.zeros((BLOCK,), tl.int32),
+        mask=peers < WORLD,
+        sem="acquire",
+        scope="sys",
     )
     return tl.where(peers < WORLD, flags, 0)
 
@@ -193,7 +199,7 @@ def behind(base, lines, targets, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def give_up(
     base,
-    bases_ptr,
+    buffer_ptrs,
     rank,
     lines,
     STUCK: tl.constexpr,
@@ -215,10 +221,10 @@ def give_up(
     peers = tl.arange(0, BLOCK)
     known = peers < WORLD
     missing = behind(base, lines, targets, WORLD, BLOCK)
-    store_line_words(bases_ptr, rank, STUCK, _STUCK_EPOCH, epoch, WORLD, BLOCK)
-    store_line_words(bases_ptr, rank, STUCK, _STUCK_PHASE, PHASE, WORLD, BLOCK)
-    store_line_words(bases_ptr, rank, STUCK, _STUCK_ON_YOU, missing, WORLD, BLOCK)
-    publish(bases_ptr, rank, STUCK, 1, WORLD, BLOCK, STORE)
+    store_signal_words(buffer_ptrs, rank, STUCK, _STUCK_EPOCH, epoch, WORLD, BLOCK)
+    store_signal_words(buffer_ptrs, rank, STUCK, _STUCK_PHASE, PHASE, WORLD, BLOCK)
+    store_signal_words(buffer_ptrs, rank, STUCK, _STUCK_ON_YOU, missing, WORLD, BLOCK)
+    publish(buffer_ptrs, rank, STUCK, 1, WORLD, BLOCK, STORE)
     words = report_ptr + _REPORT_PEERS + peers
     tl.store(words + WORLD, missing, mask=known)
     limit = clock_ns(PLATFORM) + grace_ns.to(tl.int64)
@@ -233,7 +239,7 @@ def give_up(
         if over:
             silent = silent * 0
         tl.store(words, blamed, mask=known)
-        on_you = tl.load(line_words(base, STUCK, _STUCK_ON_YOU, peers), mask=known, other=0)
+        on_you = tl.load(signal_words(base, STUCK, _STUCK_ON_YOU, peers), mask=known, other=0)
         on_you = tl.where(peers == rank, 0, on_you)
         tl.store(words + 2 * WORLD, tl.where(said != 0, 1 + on_you, 0), mask=known)
         pause(PLATFORM)
@@ -278,7 +284,7 @@ def wait_for_all(
 @triton.jit(do_not_specialize=["rank", "timeout_ns", "grace_ns"])
 def wait_kernel(
     buffer_ptr,
-    bases_ptr,
+    buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
@@ -302,15 +308,15 @@ def wait_kernel(
             # live rank that is late by less than the timeout is then not named.
             patience = tl.maximum(limit - clock_ns(PLATFORM), 0) + grace_ns.to(tl.int64)
             give_up(
-                base, bases_ptr, rank, lines, ROUND.STUCK, epoch, epoch, PHASE, patience, report_ptr, ROUND.WORLD,
+                base, buffer_ptrs, rank, lines, ROUND.STUCK, epoch, epoch, PHASE, patience, report_ptr, ROUND.WORLD,
                 BLOCK, STORE, PLATFORM,
             )  # fmt: skip
             poison(control_ptr, report_ptr, _TIMED_OUT, epoch, PHASE)
         elif PHASE == 0:
             peers = tl.arange(0, BLOCK)
             known = peers < ROUND.WORLD
-            tokens = tl.load(line_words(base, lines, _TOKENS, peers), mask=known, other=0)
-            dtypes = tl.load(line_words(base, lines, _DTYPE, peers), mask=known, other=0)
+            tokens = tl.load(signal_words(base, lines, _TOKENS, peers), mask=known, other=0)
+            dtypes = tl.load(signal_words(base, lines, _DTYPE, peers), mask=known, other=0)
             own = tl.sum(tl.where(peers == rank, dtypes, 0))
             wrong = tl.where(dtypes != own, 1, tl.where(tokens < 0, 1, tl.where(tokens > ROUND.MAX_TOKENS, 1, 0)))
             wrong = tl.where(known, wrong, 0)
@@ -388,7 +394,7 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         wait_kernel[(1,)](
             lane.buffer.view(torch.int8),
-            lane.bases,
+            lane.buffer_ptrs,
             lane.control,
             lane.report,
             lane.rank,

@@ -19,7 +19,7 @@ from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import ChannelLayout
-from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, home, pack, route, signal
+from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, pack, permute, signal, sums
 from thinwire.triton_kernels.collective_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -36,21 +36,21 @@ from thinwire.wire import WireFormat
 CODEC_KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums", "sum_records")
 ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
 #: Of the direct all-to-all-v: the first pieces with their header, and a piece of the ring, which is given back.
-CHANNEL_KERNELS = ("send_rows", "take_rows")
-#: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_spread` to all ranks.
-COLLECTIVE_KERNELS = ("scatter", "spread", "reduce", "reduce_and_spread", "collect")
+CHANNEL_KERNELS = ("send_rows", "recv_rows")
+#: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_send_to_all` to all ranks.
+COLLECTIVE_KERNELS = ("scatter", "send_to_all", "reduce", "reduce_and_send_to_all", "gather_recv")
 #: Kernels that move rows.
 KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS + COLLECTIVE_KERNELS
-READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "take_rows")  # of records; others write them
+READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_rows")  # of records; others write them
 #: Kernels that copy exact rows, of any dtype.
-COPIERS = ("send_bytes", "take_bytes")
+COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
 #: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
-WAITERS = ("reduce", "reduce_and_spread", "collect")
+WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
 COLLECTIVE_ROWS = (1024, 4096)
@@ -94,35 +94,38 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (signal.wait, (lane, DISPATCH, 30.0, 1.0), 0),
-        "count": (route.route, (lane,), 0),
-        "prefix": (route.route, (lane,), 1),
-        "place": (route.route, (lane,), 2),
-        "gather": (route.gather, (lane, x, torch.tensor(False)), 0),
-        "send_sums": (home.send_sums, (lane, x, x.dtype), 0),
+        "count": (permute.route, (lane,), 0),
+        "prefix": (permute.route, (lane,), 1),
+        "place": (permute.route, (lane,), 2),
+        "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
+        "send_sums": (combine.send_sums, (lane, x, x.dtype), 0),
         "close_round": (dispatch.close_round, (lane,), 0),
         "wait_combine": (signal.wait, (lane, COMBINE, 30.0, 1.0), 0),
-        "sum_home": (home.sum_home, (lane, x), 0),
+        "sum_home": (combine.sum_home, (lane, x), 0),
     }[case.kernel]
 
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct all-to-all-v."""
     end = channel.Endpoint.of(ChannelLayout.of(8, 4 << 20), 0, torch.zeros(8, dtype=torch.int64))
-    x, what = torch.empty(4, case.hidden, dtype=torch.bfloat16), torch.zeros(channel.WHAT_WORDS, dtype=torch.int64)
+    x, signature = (
+        torch.empty(4, case.hidden, dtype=torch.bfloat16),
+        torch.zeros(channel.SIGNATURE_WORDS, dtype=torch.int64),
+    )
     octets = x.view(-1).view(torch.uint8)
     step, counts = 2 * case.hidden, ([4] * 8, [0] * 8)
     if case.kernel in CHANNEL_KERNELS:
         layout = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
         if case.kernel == "send_rows":
-            return channel.send, (end, x, case.hidden, layout, False, what, 0, 4), 0
-        return channel.take, (end, x, case.hidden, layout, False, 1, 4), 0
+            return channel.send, (end, x, case.hidden, layout, False, signature, 0, 4), 0
+        return channel.recv, (end, x, case.hidden, layout, False, 1, 4), 0
     function, arguments = {
         "note": (channel.note, (end, counts, counts, 1, 500)),
-        "wait_headers": (channel.wait, (end, channel.HEADERS, 0, what, True, 30.0, 1.0)),
-        "wait_room": (channel.wait, (end, channel.ROOM, 1, what, False, 30.0, 1.0)),
-        "wait_pieces": (channel.wait, (end, channel.PIECES, 1, what, False, 30.0, 1.0)),
-        "send_bytes": (channel.send, (end, octets, step, None, False, what, 1, 4)),
-        "take_bytes": (channel.take, (end, octets, step, None, False, 1, 4)),
+        "wait_headers": (channel.wait, (end, channel.HEADERS, 0, signature, True, 30.0, 1.0)),
+        "wait_room": (channel.wait, (end, channel.ROOM, 1, signature, False, 30.0, 1.0)),
+        "wait_pieces": (channel.wait, (end, channel.PIECES, 1, signature, False, 30.0, 1.0)),
+        "send_bytes": (channel.send, (end, octets, step, None, False, signature, 1, 4)),
+        "recv_bytes": (channel.recv, (end, octets, step, None, False, 1, 4)),
     }[case.kernel]
     return function, arguments, 0
 
@@ -132,17 +135,17 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
     layout, wire = CollectiveLayout.of(8), WireFormat.parse(case.wire)
     lane = CollectiveLane.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
     x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
-    ops = {"reduce": REDUCE_SCATTER, "spread": ALL_GATHER}
+    ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER}
     job = Job(
-        op=ops.get(case.kernel, ALL_REDUCE), what=(1, 2, 3, 2**40), parts=parts, most_rows=4, row=case.hidden,
+        op=ops.get(case.kernel, ALL_REDUCE), signature=(1, 2, 3, 2**40), parts=parts, most_rows=4, row=case.hidden,
         wire=wire, gather_wire=wire, dtype=x.dtype, rows_per_chunk=4,
     )  # fmt: skip
     function, arguments = {
         "scatter": (collective.scatter, (lane, job, x, 0)),
-        "spread": (collective.spread, (lane, job, x, 0)),
+        "send_to_all": (collective.send_to_all, (lane, job, x, 0)),
         "reduce": (collective.reduce, (lane, job, x, 0, 30.0, 1.0)),
-        "reduce_and_spread": (collective.reduce, (lane, job, None, 0, 30.0, 1.0)),
-        "collect": (collective.collect, (lane, job, x, 0, 30.0, 1.0)),
+        "reduce_and_send_to_all": (collective.reduce, (lane, job, None, 0, 30.0, 1.0)),
+        "gather_recv": (collective.gather_recv, (lane, job, x, 0, 30.0, 1.0)),
     }[case.kernel]
     return function, arguments, 0
 
@@ -165,8 +168,8 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         "dequantize": (codec.dequantize_rows, (records, wire, x)),
         "pack": (pack.pack_rows, (x, wire, index, records)),
         "unpack": (pack.unpack_rows, (records, wire, index, index, x)),
-        "pack_weighted_sums": (combine.pack_weighted_sums, (x, table, table.float(), wire, x.dtype, records)),
-        "sum_records": (combine.sum_records, (records, table, wire, x)),
+        "pack_weighted_sums": (sums.pack_weighted_sums, (x, table, table.float(), wire, x.dtype, records)),
+        "sum_records": (sums.sum_records, (records, table, wire, x)),
     }[case.kernel]
     return function, arguments, 0
 
@@ -187,14 +190,14 @@ def check_signals(case: Case) -> list[str]:
     signals = inspect_signals(compiled_case(case))
     faults = []
     waits = case.kernel in WAITERS
-    publications = 2 * waits + (case.kernel not in ("reduce", "collect"))
+    publications = 2 * waits + (case.kernel not in ("reduce", "gather_recv"))
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
     if (signals.releases, signals.looks) != (waits, waits):
         faults.append(f"{signals.releases} releases and {signals.looks} acquires between programs, expected {waits}")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
-    if signals.arrivals != (case.kernel not in ("close_round", "reduce", "collect")):
+    if signals.arrivals != (case.kernel not in ("close_round", "reduce", "gather_recv")):
         faults.append(f"{signals.arrivals} arrivals with acquire and release order")
     return faults
 
@@ -229,10 +232,10 @@ def _check_collective(case: Case, report: Report) -> list[str]:
     faults = []
     amd = case.target.startswith("gfx")
     # A sum is made by twice the threads, of which AMD has 64 in a wavefront: 8 columns are a thread's there.
-    narrowest = 8 if amd and (case.wire == "int4" or case.kernel == "reduce_and_spread") else 16
+    narrowest = 8 if amd and (case.wire == "int4" or case.kernel == "reduce_and_send_to_all") else 16
     if case.kernel in WAITERS and report.load_bytes < narrowest:
         faults.append(f"loads of records of {report.load_bytes} bytes")
-    if case.kernel not in ("reduce", "collect") and report.store_bytes < narrowest:
+    if case.kernel not in ("reduce", "gather_recv") and report.store_bytes < narrowest:
         faults.append(f"stores of records of {report.store_bytes} bytes")
     return faults
 
@@ -248,13 +251,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="compile in this many processes (default 2)")
     jobs = parser.parse_args().jobs
     header = ("regs", "spills", "fma", "load", "store", "bar")
-    print(f"{'kernel':20}{'wire':10}{'hidden':>7} {'target':8}" + "{:>5}{:>7}{:>5}{:>6}{:>6}{:>5}".format(*header))
+    print(f"{'kernel':24}{'wire':10}{'hidden':>7} {'target':8}" + "{:>5}{:>7}{:>5}{:>6}{:>6}{:>5}".format(*header))
     failures = 0
     with ProcessPoolExecutor(jobs) as pool:
         for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
             print(
-                f"{case.kernel:20}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
+                f"{case.kernel:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
                 f"{report.fused:>5}{report.load_bytes:>6}{report.store_bytes:>6}{report.barriers:>5}"
                 + ("  <- " + ", ".join(faults) if faults else ""),
                 flush=True,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from thinwire.comm import Communicator
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.steps import ONE_STEP_BYTES, takes_two_steps
+from thinwire.comm.p2p import ONE_STEP_BYTES, takes_two_steps
 from thinwire.comm.threads import ThreadWorld
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError, PeerTimeout, ThinwireError

@@ -61,21 +61,25 @@ def held():
 def use_every_base(comm, sizes):
     for generation, num_bytes in enumerate(sizes):
         memory = allocate(comm, num_bytes, generation)
-        bases = memory.bases.tolist()
+        buffer_ptrs = memory.buffer_ptrs.tolist()
         assert (memory.num_bytes, memory.generation, memory.closed) == (num_bytes, generation, False)
         assert memory.kind == ("threads" if comm.in_process else "posix")
         assert (memory.local.dtype, memory.local.shape, memory.local.device) == (torch.uint8, (num_bytes,), comm.device)
-        assert (memory.bases.dtype, memory.bases.shape, memory.bases.device) == (torch.int64, (comm.size,), comm.device)
-        assert bases[comm.rank] == memory.local.data_ptr() and all(base % 64 == 0 for base in bases)
+        assert (memory.buffer_ptrs.dtype, memory.buffer_ptrs.shape, memory.buffer_ptrs.device) == (
+            torch.int64,
+            (comm.size,),
+            comm.device,
+        )
+        assert buffer_ptrs[comm.rank] == memory.local.data_ptr() and all(base % 64 == 0 for base in buffer_ptrs)
         assert not memory.local.any()
         comm.barrier()
         # Each byte of each buffer is written by one rank, and says by which, where and in whose.
         places = torch.arange(num_bytes)
-        for owner, base in enumerate(bases):
+        for owner, base in enumerate(buffer_ptrs):
             bytes_at(base, num_bytes)[comm.rank :: comm.size] = written(owner, places)[comm.rank :: comm.size]
         comm.barrier()
         assert torch.equal(memory.local, written(comm.rank, places))
-        for owner, base in enumerate(bases):
+        for owner, base in enumerate(buffer_ptrs):
             assert torch.equal(bytes_at(base, num_bytes), written(owner, places))
         comm.barrier()
         memory.close()
@@ -290,16 +294,16 @@ def be_killed_at(comm, moment, folder):
         heap._map = die
     if moment == "after":
         memory = allocate(comm, 10_000)
-        bases = memory.bases.tolist()
-        store(bases[1] + comm.rank, 7)
+        buffer_ptrs = memory.buffer_ptrs.tolist()
+        store(buffer_ptrs[1] + comm.rank, 7)
         comm.barrier()
         if doomed:
             die()
         with pytest.raises(PeerTimeout) as caught:
             comm.barrier()
         # The dead rank's memory is still there for those who mapped it.
-        store(bases[1] + 9_999, 8)
-        assert [load(bases[1] + place) for place in (0, 1, 2, 9_999)] == [7, 7, 7, 8]
+        store(buffer_ptrs[1] + 9_999, 8)
+        assert [load(buffer_ptrs[1] + place) for place in (0, 1, 2, 9_999)] == [7, 7, 7, 8]
         memory.close()
     else:
         with pytest.raises(PeerTimeout) as caught:
@@ -350,8 +354,8 @@ def close_in_any_order(comm):
     before = held()
     memory = allocate(comm, 10_000)
     comm.barrier()
-    bases = memory.bases.tolist()
-    for base in bases:
+    buffer_ptrs = memory.buffer_ptrs.tolist()
+    for base in buffer_ptrs:
         store(base + comm.rank, 50 + comm.rank)
     comm.barrier()
     last = comm.size - 1
@@ -361,12 +365,12 @@ def close_in_any_order(comm):
         del memory
     comm.barrier()
     if comm.rank == last:  # closing is each rank's own affair: the others' memory is there for this one
-        assert all(load(base + rank) == 50 + rank for base in bases for rank in range(comm.size))
+        assert all(load(base + rank) == 50 + rank for base in buffer_ptrs for rank in range(comm.size))
         view = memory.local[: comm.size].view(1, -1)
         with memory as same:
             assert same is memory
         assert memory.closed and "closed" in repr(memory)
-        for attribute in ("local", "bases"):
+        for attribute in ("local", "buffer_ptrs"):
             with pytest.raises(ThinwireError, match="closed"):
                 getattr(memory, attribute)
         if not comm.in_process:
@@ -513,4 +517,4 @@ def test_errors_travel_whole():
 def test_one_rank_alone_needs_no_peer():
     (comm,) = Communicator.of_threads(ThreadWorld(1))
     with allocate(comm, 100) as memory:
-        assert memory.bases.tolist() == [memory.local.data_ptr()] and memory.kind == "threads"
+        assert memory.buffer_ptrs.tolist() == [memory.local.data_ptr()] and memory.kind == "threads"

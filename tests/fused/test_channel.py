@@ -21,10 +21,10 @@ from thinwire.errors import CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import ChannelLayout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import Segments, receive_segments, send_segments
-from thinwire.fused.cpu import channel as kernels
 from thinwire.fused.direct import send_rows
 from thinwire.fused.host_channel import Channel, Transfer
-from thinwire.triton_kernels.round_layout import LINE_BYTES
+from thinwire.triton_kernels.cpu import channel as kernels
+from thinwire.triton_kernels.round_layout import SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 NONE = WireFormat.parse("none")
@@ -37,8 +37,8 @@ MOST = 5.0
 class Memory:
     """What `Channel` needs of symmetric memory, in one process."""
 
-    def __init__(self, local: torch.Tensor, bases: torch.Tensor) -> None:
-        self.local, self.bases, self.closed = local, bases, False
+    def __init__(self, local: torch.Tensor, buffer_ptrs: torch.Tensor) -> None:
+        self.local, self.buffer_ptrs, self.closed = local, buffer_ptrs, False
 
     def close(self) -> None:
         self.closed = True
@@ -50,9 +50,9 @@ class Group:
     def __init__(self, world: int, piece_bytes: int = TINY, pieces: int = 2, timeout: float = 20.0) -> None:
         self.layout = ChannelLayout.of(world, piece_bytes, pieces)
         self.buffers = [torch.zeros(self.layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
-        bases = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
+        buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
         self.channels: list[Any] = [
-            Channel(Memory(buffer, bases), self.layout, rank, timeout)  # type: ignore[arg-type]
+            Channel(Memory(buffer, buffer_ptrs), self.layout, rank, timeout)  # type: ignore[arg-type]
             for rank, buffer in enumerate(self.buffers)
         ]
         self.meeting = threading.Barrier(world)
@@ -121,14 +121,20 @@ def test_no_two_lines_or_slots_share_a_byte(world: int, piece_bytes: int | None,
     layout = ChannelLayout.of(world, piece_bytes, pieces)
     spans = []
     for rank in range(world):
-        lines = [layout.STUCK, layout.HEADERS, layout.HEADERS + world * LINE_BYTES, layout.SEQUENCES, layout.CONSUMED]
-        spans += [(line + rank * LINE_BYTES, LINE_BYTES) for line in lines]
+        lines = [
+            layout.STUCK,
+            layout.HEADERS,
+            layout.HEADERS + world * SIGNAL_LINE_BYTES,
+            layout.TAILS,
+            layout.HEADS,
+        ]
+        spans += [(line + rank * SIGNAL_LINE_BYTES, SIGNAL_LINE_BYTES) for line in lines]
         spans += [(layout.HALVES + (half * world + rank) * layout.PIECE_BYTES, layout.PIECE_BYTES) for half in (0, 1)]
         first = layout.RING + rank * pieces * layout.PIECE_BYTES
         spans += [(first + piece * layout.PIECE_BYTES, layout.PIECE_BYTES) for piece in range(pieces)]
     spans.sort()
     for (start, size), (following, _) in zip(spans, [*spans[1:], (layout.NUM_BYTES, 0)], strict=True):
-        assert start % LINE_BYTES == 0 and start + size <= following
+        assert start % SIGNAL_LINE_BYTES == 0 and start + size <= following
     assert layout.NUM_BYTES <= (66 << 20)
 
 
@@ -316,9 +322,9 @@ def test_epochs_and_piece_numbers_wrap() -> None:
         channel._call[kernels.SCALARS.index("epoch")] = nearly
         channel._peers[kernels.PEERS.index("sent")] = nearly
         channel._peers[kernels.PEERS.index("received")] = nearly
-        lines = group.buffers[rank][: group.layout.HALVES].view(torch.int32).view(-1, LINE_BYTES // 4)
-        for first in (group.layout.SEQUENCES, group.layout.CONSUMED):
-            lines[first // LINE_BYTES :][:3, 0] = nearly
+        lines = group.buffers[rank][: group.layout.HALVES].view(torch.int32).view(-1, SIGNAL_LINE_BYTES // 4)
+        for first in (group.layout.TAILS, group.layout.HEADS):
+            lines[first // SIGNAL_LINE_BYTES :][:3, 0] = nearly
     group.run(_many_calls, group, 30, 5)
     for channel in group.channels:
         assert channel._call[kernels.SCALARS.index("epoch")] == nearly + 30 - 2**32
@@ -565,13 +571,13 @@ def test_what_has_arrived_is_delivered_although_a_peer_gave_up_since() -> None:
 def test_a_peer_that_sends_a_piece_now_and_then_is_not_silent() -> None:
     group = Group(2, 128, 2, timeout=2.0)
     buffer, peers_buffer = (memory.view(torch.int32) for memory in group.buffers)
-    header = (group.layout.HEADERS + 3 * LINE_BYTES) // 4  # of rank 1 for the first epoch, whose half is 1
-    sequence = (group.layout.SEQUENCES + LINE_BYTES) // 4
+    header = (group.layout.HEADERS + 3 * SIGNAL_LINE_BYTES) // 4  # of rank 1 for the first epoch, whose half is 1
+    sequence = (group.layout.TAILS + SIGNAL_LINE_BYTES) // 4
     pieces = 6
 
     def puppet() -> None:
         """Plays rank 1: a header, and then a piece every half second."""
-        while peers_buffer[header - LINE_BYTES // 4] == 0:
+        while peers_buffer[header - SIGNAL_LINE_BYTES // 4] == 0:
             time.sleep(0.001)
         buffer[header + 4 : header + 12] = peers_buffer[header - 12 : header - 4]  # what a row is, as rank 0 says it
         buffer[header + 1] = pieces
@@ -587,4 +593,4 @@ def test_a_peer_that_sends_a_piece_now_and_then_is_not_silent() -> None:
     got = exchange(group.channels[0], torch.zeros(0, 1), [0, 0]).wait()
     helper.join()
     assert got.shape == (32 * (pieces + 1), 1) and time.monotonic() - started > 2.5
-    assert peers_buffer[(group.layout.CONSUMED) // 4] == pieces
+    assert peers_buffer[(group.layout.HEADS) // 4] == pieces

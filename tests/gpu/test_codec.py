@@ -10,7 +10,7 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.triton_kernels import codec, combine, pack
+from thinwire.triton_kernels import codec, pack, sums
 from thinwire.wire import WireFormat
 
 HIDDEN_SIZES = (1, 7, 127, 128, 129, 2048, 5121, 7168, 9001)
@@ -48,14 +48,14 @@ def test_pack_unpack_and_combine_equal_their_references(spec: str) -> None:
     pack.unpack_rows_reference(expected, wire, None, place, out)
     assert_same_bits("unpack", out, on_gpu.cpu())
     positions, weights = torch.randint(-1, 40, (20, 8)), torch.rand(20, 8)
-    sums = combine.pack_weighted_sums_reference(x, positions, weights, wire, x.dtype)
-    sums_gpu = torch.full_like(sums, 0xAB, device="cuda")
-    combine.pack_weighted_sums(x.cuda(), positions.cuda(), weights.cuda(), wire, x.dtype, sums_gpu)
-    assert torch.equal(sums_gpu.cpu(), sums)
+    packed = sums.pack_weighted_sums_reference(x, positions, weights, wire, x.dtype)
+    packed_gpu = torch.full_like(packed, 0xAB, device="cuda")
+    sums.pack_weighted_sums(x.cuda(), positions.cuda(), weights.cuda(), wire, x.dtype, packed_gpu)
+    assert torch.equal(packed_gpu.cpu(), packed)
     record_index = torch.randint(-1, 20, (31, 4))
     home = torch.empty(31, hidden, dtype=x.dtype, device="cuda")
-    combine.sum_records(sums_gpu, record_index.cuda(), wire, home)
-    assert_same_bits("sum", combine.sum_records_reference(sums, record_index, wire, hidden, x.dtype), home.cpu())
+    sums.sum_records(packed_gpu, record_index.cuda(), wire, home)
+    assert_same_bits("sum", sums.sum_records_reference(packed, record_index, wire, hidden, x.dtype), home.cpu())
 
 
 def test_quantize_and_dequantize_work_on_gpu_tensors() -> None:

@@ -19,17 +19,17 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import dispatch, home, route, signal
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, LINE_BYTES
+from thinwire.triton_kernels import combine, dispatch, permute, signal
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 
 KERNELS = SimpleNamespace(
     send_tokens=dispatch.send_tokens,
     close_round=dispatch.close_round,
     wait=signal.wait,
-    route=route.route,
-    gather=route.gather,
-    send_sums=home.send_sums,
-    sum_home=home.sum_home,
+    route=permute.route,
+    gather=permute.gather,
+    send_sums=combine.send_sums,
+    sum_home=combine.sum_home,
 )
 #: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
 SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
@@ -51,7 +51,7 @@ def _rounds(
     lanes = make_lanes(world, num_experts, top_k, hidden, max(counts), wire, align=align, device="cuda")
     for lane in lanes:
         lane.control[CONTROL_EPOCH] = first_epoch
-        lane.buffer[: 3 * world * LINE_BYTES].view(torch.int32).view(3, world, -1)[:, :, 0] = first_epoch
+        lane.buffer[: 3 * world * SIGNAL_LINE_BYTES].view(torch.int32).view(3, world, -1)[:, :, 0] = first_epoch
     scales = torch.randn(num_experts, hidden, generator=generator)
     for number in range(3):
         sent = [Tokens.random(count, hidden, top_k, num_experts, dtype, generator) for count in counts]

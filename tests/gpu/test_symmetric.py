@@ -27,11 +27,11 @@ def at(address: int, num_bytes: int) -> torch.Tensor:
 def _use_every_base(comm: Communicator, kind: str) -> None:
     for generation, num_bytes in enumerate((1, 4097, 3 << 20)):
         with allocate(comm, num_bytes, generation) as memory:
-            bases = memory.bases.tolist()
-            assert memory.kind == kind and memory.bases.device == memory.local.device == comm.device
-            assert bases[comm.rank] == memory.local.data_ptr() and not memory.local.any()
+            buffer_ptrs = memory.buffer_ptrs.tolist()
+            assert memory.kind == kind and memory.buffer_ptrs.device == memory.local.device == comm.device
+            assert buffer_ptrs[comm.rank] == memory.local.data_ptr() and not memory.local.any()
             comm.barrier()
-            for owner, base in enumerate(bases):
+            for owner, base in enumerate(buffer_ptrs):
                 at(base, num_bytes)[comm.rank :: comm.size] = 16 * owner + comm.rank + 1
             torch.cuda.synchronize()
             comm.barrier()

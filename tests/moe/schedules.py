@@ -33,7 +33,7 @@ from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.routing import expert_range
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference, scaled_reference
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, LINE_BYTES, Lane
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES, Lane
 from thinwire.wire import WireFormat
 
 POISON = 0xFF  # as a float NaN, as an id none
@@ -126,7 +126,7 @@ class Settings:
         )  # fmt: skip
         for lane in lanes_of(ep):
             lane.control[CONTROL_EPOCH] = self.first_epoch
-            size = 2 * self.world * LINE_BYTES
+            size = 2 * self.world * SIGNAL_LINE_BYTES
             signals = lane.buffer[lane.layout.SIGNALS : lane.layout.SIGNALS + size].view(torch.int32)
             signals.view(2 * self.world, -1)[:, 0] = self.first_epoch
         comm.barrier()  # a rank that began at once would have its first signals overwritten

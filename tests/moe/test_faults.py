@@ -39,10 +39,10 @@ from tests.wires import DTYPES
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_backend, select_round_kernels
-from thinwire.fused.cpu import HAS_NUMBA
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.round_layout import COMBINE, Lane
 from thinwire.wire import WireFormat
 
@@ -413,11 +413,11 @@ def _telling_rank_0(kernel: Callable[..., None]) -> Callable[..., None]:
     """A kernel that sends all peers what it has to send, signals rank 0 and itself, and dies."""
 
     def run(lane: Lane, *others: object) -> None:
-        bases = lane.bases.clone()
+        buffer_ptrs = lane.buffer_ptrs.clone()
         elsewhere = {peer: lane.buffer.clone() for peer in range(1, WORLD) if peer != lane.rank}
         for peer, buffer in elsewhere.items():
-            bases[peer] = buffer.data_ptr()
-        kernel(replace(lane, bases=bases), *others)
+            buffer_ptrs[peer] = buffer.data_ptr()
+        kernel(replace(lane, buffer_ptrs=buffer_ptrs), *others)
         layout = lane.layout
         for peer, buffer in elsewhere.items():
             for begin, end in (
@@ -425,7 +425,7 @@ def _telling_rank_0(kernel: Callable[..., None]) -> Callable[..., None]:
             ):  # fmt: skip
                 size = (end - begin) // WORLD  # the rank's own part, but for some bytes of alignment
                 at = begin + lane.rank * size
-                ctypes.memmove(int(lane.bases[peer]) + at, buffer.data_ptr() + at, size)
+                ctypes.memmove(int(lane.buffer_ptrs[peer]) + at, buffer.data_ptr() + at, size)
         _send_oneself(signal.SIGKILL)
 
     return run

@@ -14,19 +14,19 @@ import torch
 
 from tests.moe.schedules import SCHEDULES, Schedule, run, run_rank
 from thinwire.fused.backend import RoundKernels
-from thinwire.fused.cpu import HAS_NUMBA
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.compat import HAS_TRITON
+from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     CONTROL_EPOCH,
     DISPATCH,
     DTYPE_CODES,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_FLAG,
-    LINE_HAS_SUMS,
-    LINE_TOKENS,
+    SIGNAL_DTYPE,
+    SIGNAL_FLAG,
+    SIGNAL_HAS_SUMS,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_TOKENS,
     Lane,
 )
 
@@ -62,7 +62,7 @@ def _early_dispatch(kernels: RoundKernels) -> RoundKernels:
 
     def send_tokens(lane: Lane, x: torch.Tensor, *others: object) -> None:
         epoch = int(lane.control[CONTROL_EPOCH]) + 1
-        _signal(lane, DISPATCH, {LINE_TOKENS: x.shape[0], LINE_DTYPE: DTYPE_CODES[x.dtype], LINE_FLAG: epoch})
+        _signal(lane, DISPATCH, {SIGNAL_TOKENS: x.shape[0], SIGNAL_DTYPE: DTYPE_CODES[x.dtype], SIGNAL_FLAG: epoch})
         kernels.send_tokens(lane, x, *others)
 
     return replace(kernels, send_tokens=send_tokens)
@@ -72,7 +72,7 @@ def _early_combine(kernels: RoundKernels) -> RoundKernels:
     """Signals before the sums are there."""
 
     def send_sums(lane: Lane, *others: object) -> None:
-        _signal(lane, COMBINE, {LINE_HAS_SUMS: 1, LINE_FLAG: int(lane.control[CONTROL_EPOCH])})
+        _signal(lane, COMBINE, {SIGNAL_HAS_SUMS: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
         kernels.send_sums(lane, *others)
 
     return replace(kernels, send_sums=send_sums)
@@ -82,15 +82,15 @@ def _sums_that_are_none(kernels: RoundKernels) -> RoundKernels:
     """Announces sums in a round that it abandons."""
 
     def close_round(lane: Lane) -> None:
-        _signal(lane, COMBINE, {LINE_HAS_SUMS: 1, LINE_FLAG: int(lane.control[CONTROL_EPOCH])})
+        _signal(lane, COMBINE, {SIGNAL_HAS_SUMS: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
 
     return replace(kernels, close_round=close_round)
 
 
 def _signal(lane: Lane, phase: int, words: dict[int, int]) -> None:
     """Writes words of this rank's lines by hand, in this order, and leaves the peers some time to read them."""
-    for base in lane.bases.tolist():
-        line = base + lane.layout.SIGNALS + (phase * lane.layout.WORLD + lane.rank) * LINE_BYTES
+    for base in lane.buffer_ptrs.tolist():
+        line = base + lane.layout.SIGNALS + (phase * lane.layout.WORLD + lane.rank) * SIGNAL_LINE_BYTES
         for word, value in words.items():
             ctypes.c_int32.from_address(line + 4 * word).value = value
     time.sleep(0.005)

@@ -115,7 +115,7 @@ inline send_first_leg() {
             line_op[IN(LINE_HALF(epoch), peer, rank)] = op
         };
         peer = 0 }
-    :: d_step { /* triton_kernels/collective.py scatter_kernel; triton_kernels/collective.py spread_kernel */
+    :: d_step { /* triton_kernels/collective.py scatter_kernel; triton_kernels/collective.py send_to_all_kernel */
         (todo & ROWS) -> todo = todo & ~ROWS;
         for (peer : 0 .. RANKS - 1) {
             if
@@ -180,7 +180,7 @@ inline sum_rows() { /* triton_kernels/collective_rows.py sum_tile */
     }
 }
 
-inline take_gathered() { /* triton_kernels/collective.py collect_kernel */
+inline take_gathered() { /* triton_kernels/collective.py gather_recv_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if
@@ -194,7 +194,7 @@ inline take_gathered() { /* triton_kernels/collective.py collect_kernel */
     }
 }
 
-inline send_sums() { /* triton_kernels/collective.py reduce_and_spread_kernel */
+inline send_sums() { /* triton_kernels/collective.py reduce_and_send_to_all_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             gathered[IN(HALF(epoch), peer, rank)] = epoch

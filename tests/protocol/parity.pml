@@ -28,7 +28,7 @@
 #ifdef BROKEN_EQUALITY
 #define REACHED(flag, epoch) ((flag) == (epoch))
 #else
-#define REACHED(flag, epoch) ((((flag) - (epoch)) & 7) < 4) /* fused/cpu/signal.py signalled, with three bits */
+#define REACHED(flag, epoch) ((((flag) - (epoch)) & 7) < 4) /* triton_kernels/cpu/signal.py signalled, with three bits */
 #endif
 
 #define NEVER 15 /* written in no epoch */
@@ -80,7 +80,7 @@ byte epochs_read[RANKS];
 #define CONNECTED(source, target) true
 #endif
 
-inline signal_peer(peer) { /* fused/cpu/channel.py send_next; triton_kernels/channel.py announce */
+inline signal_peer(peer) { /* triton_kernels/cpu/channel.py send_next; triton_kernels/channel.py publish_header */
     if
 #ifdef BROKEN_CLEARED_FLAG
     :: true -> flag[AT(peer, rank)] = 1
@@ -91,7 +91,7 @@ inline signal_peer(peer) { /* fused/cpu/channel.py send_next; triton_kernels/cha
     fi
 }
 
-inline await_peer(peer) { /* fused/cpu/channel.py read_header; triton_kernels/channel.py wait_kernel */
+inline await_peer(peer) { /* triton_kernels/cpu/channel.py read_header; triton_kernels/channel.py wait_kernel */
 #ifdef BROKEN_CLEARED_FLAG
     d_step { flag[AT(rank, peer)] -> flag[AT(rank, peer)] = 0 }
 #else
@@ -100,7 +100,7 @@ inline await_peer(peer) { /* fused/cpu/channel.py read_header; triton_kernels/ch
 }
 
 inline send_whole_messages() {
-    atomic { /* fused/cpu/channel.py begin: the next epoch; any set of peers gets rows */
+    atomic { /* triton_kernels/cpu/channel.py begin: the next epoch; any set of peers gets rows */
         epoch = NEXT(epoch);
         peer = 0;
         do
@@ -115,7 +115,7 @@ inline send_whole_messages() {
         peer = 0;
         todo = HEADER | ROW_FIRST | ROW_SECOND
     }
-    do /* fused/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel: into this epoch's half */
+    do /* triton_kernels/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel: into this epoch's half */
     :: d_step {
         (todo & HEADER) -> todo = todo & ~HEADER;
         for (peer : 0 .. RANKS - 1) {
@@ -175,7 +175,7 @@ inline read_message(source, reading) {
     fi
 }
 
-inline drain(reading) { /* fused/cpu/channel.py take_next; triton_kernels/channel.py take_rows_kernel */
+inline drain(reading) { /* triton_kernels/cpu/channel.py recv_next; triton_kernels/channel.py recv_rows_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             read_message(peer, reading)

@@ -33,7 +33,7 @@
 
 #define FIRST_NUMBER 13
 #define PLUS(number, other) (((number) + (other)) & 15)
-#define REACHED(flag, number) ((((flag) - (number)) & 15) < 8) /* fused/cpu/signal.py signalled, with four bits */
+#define REACHED(flag, number) ((((flag) - (number)) & 15) < 8) /* triton_kernels/cpu/signal.py signalled, with four bits */
 
 #define NEVER 255
 #define STALE 254
@@ -84,26 +84,26 @@ init {
 #ifdef BROKEN_NO_CREDITS
 #define HAS_ROOM(peer) true
 #else
-/* fused/cpu/channel.py ring_has_room */
+/* triton_kernels/cpu/channel.py ring_has_room */
 #define HAS_ROOM(peer) REACHED(consumed[AT(rank, peer)], PLUS(sent[peer], 17 - SLOTS))
 #endif
-/* fused/cpu/channel.py ring_has_piece */
+/* triton_kernels/cpu/channel.py ring_has_piece */
 #define HAS_PIECE(peer) REACHED(came[AT(rank, peer)], PLUS(got[peer], 1))
 
 inline store_piece(peer) {
-    if /* fused/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel */
+    if /* triton_kernels/cpu/channel.py send_next; triton_kernels/channel.py send_rows_kernel */
     :: slot_first[SLOT(peer, rank, sent[peer])] = TAG(sent[peer]);
         slot_second[SLOT(peer, rank, sent[peer])] = TAG(sent[peer])
     :: slot_second[SLOT(peer, rank, sent[peer])] = TAG(sent[peer]);
         slot_first[SLOT(peer, rank, sent[peer])] = TAG(sent[peer])
     fi;
-    d_step { /* fused/cpu/channel.py send_next; triton_kernels/channel.py announce */
+    d_step { /* triton_kernels/cpu/channel.py send_next; triton_kernels/channel.py publish_header */
         sent[peer] = PLUS(sent[peer], 1);
         came[AT(peer, rank)] = sent[peer]
     }
 }
 
-inline give_slot_back(peer) { /* fused/cpu/channel.py take_next; triton_kernels/channel.py acknowledge */
+inline give_slot_back(peer) { /* triton_kernels/cpu/channel.py recv_next; triton_kernels/channel.py publish_head */
     consumed[AT(peer, rank)] = PLUS(got[peer], 1)
 }
 
@@ -111,7 +111,7 @@ inline take_piece(peer) {
 #ifdef BROKEN_EARLY_CREDIT
     give_slot_back(peer);
 #endif
-    d_step { /* fused/cpu/channel.py take_next; triton_kernels/channel.py take_rows_kernel */
+    d_step { /* triton_kernels/cpu/channel.py recv_next; triton_kernels/channel.py recv_rows_kernel */
         assert(slot_first[SLOT(rank, peer, got[peer])] == TAG(got[peer]));
         assert(slot_second[SLOT(rank, peer, got[peer])] == TAG(got[peer]));
         slot_first[SLOT(rank, peer, got[peer])] = STALE;
@@ -211,7 +211,7 @@ active [RANKS] proctype stream() {
         od;
 #else
 #ifdef TURNS
-        do /* fused/cpu/channel.py move: whatever is possible with whomever */
+        do /* triton_kernels/cpu/channel.py move: whatever is possible with whomever */
         :: ANYTHING_TO_SEND(RIGHT) && HAS_ROOM(RIGHT) -> store_piece(RIGHT); next_out[RIGHT]++
         :: ANYTHING_TO_TAKE(RIGHT) && HAS_PIECE(RIGHT) -> take_piece(RIGHT); next_in[RIGHT]++
 #if RANKS > 2
@@ -219,7 +219,7 @@ active [RANKS] proctype stream() {
         :: ANYTHING_TO_TAKE(LEFT) && HAS_PIECE(LEFT) -> take_piece(LEFT); next_in[LEFT]++
 #endif
         :: atomic {
-            NOTHING_LEFT -> /* fused/cpu/channel.py unfinished */
+            NOTHING_LEFT -> /* triton_kernels/cpu/channel.py unfinished */
             next_out[RIGHT] = 0;
             next_in[RIGHT] = 0;
 #if RANKS > 2

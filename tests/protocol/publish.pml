@@ -1,4 +1,4 @@
-/* How the programs of one kernel announce what all their threads stored, on memory that does not keep order.
+/* How the programs of one kernel publish_header what all their threads stored, on memory that does not keep order.
  *
  * Two programs of two threads each store a part of a message into a peer's memory. A store is at first only on its way;
  * it lands at some later time, in any order with others. What orders it is what the kernels order it by:

@@ -29,7 +29,7 @@ from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, LINE_BYTES
+from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
@@ -200,9 +200,9 @@ def _epochs_and_numbers_wrap(comm: Communicator) -> None:
     nearly = 2**31 - 2
     channel._end.control[CONTROL_EPOCH] = nearly
     channel._end.counters.fill_(nearly)
-    lines = channel._memory.local[: channel.layout.HALVES].view(torch.int32).view(-1, LINE_BYTES // 4)
-    for first in (channel.layout.SEQUENCES, channel.layout.CONSUMED):
-        lines[first // LINE_BYTES :][:2, 0] = nearly
+    lines = channel._memory.local[: channel.layout.HALVES].view(torch.int32).view(-1, SIGNAL_LINE_BYTES // 4)
+    for first in (channel.layout.TAILS, channel.layout.HEADS):
+        lines[first // SIGNAL_LINE_BYTES :][:2, 0] = nearly
     comm.barrier()
     for call in range(3):
         channel.always_looks = call == 1
@@ -326,15 +326,15 @@ def test_survivors_name_a_rank_that_never_comes(looks: bool) -> None:
 def _half_way(comm: Communicator) -> None:
     channel = _channel(comm, TINY)
     x = torch.ones(20, 20)
-    take = kernels.take
+    recv = kernels.recv
 
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
-    kernels.take = fail
+    kernels.recv = fail
     with pytest.raises(KeyboardInterrupt):
         all_to_all_v(x, wire="none", comm=comm, transport="direct")
-    kernels.take = take
+    kernels.recv = recv
     with pytest.raises(ThinwireError, match="cannot be used any more.*ended half-way, KeyboardInterrupt"):
         all_to_all_v(x, wire="none", comm=comm, transport="direct")
     assert channel._under_way is None

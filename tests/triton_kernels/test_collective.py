@@ -25,12 +25,12 @@ from thinwire.triton_kernels.codec import (
     round_reference,
     scaled_reference,
 )
-from thinwire.triton_kernels.collective import collect, reduce, scatter, spread
+from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
 from thinwire.triton_kernels.collective_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     FIRST_LEG,
-    LINE_WHAT,
+    HEADER_SIGNATURE,
     REDUCE_SCATTER,
     SECOND_LEG,
     CollectiveLane,
@@ -40,13 +40,13 @@ from thinwire.triton_kernels.collective_layout import (
 from thinwire.triton_kernels.round_layout import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    LINE_BYTES,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
 from thinwire.wire import WireFormat
@@ -84,7 +84,7 @@ class Call:
         """What the kernels are told."""
         return Job(
             op=self.op,
-            what=(self.op, self.seed, -sum(self.counts), 2**62 + self.gap),
+            signature=(self.op, self.seed, -sum(self.counts), 2**62 + self.gap),
             parts=torch.tensor([list(self.counts), self.starts]),
             most_rows=-(-max(self.counts) // self.row),
             row=self.row,
@@ -150,7 +150,7 @@ class Ranks:
         layout = CollectiveLayout.of(comm.size, slot_bytes)
         self.comm = comm
         self.memory: SymmetricMemory = allocate(comm, layout.NUM_BYTES)
-        self.lane = CollectiveLane.of(layout, comm.rank, self.memory.local, self.memory.bases)
+        self.lane = CollectiveLane.of(layout, comm.rank, self.memory.local, self.memory.buffer_ptrs)
         self.timeout, self.grace = 20.0, 1.0
 
     @property
@@ -167,7 +167,7 @@ class Ranks:
         lane = self.lane
         lane.control[CONTROL_EPOCH] = epoch
         lines = lane.buffer[lane.layout.FIRST : lane.layout.SCATTERED].view(torch.int32)
-        lines = lines[: 3 * self.comm.size * (LINE_BYTES // 4)].view(3, self.comm.size, -1)
+        lines = lines[: 3 * self.comm.size * (SIGNAL_LINE_BYTES // 4)].view(3, self.comm.size, -1)
         lines[:2, :, 0] = epoch
         lines[2, :, 0] = epoch if second is None else second
         self.comm.barrier()
@@ -200,12 +200,12 @@ class Ranks:
         times, programs = (self.timeout, self.grace), call.num_programs
         for chunk in range(job.num_chunks):
             if job.op == ALL_GATHER:
-                spread(self.lane, job, x, chunk, programs)
+                send_to_all(self.lane, job, x, chunk, programs)
             else:
                 scatter(self.lane, job, x, chunk, programs)
                 reduce(self.lane, job, out if job.op == REDUCE_SCATTER else None, chunk, *times, programs)
             if job.op != REDUCE_SCATTER:
-                collect(self.lane, job, out, chunk, *times, programs)
+                gather_recv(self.lane, job, out, chunk, *times, programs)
 
     def check(self, call: Call, poison: bool = True) -> None:
         """One call, compared with plain torch."""
@@ -397,11 +397,11 @@ def _one_is_ahead(comm: Communicator) -> None:
         ranks.poison_slots()
         for number, (call, (x, out)) in enumerate(zip(calls, tensors, strict=True)):
             expected, job = call.result(comm.rank, out), call.job()
-            (spread if op == ALL_GATHER else scatter)(ranks.lane, job, x, 0)
+            (send_to_all if op == ALL_GATHER else scatter)(ranks.lane, job, x, 0)
             if comm.rank == 1 and number == 0:
-                line = (ranks.epoch + 1) % 2 * comm.size * LINE_BYTES
+                line = (ranks.epoch + 1) % 2 * comm.size * SIGNAL_LINE_BYTES
                 ranks.await_word(ranks.lane.layout.FIRST + line, ranks.epoch + 1)
-            (collect if op == ALL_GATHER else reduce)(ranks.lane, job, out, 0, 20.0, 1.0)
+            (gather_recv if op == ALL_GATHER else reduce)(ranks.lane, job, out, 0, 20.0, 1.0)
             assert_same_bits(str(call), expected, out)
 
 
@@ -435,7 +435,7 @@ def _stale_second_flags(comm: Communicator) -> None:
         ranks.await_word(ranks.lane.layout.SECOND, ranks.epoch)
         time.sleep(0.3)
     reduce(ranks.lane, job, None, 0, 20.0, 1.0)
-    collect(ranks.lane, job, out, 0, 20.0, 1.0)
+    gather_recv(ranks.lane, job, out, 0, 20.0, 1.0)
     assert_same_bits("late sums", expected, out)
 
 
@@ -451,13 +451,16 @@ def _disagree(comm: Communicator) -> None:
     ranks = Ranks(comm)
     ranks.check(Call(REDUCE_SCATTER, (300, 300, 300)))
     call = Call(ALL_REDUCE, (260, 260, 260))
-    others: list[tuple[int, tuple[int, ...]]] = [(ALL_GATHER, call.job().what), (REDUCE_SCATTER, call.job().what)]
+    others: list[tuple[int, tuple[int, ...]]] = [
+        (ALL_GATHER, call.job().signature),
+        (REDUCE_SCATTER, call.job().signature),
+    ]
     others += [(call.op, tuple(2**40 + n if n == word else n for n in range(4))) for word in range(4)]
-    for number, (op, what) in enumerate(others):
+    for number, (op, signature) in enumerate(others):
         odd = comm.rank == number % 3
         ours = replace(call, op=op) if odd else call
-        changed = ours.job().what if number < 2 else what if odd else (0, 1, 2, 3)
-        job, (x, out) = replace(ours.job(), what=changed), ranks.tensors(ours)  # type: ignore[arg-type]
+        changed = ours.job().signature if number < 2 else signature if odd else (0, 1, 2, 3)
+        job, (x, out) = replace(ours.job(), signature=changed), ranks.tensors(ours)  # type: ignore[arg-type]
         epoch = ranks.epoch
         ranks.launch(ours, job, x, out)
         assert ranks.status == MISMATCHED and ranks.epoch == epoch + 1, number
@@ -519,9 +522,9 @@ def _late_but_alive(comm: Communicator) -> None:
     for number in range(3):
         time.sleep(0.3 * (comm.rank == number % 2))
         ranks.check(Call(OPS[number], (100, 3), seed=number), poison=False)
-    line = ranks.lane.buffer[ranks.lane.layout.FIRST :][: 2 * 2 * LINE_BYTES].view(torch.int64).view(2, 2, -1)
-    words = line[ranks.epoch & 1, :, LINE_WHAT // 2 : LINE_WHAT // 2 + 4]
-    assert words.tolist() == [list(Call(OPS[2], (100, 3), seed=2).job().what)] * 2
+    line = ranks.lane.buffer[ranks.lane.layout.FIRST :][: 2 * 2 * SIGNAL_LINE_BYTES].view(torch.int64).view(2, 2, -1)
+    words = line[ranks.epoch & 1, :, HEADER_SIGNATURE // 2 : HEADER_SIGNATURE // 2 + 4]
+    assert words.tolist() == [list(Call(OPS[2], (100, 3), seed=2).job().signature)] * 2
 
 
 def test_a_first_line_says_what_its_rank_does() -> None:

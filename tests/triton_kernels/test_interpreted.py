@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import codec, combine, pack
+from thinwire.triton_kernels import codec, pack, sums
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -104,9 +104,9 @@ def _check_combine(spec: str, hidden: int) -> None:
         expert_out[8, 3], expert_out[8, 4] = torch.inf, torch.nan
         positions = torch.tensor([[0, 3, 5], [2, -1, -1], [-1, -1, -1], [8, 1, -1]])
         weights = torch.rand(4, 3, generator=generator)
-        expected = combine.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
+        expected = sums.pack_weighted_sums_reference(expert_out, positions, weights, wire, target)
         records, whole = _poisoned_records(*expected.shape)
-        combine.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
+        sums.pack_weighted_sums(expert_out, positions, weights, wire, target, records)
         if wire.quantized:
             assert torch.equal(records, expected), spec
         else:  # which NaN a sum gives is the hardware's affair
@@ -116,8 +116,8 @@ def _check_combine(spec: str, hidden: int) -> None:
         assert (whole[:, expected.shape[1] :] == POISON).all(), spec
         record_index = torch.tensor([[0, 1, 3], [2, -1, -1], [-1, -1, -1]])
         out = torch.full((3, hidden), 7.0, dtype=target)
-        combine.sum_records(records, record_index, wire, out)
-        assert_same_bits(spec, combine.sum_records_reference(expected, record_index, wire, hidden, target), out)
+        sums.sum_records(records, record_index, wire, out)
+        assert_same_bits(spec, sums.sum_records_reference(expected, record_index, wire, hidden, target), out)
 
 
 def test_the_codec_equals_the_reference() -> None:

@@ -18,21 +18,21 @@ from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import WIRES
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import dispatch, home, route, signal
+from thinwire.triton_kernels import combine, dispatch, permute, signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     CONTROL_EPOCH,
     CONTROL_STATUS,
     DISPATCH,
-    LINE_BYTES,
-    LINE_DTYPE,
-    LINE_TOKENS,
     MISMATCHED,
     REPORT_BAD_IDS,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
+    SIGNAL_DTYPE,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_TOKENS,
     TIMED_OUT,
     Lane,
 )
@@ -42,10 +42,10 @@ KERNELS = SimpleNamespace(
     send_tokens=dispatch.send_tokens,
     close_round=dispatch.close_round,
     wait=signal.wait,
-    route=route.route,
-    gather=route.gather,
-    send_sums=home.send_sums,
-    sum_home=home.sum_home,
+    route=permute.route,
+    gather=permute.gather,
+    send_sums=combine.send_sums,
+    sum_home=combine.sum_home,
 )
 
 
@@ -78,7 +78,7 @@ def _rounds(
 
 def _lines(lane: Lane) -> torch.Tensor:
     """The lane's lines, int32 [stuck, dispatch, combine][source][word]."""
-    size = 3 * lane.layout.WORLD * LINE_BYTES
+    size = 3 * lane.layout.WORLD * SIGNAL_LINE_BYTES
     return lane.buffer[lane.layout.STUCK :][:size].view(torch.int32).view(3, lane.layout.WORLD, -1)
 
 
@@ -107,7 +107,7 @@ def _some_close(comm: Communicator) -> None:
 
 
 def _mismatches(comm: Communicator) -> None:
-    for word, value in ((LINE_DTYPE, 0), (LINE_TOKENS, 5), (LINE_TOKENS, -1)):
+    for word, value in ((SIGNAL_DTYPE, 0), (SIGNAL_TOKENS, 5), (SIGNAL_TOKENS, -1)):
         lanes = make_lanes(2, 4, 2, 32, 4)
         for lane in lanes:
             mine = Tokens.random(4, 32, 2, 4, torch.bfloat16, torch.Generator().manual_seed(0))

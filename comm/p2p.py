@@ -1,0 +1,102 @@
+"""Collectives made of sends and receives: those of Gloo's ranks and of threads, and of NCCL where it does the same.
+
+Gloo has collectives of its own, but ends the *process* of a rank whose tensor is shorter than its peers'. Messages that
+:meth:`Communicator.post` carries match by length, order and label instead, so ranks that disagree get `PeerTimeout`.
+
+Each function is a generator for :class:`thinwire.comm.work.Work`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.arguments import byte_view
+from thinwire.comm.exchange import Exchange
+from thinwire.comm.reductions import Reduction
+from thinwire.comm.work import Step
+
+__all__ = ["ONE_STEP_BYTES", "move", "reduce", "reduce_scatter", "takes_two_steps"]
+
+#: Up to this size a reduction takes one step, in which each rank sends its whole tensor to those that want the result.
+ONE_STEP_BYTES = 2**16
+
+
+def move(
+    exchange: Exchange, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
+) -> Iterator[Step]:
+    """`sends[r]` goes to rank r and `receives[r]` comes from there, this rank's own included; of any strides."""
+    recv_buffer = [None if target is None else _recv_buffer(target) for target in receives]
+    own, place = sends[exchange.rank], receives[exchange.rank]
+    if own is not None and place is not None:
+        place.copy_(own.reshape(place.shape))
+    yield exchange.post(_for_peers(exchange, sends), _for_peers(exchange, recv_buffer), label)
+    for peer, (target, arrived) in enumerate(zip(receives, recv_buffer, strict=True)):
+        if peer != exchange.rank and target is not None and arrived is not None and arrived is not target:
+            target.copy_(arrived)
+
+
+def reduce_scatter(
+    exchange: Exchange, reduction: Reduction, output: Tensor, inputs: Sequence[Tensor]
+) -> Iterator[Step]:
+    """`inputs[r]`, of the shape of rank r's output, goes there; what arrives is combined in rank order."""
+    carried = [reduction.encode(tensor) for tensor in inputs]
+    own = carried[exchange.rank]
+    shares = [own if peer == exchange.rank else _recv_buffer(own, fresh=True) for peer in range(exchange.size)]
+    label = f"reduce_scatter {reduction.label}"
+    yield exchange.post(_for_peers(exchange, carried), _for_peers(exchange, shares), label)
+    output.copy_(reduction.combine([share.reshape(output.shape) for share in shares]))
+
+
+def takes_two_steps(exchange: Exchange, tensor: Tensor) -> bool:
+    """Whether `reduce` deals a tensor out before it is combined; the same on all ranks."""
+    return exchange.size > 1 and tensor.nbytes > ONE_STEP_BYTES
+
+
+def reduce(exchange: Exchange, reduction: Reduction, tensor: Tensor, dst: int | None) -> Iterator[Step]:
+    """All ranks' tensors combined, at `dst`, or everywhere for None.
+
+    Small ones go to every rank that wants the result, in one step. Of others every rank combines a slice of its own and
+    hands it on: each rank sends and receives `2 (size - 1) / size` of the tensor, as in a ring, but in two steps. The
+    result is the same to the last bit.
+    """
+    rank, size = exchange.rank, exchange.size
+    carried = reduction.encode(tensor).contiguous().view(-1)
+    label = f"{'all_reduce' if dst is None else 'reduce'} {reduction.label}"
+    # `carried` may be the tensor's own memory: only a rank that shall have the result may write to it.
+    receiving = dst in (None, rank)
+    if takes_two_steps(exchange, tensor):
+        ends = [carried.numel() * peer // size for peer in range(size + 1)]
+        slices = [carried[begin:end] for begin, end in itertools.pairwise(ends)]
+        shares = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(size)]
+        yield exchange.post(_for_peers(exchange, slices), _for_peers(exchange, shares), label)
+        total = reduction.combine(shares)
+        sending = [total if dst in (None, peer) else None for peer in range(size)]
+        results = slices if receiving else [None] * size
+        yield exchange.post(_for_peers(exchange, sending), _for_peers(exchange, results), label)
+        if receiving:
+            slices[rank].copy_(total)
+    else:
+        sending = [carried if dst in (None, peer) else None for peer in range(size)]
+        shares = [carried if peer == rank else torch.empty_like(carried) for peer in range(size if receiving else 0)]
+        arriving = shares if receiving else [None] * size
+        yield exchange.post(_for_peers(exchange, sending), _for_peers(exchange, arriving), label)
+        if receiving:
+            carried.copy_(reduction.combine(shares))
+    if receiving and (carried.data_ptr() != tensor.data_ptr() or carried.dtype != tensor.dtype):
+        tensor.copy_(carried.view(tensor.shape))
+
+
+def _recv_buffer(target: Tensor, fresh: bool = False) -> Tensor:
+    contiguous = target.is_contiguous() and not fresh
+    return target if contiguous else torch.empty_like(target, memory_format=torch.contiguous_format)
+
+
+def _for_peers(exchange: Exchange, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if peer == exchange.rank or tensor is None else byte_view(tensor.contiguous())
+        for peer, tensor in enumerate(tensors)
+    ]

@@ -1,0 +1,93 @@
+"""How a tensor is cut for a collective: one part a rank, rows within a part. Pure arithmetic.
+
+A collective sees a tensor as a flat sequence of elements. Scales belong to groups of consecutive elements, and a format
+with one scale a row has one for every `row_elements`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+
+from thinwire.fused.channel import describe_wire_word, wire_word
+from thinwire.fused.counts import Segments
+from thinwire.wire import WireFormat
+
+__all__ = ["describe_signature", "even_parts", "gathered_parts", "row_elements", "signature_of", "split_parts"]
+
+#: Elements of a row: of a short message, and of one with enough for each rank. The longer, the less is padded.
+SHORT_ROW, LONG_ROW = 1024, 4096
+
+_OPS = ("all_reduce", "reduce_scatter", "all_gather")
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def row_elements(part: int) -> int:
+    """Elements of a row where the largest part has `part` of them.
+
+    >>> row_elements(4095), row_elements(4096)
+    (1024, 4096)
+    """
+    return SHORT_ROW if part < LONG_ROW else LONG_ROW
+
+
+def split_parts(elements: int, world: int) -> tuple[Segments, int]:
+    """Any number of elements dealt out in whole rows, and the elements of a row. The last parts may be short or empty.
+
+    >>> split_parts(5000, 4)
+    (Segments(counts=[2048, 2048, 904, 0], displs=[0, 2048, 4096, 5000]), 1024)
+    """
+    row = row_elements(-(-elements // world))
+    rows = -(-elements // row)
+    share = -(-rows // world) * row
+    displs = [min(rank * share, elements) for rank in range(world)]
+    counts = [min(share, elements - displ) for displ in displs]
+    return Segments(counts, displs), row
+
+
+def even_parts(elements: int, world: int) -> tuple[Segments, int]:
+    """Equal parts of a number of elements that divides, and the elements of a row.
+
+    >>> even_parts(12, 4)
+    (Segments(counts=[3, 3, 3, 3], displs=[0, 3, 6, 9]), 1024)
+    """
+    part = elements // world
+    return Segments([part] * world, [rank * part for rank in range(world)]), row_elements(part)
+
+
+def gathered_parts(counts: Sequence[int]) -> tuple[Segments, int]:
+    """What each rank contributes, one after the other, and the elements of a row.
+
+    >>> gathered_parts([3, 0, 5000])
+    (Segments(counts=[3, 0, 5000], displs=[0, 3, 3]), 4096)
+    """
+    counts = list(counts)
+    return Segments(counts, [0, *accumulate(counts[:-1])]), row_elements(max(counts))
+
+
+def signature_of(
+    op: int, parts: Segments, row: int, dtype: str, wire: WireFormat, gather_wire: WireFormat
+) -> tuple[int, int, int, int]:
+    """What ranks tell each other of a call: four int64, equal on ranks that do the same.
+
+    Args:
+        op: an index into all_reduce, reduce_scatter, all_gather.
+        dtype: of the tensors, such as "bfloat16".
+    """
+    spread = zlib.crc32(repr((parts.counts, row)).encode())
+    return op | _DTYPES.index(dtype) << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
+
+
+def describe_signature(signature: Sequence[int]) -> str:
+    """What `signature_of` stands for, for people; any four numbers.
+
+    >>> wire = WireFormat.parse("int8")
+    >>> describe_what(what_of(1, Segments([4, 4], [0, 4]), 1024, "float16", wire, wire))
+    "reduce_scatter of 8 float16 elements as WireFormat(name='int8', group=128, alignment=32)"
+    """
+    op, dtype = signature[0] & 0xFF, signature[0] >> 8 & 0xFF
+    names = [_OPS[op] if op < len(_OPS) else "something", _DTYPES[dtype] if dtype < len(_DTYPES) else "unknown"]
+    legs = [describe_wire_word(word) for word in signature[1:3]]
+    wires = {0: f"{legs[0]}, then {legs[1]}", 1: legs[0], 2: legs[1]}.get(op, "unknown")
+    return f"{names[0]} of {signature[3]} {names[1]} elements as {wires}"

@@ -1,0 +1,276 @@
+"""The codec on the CPU: rows of float32, float16 or bfloat16 to wire records and back.
+
+Equal to `thinwire.triton_kernels.codec` to the last bit; the plain-torch reference there is the reference of this file.
+
+`quantize_row` and `dequantize_row` take addresses, so that a kernel elsewhere may quantise a row straight into a peer's
+mapped memory. A layout, `record_layout(...)`, tells them all they must know of the record.
+
+Without numba the modules of this folder import, and their functions raise `TransportUnavailable` when called.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from thinwire.errors import WireFormatError
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    bits_to_float32,
+    copy_bytes,
+    load_float32,
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_int32,
+    zero_bytes,
+)
+from thinwire.triton_kernels.cpu.ir.loops import (
+    amax_groups,
+    decode_groups,
+    encode_groups,
+    read_scales,
+    round_columns,
+    scale_groups,
+)
+from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, NONE
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "Layout",
+    "dequantize_row",
+    "dequantize_rows",
+    "dtype_code",
+    "pack_kernel",
+    "quantize_row",
+    "quantize_rows",
+    "record_layout",
+    "round_row",
+    "unpack_kernel",
+]
+
+#: kind, group, row_scale, hidden, scales_offset, row_bytes: a tuple of integers, since numba reads that fastest.
+Layout = tuple[int, int, int, int, int, int]
+
+_DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+_KINDS = {"none": NONE, "int8": INT8, "int4": INT4, "fp8": FP8}
+
+_LANES = 16  # columns of the narrowest block
+# A tile is what passes from memory to the first-level cache once, though its columns are looked at twice.
+_TILE_COLUMNS = 4096
+_MAX_TILE_GROUPS = 64
+_MIN_TILE_GROUPS = 8  # 16 bytes of scales
+_GROUP_BYTES = 4 * _MAX_TILE_GROUPS
+_WIDE_TILE_BYTES = 4 * _MIN_TILE_GROUPS * 1024
+_REST_BYTES = 4 * _LANES
+_WORD = 4
+_SIGNLESS = np.int32(0x7FFFFFFF)
+_ZERO = np.float32(0.0)
+_LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
+_LARGEST_FLOAT16 = np.float32(torch.finfo(torch.float16).max)
+_LARGEST_BFLOAT16 = np.float32(torch.finfo(torch.bfloat16).max)
+# What no payload decodes beyond, whatever its bytes.
+_BOUND_INT8, _BOUND_INT4, _BOUND_FP8 = np.float32(128.0), np.float32(8.0), np.float32(480.0)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """What the kernels call a row's dtype.
+
+    Raises:
+        WireFormatError: for a dtype other than float32, float16 and bfloat16.
+    """
+    if dtype not in _DTYPE_CODES:
+        accepted = ", ".join(map(str, _DTYPE_CODES))
+        raise WireFormatError(f"rows of {dtype} cannot be put on the wire; accepted: {accepted}")
+    return _DTYPE_CODES[dtype]
+
+
+def record_layout(wire: WireFormat, hidden: int, dtype: torch.dtype) -> Layout:
+    """What the row functions must know of a record; `dtype` is the rows' own, which `none` keeps.
+
+    >>> record_layout(WireFormat.parse("int8"), 7168, torch.bfloat16)
+    (1, 128, 0, 7168, 7168, 7296)
+    """
+    return (
+        _KINDS[wire.name],
+        wire.group or hidden,
+        int(wire.row_scale),
+        hidden,
+        wire.scales_offset(hidden, dtype),
+        wire.row_bytes(hidden, dtype),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One row, by address
+
+
+@device
+def element_bytes(dtype):
+    """Bytes of one element of a row."""
+    return 4 if dtype == FLOAT32 else 2
+
+
+@device
+def tile_columns(group):
+    """Columns of a tile: whole groups, and a multiple of 16 bytes of scales."""
+    return group * max(_MIN_TILE_GROUPS, min(_MAX_TILE_GROUPS, _TILE_COLUMNS // group))
+
+
+@device
+def quantize_row(x, dtype, record, layout):
+    """Quantises the row at address `x` into the record at address `record`, and writes all bytes of it."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    size = element_bytes(dtype)
+    if kind == NONE:
+        copy_bytes(record, x, hidden * size)
+        zero_bytes(record + hidden * size, row_bytes - hidden * size)
+        return
+    bits = 4 if kind == INT4 else 8
+    inverses = stack_buffer(_GROUP_BYTES)
+    rest_x = stack_buffer(_REST_BYTES)
+    rest_amax = stack_buffer(_WORD)
+    scales = record + scales_offset
+    zero_bytes(scales - 16, 16)  # the payload's pad, before the payload
+    tile = hidden if row_scale else tile_columns(group)
+    for start in range(0, hidden, tile):
+        columns = min(tile, hidden - start)
+        whole = columns & -_LANES
+        rest = columns - whole
+        groups = (columns + group - 1) // group
+        last = inverses + 4 * (groups - 1)
+        source = x + start * size
+        payload = record + (start * bits >> 3)
+        zero_bytes(inverses, _GROUP_BYTES)
+        amax_groups(source, whole, group, dtype, inverses)
+        if rest:
+            zero_bytes(rest_x, _REST_BYTES)
+            copy_bytes(rest_x, source + whole * size, rest * size)
+            amax_groups(rest_x, _LANES, _LANES, dtype, rest_amax)
+            store_int32(last, max(load_int32(last), load_int32(rest_amax)))
+        some_dead = scale_groups(inverses, groups, kind, row_scale, scales)
+        encode_groups(source, whole, group, dtype, inverses, payload, kind)
+        if rest:
+            encode_groups(rest_x, _LANES, _LANES, dtype, last, payload + (whole * bits >> 3), kind)
+        if some_dead:
+            # Only now: 0 * x is NaN for some x, and -0.0 has a sign bit in fp8.
+            written = columns + -columns % _LANES
+            for number in range(groups):
+                if load_float32(inverses + 4 * number) == _ZERO:
+                    first = number * group
+                    zero_bytes(payload + (first * bits >> 3), min(group, written - first) * bits >> 3)
+        scales += (groups * (4 if row_scale else 2) + 15) & -16
+    zero_bytes(scales, record + row_bytes - scales)
+
+
+@device
+def round_row(values, columns, out, dtype, saturate):
+    """Rounds float32 at `values`, which has room for a multiple of 16, to `columns` elements at `out`."""
+    whole = columns & -_LANES
+    round_columns(values, whole, out, dtype, saturate)
+    if whole < columns:
+        size = element_bytes(dtype)
+        rest_out = stack_buffer(_REST_BYTES)
+        round_columns(values + 4 * whole, _LANES, rest_out, dtype, saturate)
+        copy_bytes(out + whole * size, rest_out, (columns - whole) * size)
+
+
+@device
+def dequantize_row(record, out, dtype, layout):
+    """Dequantises the record at address `record` into the row at address `out`."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    size = element_bytes(dtype)
+    if kind == NONE:
+        copy_bytes(out, record, hidden * size)
+        return
+    bits = 4 if kind == INT4 else 8
+    bound = _BOUND_INT8 if kind == INT8 else _BOUND_INT4 if kind == INT4 else _BOUND_FP8
+    largest = _LARGEST_FLOAT32 if dtype == FLOAT32 else _LARGEST_FLOAT16 if dtype == FLOAT16 else _LARGEST_BFLOAT16
+    floats = stack_buffer(_GROUP_BYTES)
+    wide = stack_buffer(_WIDE_TILE_BYTES)
+    scales = record + scales_offset
+    tile = _TILE_COLUMNS if row_scale else tile_columns(group)
+    for start in range(0, hidden, tile):
+        columns = min(tile, hidden - start)
+        whole = columns & -_LANES
+        group = columns if row_scale else group
+        groups = (columns + group - 1) // group
+        payload = record + (start * bits >> 3)
+        rest_payload = payload + (whole * bits >> 3)
+        target = out + start * size
+        if row_scale:
+            scale_bits = load_int32(scales)
+            store_int32(floats, scale_bits)
+            largest_scale = scale_bits & _SIGNLESS
+        else:
+            largest_scale = read_scales(scales, groups, floats)
+            scales += 2 * groups
+        last = floats + 4 * (groups - 1)
+        # Otherwise some scale is NaN, or so large that the output's dtype may overflow.
+        plain = bits_to_float32(largest_scale) * bound <= largest
+        decoded_dtype, decoded = (dtype, target) if plain else (FLOAT32, wide)
+        decode_groups(payload, kind, floats, whole, group, decoded, decoded_dtype)
+        if whole < columns:
+            rest_out = wide if plain else wide + 4 * whole
+            decode_groups(rest_payload, kind, last, _LANES, _LANES, rest_out, decoded_dtype)
+            if plain:
+                copy_bytes(target + whole * size, wide, (columns - whole) * size)
+        if not plain:
+            round_row(wide, columns, target, dtype, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows. The kernels serve `pack.py` too: an index costs nothing beside a row, and half the code is compiled.
+
+
+@kernel
+def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, fingerprint=FINGERPRINT):
+    """Record i from row row_index[i], or from row i where `row_index` is 0. Strides are in bytes."""
+    for i in range(count):
+        row = load_int64(row_index + 8 * i) if row_index else i
+        quantize_row(x + row * x_stride, dtype, records + i * record_stride, layout)
+
+
+@kernel
+def unpack_kernel(
+    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, fingerprint=FINGERPRINT
+):
+    """Row row_index[i] from record record_index[i], where 0 for either stands for i. Strides are in bytes."""
+    for i in range(count):
+        record = load_int64(record_index + 8 * i) if record_index else i
+        row = load_int64(row_index + 8 * i) if row_index else i
+        dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
+
+
+def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
+    """Writes rows as records.
+
+    Args:
+        x: float32, float16 or bfloat16 [rows, hidden] on the CPU; rows may lie apart, the columns of one may not.
+        wire: the records' format.
+        records: uint8 [rows, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    layout = record_layout(wire, x.shape[1], x.dtype)
+    code, stride = dtype_code(x.dtype), x.stride(0) * x.itemsize
+    pack_kernel(x.data_ptr(), stride, code, 0, records.data_ptr(), records.stride(0), x.shape[0], layout)
+
+
+def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+    """Writes records as rows, rounded once to `out`'s dtype and saturated at its largest finite value.
+
+    Args:
+        records: uint8 [rows, at least row_bytes], as `quantize_rows` writes them.
+        wire: their format.
+        out: float32, float16 or bfloat16 [rows, hidden] on the CPU; rows may lie apart, the columns of one may not.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    layout = record_layout(wire, out.shape[1], out.dtype)
+    code, stride = dtype_code(out.dtype), out.stride(0) * out.itemsize
+    unpack_kernel(records.data_ptr(), records.stride(0), 0, out.data_ptr(), stride, code, 0, out.shape[0], layout)

@@ -1,0 +1,181 @@
+"""The way home on the CPU: each token's weighted expert rows into one record at its home, and those records into one.
+
+Both sides of a pair know a sum's place without asking: the token's number, and the sender's ordinal among the ranks
+that own the token's experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.errors import RoutingError
+from thinwire.triton_kernels.cpu.codec import dtype_code
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.dispatch import publish_sums
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, stack_buffer, store_int64
+from thinwire.triton_kernels.cpu.lane import (
+    MIXED_DTYPES,
+    POISONED,
+    RANKS_BYTES,
+    WRITTEN,
+    check_dtype,
+    check_out,
+    destinations,
+    mixed_dtypes,
+    numbers_at,
+    numbers_that_fit,
+    readable_rows,
+    sum_layout_of,
+    token_count,
+)
+from thinwire.triton_kernels.cpu.signal import signal_line
+from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
+from thinwire.triton_kernels.round_layout import CONTROL_STATUS, RUNNING, SIGNAL_HAS_SUMS, Lane
+
+__all__ = ["send_sums", "sum_home"]
+
+#: What `sum_home_kernel` returns, beside what other kernels do.
+_OTHER_TOKENS = 3
+
+
+@device
+def terms_within(positions, lane, row_count, chosen):
+    """Copies a slot's positions with -1 for rows that are not there, and returns how many there are."""
+    for k in range(lane.top_k):
+        position = load_int64(positions + 8 * k)
+        if position < 0:
+            return k
+        store_int64(chosen + 8 * k, position if position < row_count else -1)
+    return lane.top_k
+
+
+@kernel
+def send_sums_kernel(
+    numbers, buffer_ptrs, control, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """Sums to their homes, then the combine line and its flag. `row_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+        return MIXED_DTYPES
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    layout = sum_layout_of(lane)
+    ranks = stack_buffer(RANKS_BYTES)
+    chosen, parts = scratch, scratch + 8 * lane.top_k
+    for step in range(1, lane.world + 1):
+        source = (lane.rank + step) % lane.world
+        sums = load_int64(buffer_ptrs + 8 * source) + lane.sums
+        for token in range(token_count(buffer_ptrs, lane, source)):
+            first = (source * lane.max_tokens + token) * lane.top_k
+            terms = terms_within(positions + 8 * first, lane, row_count, chosen)
+            if terms == 0:
+                continue
+            # The ids are the peer's: whatever they are by now, they choose among the token's own places.
+            count = destinations(own + lane.ids + 4 * first, lane, ranks)
+            ordinal = 0
+            while ordinal < count and load_int64(ranks + 8 * ordinal) != lane.rank:
+                ordinal += 1
+            if ordinal == count:
+                continue
+            factors = weights + 4 * first
+            total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, lane.hidden, parts)
+            pack_sum_row(total, lane.dtype, sums + (token * lane.slots + ordinal) * lane.sum_bytes, layout)
+    publish_sums(buffer_ptrs, lane, control, 1)
+    return WRITTEN
+
+
+def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_programs: int | None = None) -> None:
+    """Sums each token's weighted expert rows into its home's memory, and signals all ranks.
+
+    On a poisoned lane nothing is sent.
+
+    Args:
+        lane: a lane that was routed.
+        expert_out: [rows, hidden] float32, float16 or bfloat16, in the order of the lane's index; rows past the last
+            one given add nothing.
+        dtype: the tokens' own, which the wire format `none` rounds the sums to.
+        num_programs: not looked at. A rank's kernel is one thread on the CPU, where other ranks want the other cores.
+
+    Raises:
+        RoutingError: another shape of `expert_out`, or with `none` another dtype than the tokens'; nothing was sent.
+        WireFormatError: a dtype that the kernels cannot read or write; nothing was sent.
+        TransportUnavailable: without numba.
+    """
+    layout = lane.layout
+    expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
+    numbers = numbers_that_fit(lane, dtype)
+    scratch = torch.empty(8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K), dtype=torch.uint8)
+    result = send_sums_kernel(
+        numbers.address,
+        lane.buffer_ptrs.data_ptr(),
+        lane.control.data_ptr(),
+        lane.positions.data_ptr(),
+        lane.weights.data_ptr(),
+        expert_out.data_ptr(),
+        expert_out.stride(0) * expert_out.itemsize,
+        expert_out.shape[0],
+        dtype_code(expert_out.dtype),
+        scratch.data_ptr(),
+    )
+    check_dtype(result, "dtype", dtype)
+
+
+@kernel
+def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scratch, fingerprint=FINGERPRINT):
+    """Adds up what came home into the rows at `out`. `out_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+        return MIXED_DTYPES
+    if tokens != token_count(buffer_ptrs, lane, lane.rank):
+        return _OTHER_TOKENS
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    first_ids = own + lane.ids + 4 * lane.rank * lane.max_tokens * lane.top_k
+    layout = sum_layout_of(lane)
+    ranks = stack_buffer(RANKS_BYTES)
+    for token in range(tokens):
+        count = destinations(first_ids + 4 * token * lane.top_k, lane, ranks)
+        for j in range(count):
+            # The list of ranks becomes one of records, in place.
+            line = signal_line(buffer_ptrs, lane.rank, lane.combine_lines, load_int64(ranks + 8 * j))
+            has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
+            store_int64(ranks + 8 * j, token * lane.slots + j if has_sums else -1)
+        row = out + token * out_stride
+        sum_record_row(own + lane.sums, lane.sum_bytes, ranks, count, lane.dtype, layout, row, scratch)
+    return WRITTEN
+
+
+def sum_home(lane: Lane, out: torch.Tensor) -> None:
+    """Adds up the sums that came home, in ascending rank, and rounds once.
+
+    Args:
+        lane: a lane whose combine phase has been waited for. A poisoned one gives NaN.
+        out: [tokens, hidden] in the tokens' dtype, each row's columns side by side, written whole; zero where a token
+            has no sum. `tokens` is how many this rank sent in this round.
+
+    Raises:
+        RoutingError: another shape or stride of `out`, or with `none` another dtype than the tokens'.
+        WireFormatError: a dtype that the kernels cannot write.
+        TransportUnavailable: without numba.
+    """
+    layout = lane.layout
+    check_out(out, layout.HIDDEN)
+    numbers = numbers_that_fit(lane, out.dtype)
+    scratch = torch.empty(scratch_bytes(layout.HIDDEN, layout.SLOTS), dtype=torch.uint8)
+    result = sum_home_kernel(
+        numbers.address,
+        lane.buffer_ptrs.data_ptr(),
+        lane.control.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        out.shape[0],
+        scratch.data_ptr(),
+    )
+    check_dtype(result, "out", out.dtype)
+    if result == _OTHER_TOKENS:
+        raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")
+    if result == POISONED:
+        out.fill_(float("nan"))

@@ -1,0 +1,80 @@
+"""numba if it is installed; otherwise stand-ins that let these files import and say what is missing when called.
+
+Everything in the library imports without its optional parts. Calling a function of this folder without numba raises
+:class:`thinwire.errors.TransportUnavailable`, which names the extra to install.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import TransportUnavailable
+from thinwire.triton_kernels import collective_layout, round_layout
+from thinwire.triton_kernels.cpu import HAS_NUMBA
+
+__all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "ir", "kernel", "types"]
+
+
+def _hash_sources() -> int:
+    digest = hashlib.sha256()
+    # The constants of lanes are compiled into kernels too.
+    layouts = [Path(module.__file__) for module in (round_layout, collective_layout) if module.__file__]
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *layouts]:
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:6], "little")
+
+
+#: Identifies the source text of this folder, `ir` included, and of the lanes' layouts. numba's cache looks at the file
+#: of the function that it caches and not at the files of what it calls, so a kernel that lacked this would go on
+#: running an intrinsic's older version. Each kernel takes it as a last argument with this default, which makes it a
+#: part of the cache's key.
+FINGERPRINT = _hash_sources()
+
+if HAS_NUMBA:
+    from llvmlite import ir
+    from numba import njit, types
+    from numba.core import cgutils
+    from numba.core.registry import cpu_target
+    from numba.extending import intrinsic
+
+    # error_model="numpy": a division checks nothing. fastmath stays off: no operation may be fused or reordered, or
+    # results would differ from the other backends in the last bit.
+    # inline="always": a function that kernels call would otherwise be compiled once for itself as well.
+    device = njit(nogil=True, error_model="numpy", inline="always")
+
+    def kernel(function: Callable[..., Any]) -> Any:
+        """Compiles an entry point, cached on disk: ranks are processes, and all of them need the same code."""
+        try:
+            return njit(nogil=True, error_model="numpy", cache=True)(function)
+        except RuntimeError:  # neither the source's folder nor the user's cache folder can be written
+            return device(function)
+
+    def converts_halves() -> bool:
+        """Whether the machine converts float16 itself. Where it does not, LLVM calls functions that numba lacks."""
+        triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+        return "+f16c" in features if triple.startswith(("x86_64", "i686")) else triple.startswith(("aarch64", "arm64"))
+
+else:
+
+    def device(function: Callable[..., Any]) -> Any:
+        """A function that says what is missing."""
+
+        def unavailable(*args: object, **kwargs: object) -> Any:
+            raise TransportUnavailable(f"{function.__name__} needs numba: pip install 'thinwire[cpu]'")
+
+        return unavailable
+
+    kernel = device
+
+    def intrinsic(function: Any = None, **options: object) -> Any:
+        """As `device`; also takes the options of the real one."""
+        return device if function is None else device(function)
+
+    def converts_halves() -> bool:
+        """Never asked: nothing compiles."""
+        return False
+
+    ir = types = cgutils = None

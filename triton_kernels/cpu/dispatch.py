@@ -1,0 +1,277 @@
+"""Beginning and closing a round on the CPU, and the waits between its parts.
+
+A token is quantised once, straight into the mapped memory of the first rank that it goes to, and copied from there,
+still in this core's cache, to the others. Nothing is counted or exchanged before: a record's slot is its token's number
+at the sender.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from thinwire.errors import RoutingError
+from thinwire.triton_kernels.cpu.codec import quantize_row
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    copy_bytes,
+    load_float32,
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_float32,
+    store_int32,
+)
+from thinwire.triton_kernels.cpu.lane import (
+    RANKS_BYTES,
+    destinations,
+    numbers_at,
+    numbers_of,
+    numbers_that_fit,
+    readable_rows,
+    record_layout_of,
+)
+from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, signal_line, wait_for_all
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    DISPATCH,
+    MISMATCHED,
+    REPORT_BAD_IDS,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
+    RUNNING,
+    SIGNAL_DTYPE,
+    SIGNAL_HAS_SUMS,
+    SIGNAL_TOKENS,
+    TIMED_OUT,
+    Lane,
+)
+
+__all__ = ["close_round", "publish_sums", "send_tokens", "wait"]
+
+_ID_TYPES = (torch.int32, torch.int64)
+_LONGEST_NS = 2**62
+_ZERO = np.float32(0.0)
+
+
+@device
+def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
+    """Writes a token's ids and weights as they travel, and returns whether some id was no expert's.
+
+    Every expert is there once: its first mention has the float32 sum of its weights, in ascending k.
+    """
+    bad = False
+    for k in range(lane.top_k):
+        expert = load_int64(topk_ids + 8 * k) if id_bytes == 8 else np.int64(load_int32(topk_ids + 4 * k))
+        if expert < 0 or expert >= lane.num_experts:
+            bad |= expert != -1
+            expert = np.int64(-1)
+        mention = 0
+        while mention < k and load_int32(ids + 4 * mention) != expert:
+            mention += 1
+        store_int32(ids + 4 * k, expert if mention == k else -1)
+        store_float32(weights + 4 * k, _ZERO)
+        if expert >= 0:
+            total = load_float32(weights + 4 * mention) + load_float32(topk_weights + 4 * k)
+            store_float32(weights + 4 * mention, total)
+    return bad
+
+
+@kernel
+def send_tokens_kernel(
+    numbers,
+    buffer_ptrs,
+    control,
+    report,
+    x,
+    x_stride,
+    topk_ids,
+    id_bytes,
+    topk_weights,
+    tokens,
+    fingerprint=FINGERPRINT,
+):
+    """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    first_slot = lane.rank * lane.max_tokens
+    ids_plane = lane.ids + 4 * first_slot * lane.top_k
+    weights_plane = lane.weights + 4 * first_slot * lane.top_k
+    layout = record_layout_of(lane)
+    ranks = stack_buffer(RANKS_BYTES)
+    for token in range(tokens):
+        first = token * lane.top_k
+        ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
+        if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
+            store_int32(report + 4 * REPORT_BAD_IDS, 1)
+        count = destinations(ids, lane, ranks)
+        if count == 0:
+            continue
+        record = lane.records + (first_slot + token) * lane.record_bytes
+        written = load_int64(buffer_ptrs + 8 * load_int64(ranks)) + record
+        quantize_row(x + token * x_stride, lane.dtype, written, layout)
+        for j in range(1, count):
+            copy_bytes(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + record, written, lane.record_row_bytes)
+    plane_bytes = 4 * tokens * lane.top_k
+    for peer in range(lane.world):
+        base = load_int64(buffer_ptrs + 8 * peer)
+        if peer != lane.rank:
+            copy_bytes(base + ids_plane, own + ids_plane, plane_bytes)
+            copy_bytes(base + weights_plane, own + weights_plane, plane_bytes)
+        line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
+        store_int32(line + 4 * SIGNAL_TOKENS, tokens)
+        store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word)
+    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH)) + 1
+    store_int32(control + 4 * CONTROL_EPOCH, epoch)
+    publish(buffer_ptrs, lane.world, lane.rank, lane.signals, epoch)
+
+
+def send_tokens(
+    lane: Lane,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_programs: int | None = None,
+) -> None:
+    """Begins a round: quantises each token into the memory of the ranks that own its experts, and signals all ranks.
+
+    On a poisoned lane nothing is sent.
+
+    Args:
+        lane: the lane, whose last round is closed.
+        x: [tokens, hidden] float32, float16 or bfloat16; at most MAX_TOKENS.
+        topk_ids: int32 or int64 [tokens, top_k]; -1 is none. Any other id outside of 0 ... NUM_EXPERTS - 1 counts as
+            none too, and is noted in the lane's report. Of repeated experts the first mention keeps the weights' sum.
+        topk_weights: float [tokens, top_k].
+        num_programs: not looked at. A rank's kernel is one thread on the CPU, where other ranks want the other cores.
+
+    Raises:
+        RoutingError: another shape or another dtype of ids; nothing was sent.
+        WireFormatError: another dtype of x, or one whose records are larger than the lane's slots; nothing was sent.
+        TransportUnavailable: without numba.
+    """
+    layout = lane.layout
+    x = readable_rows(x, layout.HIDDEN, "x")
+    tokens = x.shape[0]
+    expected = (tokens, layout.TOP_K)
+    if tokens > layout.MAX_TOKENS or topk_ids.shape != expected or topk_weights.shape != expected:
+        raise RoutingError(
+            f"{tokens} tokens with topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; "
+            f"accepted: at most {layout.MAX_TOKENS} tokens, and [tokens, {layout.TOP_K}] of both"
+        )
+    if topk_ids.dtype not in _ID_TYPES:
+        raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
+    numbers = numbers_that_fit(lane, x.dtype)
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    send_tokens_kernel(
+        numbers.address,
+        lane.buffer_ptrs.data_ptr(),
+        lane.control.data_ptr(),
+        lane.report.data_ptr(),
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        topk_ids.data_ptr(),
+        topk_ids.itemsize,
+        topk_weights.data_ptr(),
+        tokens,
+    )
+
+
+@device
+def publish_sums(buffer_ptrs, lane, control, has_sums):
+    """Signals the combine phase of the open round, with sums or without, to all ranks."""
+    for peer in range(lane.world):
+        store_int32(signal_line(buffer_ptrs, peer, lane.combine_lines, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
+    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_lines, load_int32(control + 4 * CONTROL_EPOCH))
+
+
+@kernel
+def close_round_kernel(numbers, buffer_ptrs, control, fingerprint=FINGERPRINT):
+    """Signals the combine phase without sums."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
+        publish_sums(buffer_ptrs, lane, control, 0)
+
+
+def close_round(lane: Lane) -> None:
+    """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none.
+
+    Raises:
+        TransportUnavailable: without numba.
+    """
+    numbers = numbers_of(lane)
+    close_round_kernel(numbers.address, lane.buffer_ptrs.data_ptr(), lane.control.data_ptr())
+
+
+@device
+def lines_agree(buffer_ptrs, lane, report):
+    """Whether all dispatch lines name this rank's dtype and a possible number of tokens; notes those that do not."""
+    agree = True
+    own = load_int32(signal_line(buffer_ptrs, lane.rank, lane.signals, lane.rank) + 4 * SIGNAL_DTYPE)
+    for peer in range(lane.world):
+        line = signal_line(buffer_ptrs, lane.rank, lane.signals, peer)
+        tokens = load_int32(line + 4 * SIGNAL_TOKENS)
+        if load_int32(line + 4 * SIGNAL_DTYPE) != own or tokens < 0 or tokens > lane.max_tokens:
+            store_int32(report + 4 * (REPORT_PEERS + peer), 1)
+            agree = False
+    return agree
+
+
+@kernel
+def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, fingerprint=FINGERPRINT):
+    """Waits for one phase of a round; times are in nanoseconds. Returns how the wait ended."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return GAVE_UP
+    epoch = load_int32(control + 4 * CONTROL_EPOCH)
+    lines = lane.signals if phase == DISPATCH else lane.combine_lines
+    status = RUNNING
+    ended = wait_for_all(buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, deadline)
+    if ended == GAVE_UP:
+        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
+        # rank that is late by less than the timeout is then not named.
+        patience = max(deadline - monotonic_ns(), 0) + grace
+        give_up(buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, patience, report)
+        status = TIMED_OUT
+    elif ended == ARRIVED and phase == DISPATCH:
+        status = RUNNING if lines_agree(buffer_ptrs, lane, report) else MISMATCHED
+    if status != RUNNING:
+        # From now on this rank's kernels send nothing, and give NaN.
+        store_int32(control + 4 * CONTROL_STATUS, status)
+        store_int32(report + 4 * REPORT_EPOCH, epoch)
+        store_int32(report + 4 * REPORT_PHASE, phase)
+        store_int32(report + 4 * REPORT_STATUS, status)
+    return ended
+
+
+def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
+    """Blocks until every rank has signalled a phase of the lane's round, or until the lane is poisoned.
+
+    The lane's report says which. Python's signal handlers run meanwhile, but for the grace time.
+
+    Args:
+        lane: a lane with an open round. A poisoned one is not waited for.
+        phase: DISPATCH or COMBINE.
+        timeout: seconds until the lane is given up.
+        grace: seconds that peers then get to say that they are stuck as well.
+
+    Raises:
+        ValueError: for another phase.
+        TransportUnavailable: without numba.
+    """
+    if phase not in (DISPATCH, COMBINE):
+        raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
+    numbers = numbers_of(lane)
+    addresses = lane.buffer_ptrs.data_ptr(), lane.control.data_ptr(), lane.report.data_ptr()
+    deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
+    while wait_kernel(numbers.address, *addresses, phase, deadline, min(int(grace * 1e9), _LONGEST_NS)) == PAUSED:
+        pass

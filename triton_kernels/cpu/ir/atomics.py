@@ -1,0 +1,72 @@
+"""What waiting needs beside loads and stores: ordered access to a flag, the time, and giving up the processor.
+
+numba has none of these. The flags are 4 bytes at addresses that are multiples of 4, so the processor reads and writes
+them whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire.triton_kernels.cpu.compat import cgutils, intrinsic, ir, types
+
+__all__ = ["load_acquire", "monotonic_ns", "store_release", "yield_processor"]
+
+_FLAG_BYTES = 4
+_CLOCK_MONOTONIC = 1  # Linux's number of it
+
+
+@intrinsic
+def load_acquire(typing_context, address):
+    """The int32 at an address; what is read afterwards is at least as new as it."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        return builder.load_atomic(pointer, "acquire", _FLAG_BYTES)
+
+    return types.int32(types.int64), codegen
+
+
+@intrinsic
+def store_release(typing_context, address, value):
+    """Writes an int32; who reads it with `load_acquire` sees all that was written before it."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", _FLAG_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int32), codegen
+
+
+def _libc(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    # Declared by name and found in the process when the code is loaded: a ctypes pointer could not be cached on disk.
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+@intrinsic
+def yield_processor(typing_context):
+    """Lets another thread of this machine run: ranks may outnumber cores."""
+
+    def codegen(context, builder, signature, args):
+        builder.call(_libc(builder, "sched_yield", ir.IntType(32), []), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def monotonic_ns(typing_context):
+    """Nanoseconds of the clock behind `time.monotonic`."""
+
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(64)
+        moment = ir.LiteralStructType([word, word])
+        with builder.goto_entry_block():
+            now = builder.alloca(moment)
+        read = _libc(builder, "clock_gettime", ir.IntType(32), [ir.IntType(32), moment.as_pointer()])
+        builder.call(read, [ir.Constant(ir.IntType(32), _CLOCK_MONOTONIC), now])
+        seconds, rest = (builder.load(cgutils.gep_inbounds(builder, now, 0, field)) for field in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(word, 10**9)), rest)
+
+    return types.int64(), codegen

@@ -1,0 +1,64 @@
+"""Loops and branches for code that writes LLVM IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from thinwire.triton_kernels.cpu.compat import ir
+from thinwire.triton_kernels.cpu.ir.vectors import constant
+
+__all__ = ["cross", "loop", "switch"]
+
+
+@contextmanager
+def loop(builder: Any, count: Any) -> Iterator[Any]:
+    """Counts from 0 to `count`. LLVM is told not to unroll: blocks are wide enough, and the code would triple."""
+    before = builder.basic_block
+    head, body, end = (builder.append_basic_block(f"loop.{name}") for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(ir.IntType(64))
+    index.add_incoming(constant(0), before)
+    builder.cbranch(builder.icmp_signed("<", index, count), body, end)
+    builder.position_at_end(body)
+    yield index
+    index.add_incoming(builder.add(index, constant(1), flags=["nuw", "nsw"]), builder.basic_block)
+    builder.branch(head).set_metadata("llvm.loop", _not_unrolled(builder.module))
+    builder.position_at_end(end)
+
+
+def _not_unrolled(module: Any) -> Any:
+    wish = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    identity = module.add_metadata([ir.MetaDataString(module, "thinwire"), wish])
+    identity.operands = (identity, wish)  # a loop's metadata begins with a reference to itself
+    return identity
+
+
+def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases: list[tuple[int, ...]]) -> None:
+    """Emits `emit(*codes)` for each of `cases`; the kernel runs the one that equals `selectors`.
+
+    One switch within another, so that a selector that turns out to be constant drops the other cases early.
+    """
+    if not selectors:
+        emit()
+        return
+    end = builder.append_basic_block("switch.end")
+    instruction = builder.switch(selectors[0], end)
+    for code in dict.fromkeys(case[0] for case in cases):
+        block = builder.append_basic_block("switch.case")
+        instruction.add_case(constant(code), block)
+        builder.position_at_end(block)
+        switch(builder, selectors[1:], partial(emit, code), [case[1:] for case in cases if case[0] == code])
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def cross(*axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All tuples that take one code from each axis."""
+    cases: list[tuple[int, ...]] = [()]
+    for axis in axes:
+        cases = [(*case, code) for case in cases for code in axis]
+    return cases

@@ -1,0 +1,263 @@
+"""Elements as LLVM vectors: how a block of columns is read as float32, quantised, and rounded to where it goes.
+
+These functions run while a kernel compiles and write its IR. Left to itself, LLVM's vectoriser inserts quantised bytes
+one at a time; portable vector IR becomes packed instructions on every ISA, of the widest kind the machine has, and
+compiles sooner, as there is nothing to search for. No operation carries a fast-math flag, so that none is fused or
+reordered.
+
+An element is one of the codes below: `FLOAT32`, `FLOAT16`, `BFLOAT16` in a row, `INT8`, `INT4`, `FP8` in a record's
+payload (with `NONE`, the numbers that `thinwire.triton_kernels.record` uses). The arithmetic is that of
+`thinwire.triton_kernels.codec`, whose docstring has the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire.triton_kernels.cpu.compat import converts_halves, ir
+
+__all__ = [
+    "BFLOAT16",
+    "BITS",
+    "FLOAT16",
+    "FLOAT32",
+    "FP8",
+    "INT4",
+    "INT8",
+    "NONE",
+    "QUANTIZED",
+    "ROW_ELEMENTS",
+    "bfloat16_bits",
+    "broadcast",
+    "constant",
+    "filled",
+    "from_halves",
+    "integers",
+    "load",
+    "load_floats",
+    "singles",
+    "store",
+    "store_floats",
+    "store_quantized",
+]
+
+NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)
+
+BITS = {INT8: 8, INT4: 4, FP8: 8, FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16}
+ROW_ELEMENTS = (FLOAT32, FLOAT16, BFLOAT16)
+QUANTIZED = (INT8, INT4, FP8)
+_LARGEST = {FLOAT32: 3.4028234663852886e38, FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38}
+_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds half to even and leaves q in the low bits
+_UPPER_HALF = 0xFFFF0000
+
+
+def integers(bits: int, lanes: int) -> Any:
+    """The type of a vector of integers."""
+    return ir.VectorType(ir.IntType(bits), lanes)
+
+
+def singles(lanes: int) -> Any:
+    """The type of a vector of float32."""
+    return ir.VectorType(ir.FloatType(), lanes)
+
+
+def filled(vector_type: Any, value: float) -> Any:
+    """A constant vector of one value."""
+    return ir.Constant(vector_type, [value] * vector_type.count)
+
+
+def constant(value: int) -> Any:
+    """A constant int64."""
+    return ir.Constant(ir.IntType(64), value)
+
+
+def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
+    """A vector of one runtime value."""
+    first = builder.insert_element(
+        ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
+    )
+    return builder.shuffle_vector(first, first, filled(integers(32, lanes), 0))
+
+
+def load(builder: Any, address: Any, value_type: Any, align: int) -> Any:
+    """What lies at an int64 address."""
+    return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int) -> None:
+    """Puts a value at an int64 address."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# float16
+
+
+def from_halves(builder: Any, bits: Any) -> Any:
+    """int16 bits of float16 to float32."""
+    lanes = bits.type.count
+    if converts_halves():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), singles(lanes))
+    word = integers(32, lanes)
+    wide = builder.sext(bits, word)
+    magnitude = builder.and_(wide, filled(word, 0x7FFF))
+    normal = builder.add(builder.shl(magnitude, filled(word, 13)), filled(word, (127 - 15) << 23))
+    special = builder.or_(normal, filled(word, 0x7F800000))
+    # A subnormal counts multiples of 2**-24.
+    subnormal = builder.fmul(builder.sitofp(magnitude, singles(lanes)), filled(singles(lanes), 2.0**-24))
+    small = builder.icmp_signed("<", magnitude, filled(word, 0x0400))
+    large = builder.icmp_signed(">=", magnitude, filled(word, 0x7C00))
+    absolute = builder.select(small, builder.bitcast(subnormal, word), builder.select(large, special, normal))
+    sign = builder.and_(wide, filled(word, 0x80000000))
+    return builder.bitcast(builder.or_(absolute, sign), singles(lanes))
+
+
+def _to_halves(builder: Any, values: Any) -> Any:
+    """float32 to int16 bits of the nearest float16, half to even."""
+    lanes = values.type.count
+    if converts_halves():
+        halves = builder.fptrunc(values, ir.VectorType(ir.HalfType(), lanes))
+        return builder.bitcast(halves, integers(16, lanes))
+    word = integers(32, lanes)
+    bits = builder.bitcast(values, word)
+    magnitude = builder.and_(bits, filled(word, 0x7FFFFFFF))
+    last_place = builder.and_(builder.lshr(magnitude, filled(word, 13)), filled(word, 1))
+    normal = builder.sub(builder.add(builder.add(magnitude, filled(word, 0xFFF)), last_place), filled(word, 112 << 23))
+    normal = builder.lshr(normal, filled(word, 13))
+    # The unit in the last place of 0.5 is 2**-24, so the adder rounds to a multiple of it.
+    total = builder.fadd(builder.bitcast(magnitude, values.type), filled(values.type, 0.5))
+    subnormal = builder.sub(builder.bitcast(total, word), filled(word, 0x3F000000))
+    infinite = builder.icmp_signed(">", magnitude, filled(word, 0x47800000 - 1))
+    special = builder.select(
+        builder.icmp_signed(">", magnitude, filled(word, 0x7F800000)), filled(word, 0x7E00), filled(word, 0x7C00)
+    )
+    small = builder.icmp_signed("<", magnitude, filled(word, 0x38800000))
+    absolute = builder.select(small, subnormal, builder.select(infinite, special, normal))
+    sign = builder.lshr(builder.and_(bits, filled(word, 0x80000000)), filled(word, 16))
+    return builder.trunc(builder.or_(absolute, sign), integers(16, lanes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load_floats(builder: Any, address: Any, lanes: int, element: int) -> Any:
+    """Elements of a row, or of a payload before the scale, as float32."""
+    if element == BFLOAT16:
+        bits = builder.zext(load(builder, address, integers(16, lanes), 2), integers(32, lanes))
+        return builder.bitcast(builder.shl(bits, filled(bits.type, 16)), singles(lanes))
+    if element == FLOAT16:
+        return from_halves(builder, load(builder, address, integers(16, lanes), 2))
+    if element == FLOAT32:
+        return load(builder, address, singles(lanes), 4)
+    if element == FP8:
+        # As a float16's bits the code is the value times 2**-8, subnormal codes and zeros included.
+        codes = builder.sext(load(builder, address, integers(8, lanes), 1), integers(16, lanes))
+        halves = builder.and_(builder.shl(codes, filled(codes.type, 7)), filled(codes.type, 0xBF80))
+        values = from_halves(builder, halves)
+        return builder.fmul(values, filled(values.type, 256.0))
+    if element == INT4:
+        packed = builder.zext(load(builder, address, integers(8, lanes // 2), 1), integers(16, lanes // 2))
+        spread = builder.or_(packed, builder.shl(packed, filled(packed.type, 4)))
+        nibbles = builder.bitcast(builder.and_(spread, filled(packed.type, 0x0F0F)), integers(8, lanes))
+        eight = filled(nibbles.type, 8)
+        payload = builder.sub(builder.xor(nibbles, eight), eight)
+    else:
+        payload = load(builder, address, integers(8, lanes), 1)
+    return builder.sitofp(payload, singles(lanes))
+
+
+def _load_planes(builder: Any, address: Any, lanes: int, element: int) -> list[Any]:
+    """Elements of a row as one vector or, for bfloat16, as even and odd columns: one instruction each, no widening."""
+    if element != BFLOAT16:
+        return [load_floats(builder, address, lanes, element)]
+    pairs = load(builder, address, integers(32, lanes // 2), 2)
+    even, odd = builder.shl(pairs, filled(pairs.type, 16)), builder.and_(pairs, filled(pairs.type, _UPPER_HALF))
+    return [builder.bitcast(plane, singles(lanes // 2)) for plane in (even, odd)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantising
+
+
+def store_quantized(builder: Any, x: Any, lanes: int, element: int, inverse: Any, payload: Any, kind: int) -> None:
+    """Quantises `lanes` columns of a row, at address `x`, to the address `payload`; `inverse` is 1/s."""
+    encode = _encode_e4m3 if kind == FP8 else _encode_integer
+    codes = []
+    for plane in _load_planes(builder, x, lanes, element):
+        codes.append(encode(builder, builder.fmul(plane, broadcast(builder, inverse, plane.type.count))))
+    values = _low_bytes(builder, codes)
+    if kind == INT4:
+        pairs = builder.bitcast(values, integers(16, lanes // 2))
+        even = builder.and_(pairs, filled(pairs.type, 0xF))
+        odd = builder.and_(builder.lshr(pairs, filled(pairs.type, 4)), filled(pairs.type, 0xF0))
+        values = builder.trunc(builder.or_(even, odd), integers(8, lanes // 2))
+    store(builder, values, payload, 1)
+
+
+def _encode_integer(builder: Any, v: Any) -> Any:
+    """int32 whose low 16 bits are v, rounded half to even, in two's complement."""
+    return builder.bitcast(builder.fadd(v, filled(v.type, _MAGIC)), integers(32, v.type.count))
+
+
+def _encode_e4m3(builder: Any, v: Any) -> Any:
+    """int32 whose low byte is the code of v, |v| < 464, half to even.
+
+    Adding 2**20 times the power of two at or below |v| (of 2**-6, for the subnormal codes, where |v| is less) rounds to
+    3 bits behind the leading one and leaves them, in units of the code, in the low bits of the sum.
+    """
+    word = integers(32, v.type.count)
+    bits = builder.bitcast(v, word)
+    sign, exponent = builder.and_(bits, filled(word, 0x80000000)), builder.and_(bits, filled(word, 0x7F800000))
+    smallest = filled(word, 121 << 23)
+    exponent = builder.select(builder.icmp_signed(">", exponent, smallest), exponent, smallest)
+    adder = builder.or_(builder.add(exponent, filled(word, 20 << 23)), sign)
+    total = builder.bitcast(builder.fadd(v, builder.bitcast(adder, v.type)), word)
+    eighths = builder.lshr(builder.sub(exponent, smallest), filled(word, 20))
+    code = builder.add(builder.sub(total, adder), eighths)
+    return builder.or_(code, builder.lshr(sign, filled(word, 24)))
+
+
+def _low_bytes(builder: Any, planes: list[Any]) -> Any:
+    """The lowest byte of each int32, in column order."""
+    lanes = sum(plane.type.count for plane in planes)
+    if len(planes) == 1:
+        return builder.trunc(planes[0], integers(8, lanes))
+    even, odd = planes
+    odd = builder.shl(odd, filled(odd.type, 16))
+    # Low halves of the one and high halves of the other: a single blend, where interleaving would shuffle.
+    order = ir.Constant(integers(32, lanes), [lane + lanes * (lane % 2) for lane in range(lanes)])
+    words = [builder.bitcast(plane, integers(16, lanes)) for plane in (even, odd)]
+    return builder.trunc(builder.shuffle_vector(*words, order), integers(8, lanes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rounding
+
+
+def bfloat16_bits(builder: Any, values: Any) -> Any:
+    """float32 to int32 whose upper halves are the nearest bfloat16, half to even; NaN may come out as anything."""
+    word = integers(32, values.type.count)
+    bits = builder.bitcast(values, word)
+    last_place = builder.and_(builder.lshr(bits, filled(word, 16)), filled(word, 1))
+    return builder.add(builder.add(bits, filled(word, 0x7FFF)), last_place)
+
+
+def store_floats(builder: Any, values: Any, address: Any, element: int, *, finite: bool, saturate: bool) -> None:
+    """Rounds float32 once to a row's dtype. `finite` promises that no result is NaN or overflows; `saturate` keeps what
+    is not NaN finite."""
+    lanes = values.type.count
+    if saturate and not finite:
+        # Comparisons, not minnum and maxnum: NaN fails both and stays.
+        for sign, comparison in ((1.0, ">"), (-1.0, "<")):
+            limit = filled(values.type, sign * _LARGEST[element])
+            values = builder.select(builder.fcmp_ordered(comparison, values, limit), limit, values)
+    if element == FLOAT16:
+        values = _to_halves(builder, values)
+    elif element == BFLOAT16:
+        rounded = builder.lshr(bfloat16_bits(builder, values), filled(integers(32, lanes), 16))
+        if not finite:
+            is_nan = builder.fcmp_unordered("uno", values, values)
+            rounded = builder.select(is_nan, filled(rounded.type, 0x7FC0), rounded)
+        values = builder.trunc(rounded, integers(16, lanes))
+    store(builder, values, address, BITS[element] // 8)

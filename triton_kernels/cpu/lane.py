@@ -1,0 +1,299 @@
+"""What the CPU's kernels know of a lane, and the small functions that all of them share.
+
+Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round. That is
+one argument instead of forty, and numba looks at each argument of a call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from thinwire.errors import RoutingError, WireFormatError
+from thinwire.triton_kernels.cpu.codec import Layout, dtype_code, record_layout
+from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.ir.fields import reader_of
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
+from thinwire.triton_kernels.cpu.ir.vectors import NONE
+from thinwire.triton_kernels.cpu.signal import signal_line
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    DTYPE_CODES,
+    MAX_WORLD,
+    SIGNAL_DTYPE,
+    SIGNAL_LINE_BYTES,
+    SIGNAL_TOKENS,
+    Lane,
+    RoundLayout,
+)
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "MIXED_DTYPES",
+    "POISONED",
+    "RANKS_BYTES",
+    "WRITTEN",
+    "LaneNumbers",
+    "Numbers",
+    "check_dtype",
+    "check_out",
+    "destinations",
+    "mixed_dtypes",
+    "numbers_at",
+    "numbers_of",
+    "numbers_that_fit",
+    "readable_rows",
+    "record_layout_of",
+    "sum_layout_of",
+    "token_count",
+]
+
+#: What kernels that fill an output return.
+WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
+
+#: Bytes of an array of ranks, as int64.
+RANKS_BYTES = 8 * MAX_WORLD
+
+
+class LaneNumbers(NamedTuple):
+    """All that is the same in every round of a lane. Kernels read it from memory: it is too long for an argument."""
+
+    world: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    slots: int
+    record_bytes: int
+    sum_bytes: int
+    stuck: int
+    signals: int  # the dispatch lines
+    combine_lines: int
+    ids: int
+    weights: int
+    records: int
+    sums: int
+    rank: int
+    align: int
+    experts_each: int
+    larger_ranks: int  # own one expert more
+    first_expert: int
+    local_experts: int
+    num_rows: int  # that the index has room for
+    dtype: int  # of the rows
+    dtype_word: int  # how a dispatch line names it
+    record_kind: int  # the layout of a dispatched record, as the codec has it
+    record_group: int
+    record_row_scale: int
+    record_hidden: int
+    record_scales_offset: int
+    record_row_bytes: int
+    sum_kind: int  # of a combined one
+    sum_group: int
+    sum_row_scale: int
+    sum_hidden: int
+    sum_scales_offset: int
+    sum_row_bytes: int
+
+
+_RECORD_FIELDS = [name for name in LaneNumbers._fields if name.startswith("record_") and name != "record_bytes"]
+_SUM_FIELDS = [name for name in LaneNumbers._fields if name.startswith("sum_") and name != "sum_bytes"]
+
+
+class Numbers(NamedTuple):
+    """`LaneNumbers` in memory, as int64, and why rows of this dtype cannot travel on the lane, where they cannot."""
+
+    words: np.ndarray
+    address: int
+    refusal: str
+
+
+@lru_cache(maxsize=512)
+def _numbers(
+    layout: RoundLayout, wire: WireFormat, combine_wire: WireFormat, rank: int, align: int, dtype: torch.dtype | None
+) -> Numbers:
+    if layout.WORLD > MAX_WORLD:
+        raise RoutingError(f"a lane of {layout.WORLD} ranks; accepted: at most {MAX_WORLD}")
+    legs: list[Layout] = []
+    refusal = ""
+    for leg, room in ((wire, layout.RECORD_BYTES), (combine_wire, layout.SUM_BYTES)):
+        legs.append((0,) * 6 if dtype is None else record_layout(leg, layout.HIDDEN, dtype))
+        if legs[-1][-1] > room:
+            refusal = (
+                f"a row of {layout.HIDDEN} elements of {dtype} takes {legs[-1][-1]} bytes in wire format {str(leg)!r}, "
+                f"and this lane was laid out for {room}; accepted: rows of the dtype that it was laid out for"
+            )
+    numbers = LaneNumbers(
+        world=layout.WORLD,
+        num_experts=layout.NUM_EXPERTS,
+        top_k=layout.TOP_K,
+        hidden=layout.HIDDEN,
+        max_tokens=layout.MAX_TOKENS,
+        slots=layout.SLOTS,
+        record_bytes=layout.RECORD_BYTES,
+        sum_bytes=layout.SUM_BYTES,
+        stuck=layout.STUCK,
+        signals=layout.SIGNALS,
+        combine_lines=layout.SIGNALS + COMBINE * layout.WORLD * SIGNAL_LINE_BYTES,
+        ids=layout.IDS,
+        weights=layout.WEIGHTS,
+        records=layout.RECORDS,
+        sums=layout.SUMS,
+        rank=rank,
+        align=align,
+        experts_each=layout.NUM_EXPERTS // layout.WORLD,
+        larger_ranks=layout.NUM_EXPERTS % layout.WORLD,
+        first_expert=layout.first_expert(rank),
+        local_experts=layout.first_expert(rank + 1) - layout.first_expert(rank),
+        num_rows=layout.num_rows(rank, align),
+        dtype=0 if dtype is None else dtype_code(dtype),
+        dtype_word=-1 if dtype is None else DTYPE_CODES[dtype],
+        **dict(zip(_RECORD_FIELDS, legs[0], strict=True)),
+        **dict(zip(_SUM_FIELDS, legs[1], strict=True)),
+    )
+    words = np.array(numbers, dtype=np.int64)
+    words.flags.writeable = False
+    return Numbers(words, words.ctypes.data, refusal)
+
+
+def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
+    """The numbers of a lane whose rows have a dtype; without one, of a kernel that looks at no row.
+
+    They hold no address, so lanes that are alike share them. The caller holds on to what this returns while a kernel
+    reads from it.
+
+    Raises:
+        WireFormatError: for a dtype that cannot travel.
+        RoutingError: for more ranks than `MAX_WORLD`.
+    """
+    return _numbers(lane.layout, lane.wire, lane.combine_wire, lane.rank, lane.align, dtype)
+
+
+def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
+    """The numbers of a lane whose slots have room for records of a dtype.
+
+    Raises:
+        WireFormatError: for a dtype that cannot travel, or whose records are larger than the lane's slots.
+        RoutingError: for more ranks than `MAX_WORLD`.
+    """
+    numbers = numbers_of(lane, dtype)
+    if numbers.refusal:
+        raise WireFormatError(numbers.refusal)
+    return numbers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In kernels
+
+
+numbers_at = reader_of(LaneNumbers)
+
+
+@device
+def record_layout_of(lane):
+    """What the codec's row functions must know of a dispatched record: a `Layout`."""
+    return (
+        lane.record_kind,
+        lane.record_group,
+        lane.record_row_scale,
+        lane.record_hidden,
+        lane.record_scales_offset,
+        lane.record_row_bytes,
+    )
+
+
+@device
+def sum_layout_of(lane):
+    """The same of a combined record."""
+    return (
+        lane.sum_kind,
+        lane.sum_group,
+        lane.sum_row_scale,
+        lane.sum_hidden,
+        lane.sum_scales_offset,
+        lane.sum_row_bytes,
+    )
+
+
+@device
+def mixed_dtypes(buffer_ptrs, lane, kind):
+    """Whether records of `kind` hold elements of another dtype than `lane` has: only those of `none` hold a dtype."""
+    line = signal_line(buffer_ptrs, lane.rank, lane.signals, lane.rank)
+    return kind == NONE and np.int64(load_int32(line + 4 * SIGNAL_DTYPE)) != lane.dtype_word
+
+
+@device
+def token_count(buffer_ptrs, lane, source):
+    """How many tokens a rank sent this rank in this round; 0 where it wrote a number that cannot be."""
+    tokens = load_int32(signal_line(buffer_ptrs, lane.rank, lane.signals, source) + 4 * SIGNAL_TOKENS)
+    return np.int64(tokens) if 0 <= tokens <= lane.max_tokens else np.int64(0)
+
+
+@device
+def destinations(ids, lane, ranks):
+    """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `slots`.
+
+    `ids` is the address of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
+    """
+    boundary = lane.larger_ranks * (lane.experts_each + 1)
+    zero_bytes(ranks, 8 * lane.world)
+    for k in range(lane.top_k):
+        expert = load_int32(ids + 4 * k)
+        if 0 <= expert < boundary:
+            store_int64(ranks + 8 * (expert // (lane.experts_each + 1)), 1)
+        elif 0 <= expert < lane.num_experts:
+            store_int64(ranks + 8 * (lane.larger_ranks + (expert - boundary) // lane.experts_each), 1)
+    count = 0
+    for rank in range(lane.world):
+        if load_int64(ranks + 8 * rank) != 0:
+            store_int64(ranks + 8 * count, rank)
+            count += 1
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In launchers
+
+
+def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
+    """Refuses what is not rows of so many elements.
+
+    Raises:
+        RoutingError: naming what was passed.
+    """
+    if rows.dim() != 2 or rows.shape[1] != hidden:
+        raise RoutingError(f"{name} has the shape {tuple(rows.shape)}; accepted: [rows, {hidden}]")
+
+
+def check_out(out: torch.Tensor, hidden: int) -> None:
+    """Refuses an output that a kernel, which sees an address and a row stride, cannot fill.
+
+    Raises:
+        RoutingError: naming what was passed.
+    """
+    check_rows(out, hidden, "out")
+    if hidden > 1 and out.stride(1) != 1:
+        raise RoutingError(f"out has the strides {out.stride()}; accepted: each row's columns side by side")
+
+
+def readable_rows(rows: torch.Tensor, hidden: int, name: str) -> torch.Tensor:
+    """Rows with their columns side by side: the same ones, or a copy where they are not.
+
+    Raises:
+        RoutingError: for another shape.
+    """
+    check_rows(rows, hidden, name)
+    return rows if hidden == 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def check_dtype(result: int, name: str, dtype: torch.dtype) -> None:
+    """Refuses rows of another dtype than the records hold.
+
+    Raises:
+        RoutingError: if a kernel returned `MIXED_DTYPES`.
+    """
+    if result == MIXED_DTYPES:
+        raise RoutingError(f"{name} is {dtype}; with wire format 'none' it must be of the dtype of the tokens sent")

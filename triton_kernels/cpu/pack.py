@@ -1,0 +1,88 @@
+"""Quantising rows into an order, and dequantising them out of one, without a tensor in between.
+
+Equal to `thinwire.triton_kernels.pack` to the last bit. The permutations that a collective needs on either side of the
+wire cost no pass of their own: each row is read once, and its record is written once, in its place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.cpu.codec import dtype_code, pack_kernel, record_layout, unpack_kernel
+from thinwire.wire import WireFormat
+
+__all__ = ["pack_rows", "unpack_rows"]
+
+
+def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
+    # The caller holds on to what this returns while a kernel reads from its address.
+    return None if index is None else index.contiguous()
+
+
+def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
+    """Record i = x[row_index[i]], quantised.
+
+    Args:
+        x: float32, float16 or bfloat16 [rows, hidden] on the CPU, each row's columns side by side.
+        wire: the records' format.
+        row_index: int64 [n], every entry a row of x (not checked); None takes the rows in order.
+        records: uint8 [n, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    count = records.shape[0]
+    if count == 0:
+        return
+    row_index = _in_a_row(row_index)
+    pack_kernel(
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        dtype_code(x.dtype),
+        0 if row_index is None else row_index.data_ptr(),
+        records.data_ptr(),
+        records.stride(0),
+        count,
+        record_layout(wire, x.shape[1], x.dtype),
+    )
+
+
+def unpack_rows(
+    records: torch.Tensor,
+    wire: WireFormat,
+    record_index: torch.Tensor | None,
+    row_index: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out[row_index[i]] = record record_index[i], dequantised; rows that `row_index` does not name stay as they are.
+
+    Args:
+        records: uint8 [n, at least row_bytes], its row stride a multiple of 16.
+        wire: their format.
+        record_index: int64 [n], every entry a record (not checked); None takes the records in order.
+        row_index: int64 [n], every entry a row of `out`, none twice (not checked); None means in order.
+        out: float32, float16 or bfloat16 [rows, hidden] on the CPU, each row's columns side by side.
+
+    Without either index, n is the number of records.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    given = record_index if record_index is not None else row_index
+    count = records.shape[0] if given is None else given.shape[0]
+    if count == 0:
+        return
+    record_index, row_index = _in_a_row(record_index), _in_a_row(row_index)
+    unpack_kernel(
+        records.data_ptr(),
+        records.stride(0),
+        0 if record_index is None else record_index.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        dtype_code(out.dtype),
+        0 if row_index is None else row_index.data_ptr(),
+        count,
+        record_layout(wire, out.shape[1], out.dtype),
+    )

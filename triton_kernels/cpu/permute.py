@@ -1,0 +1,245 @@
+"""Routing on the CPU: which of this rank's experts gets which record, and the experts' rows.
+
+The order of rows is that of `thinwire.moe.plan.ArrivalPlan`: by expert, then source rank, then token. It follows from
+the ids that arrived and from the counts of tokens alone. A peer's ids are only ever compared, and its counts are
+checked, so that whatever it writes, nothing outside this rank's tensors is touched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from thinwire.errors import RoutingError
+from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    load_float32,
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_float32,
+    store_int8,
+    store_int32,
+    store_int64,
+    zero_bytes,
+)
+from thinwire.triton_kernels.cpu.lane import (
+    MIXED_DTYPES,
+    POISONED,
+    RANKS_BYTES,
+    WRITTEN,
+    check_dtype,
+    check_out,
+    mixed_dtypes,
+    numbers_at,
+    numbers_of,
+    record_layout_of,
+    token_count,
+)
+from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_STATUS, CONTROL_TOKENS, RUNNING, Lane
+
+__all__ = ["gather", "route"]
+
+_ZERO = np.float32(0.0)
+
+
+@device
+def take_slot(ids, factors, lane, counts, experts, weights):
+    """Writes a token's experts on this rank, counted from its first, ascending, and their weights, and counts them.
+
+    -1 and 0 follow them. A repeated one counts once: honest peers send none, and there is room for distinct ones only.
+    """
+    last, found = -1, 0
+    while found < lane.top_k:
+        expert, weight = lane.local_experts, _ZERO
+        for k in range(lane.top_k):
+            candidate = load_int32(ids + 4 * k) - lane.first_expert
+            if last < candidate < expert:
+                expert, weight = candidate, load_float32(factors + 4 * k)
+        if expert == lane.local_experts:
+            break
+        store_int64(experts + 8 * found, expert)
+        store_float32(weights + 4 * found, weight)
+        store_int64(counts + 8 * expert, load_int64(counts + 8 * expert) + 1)
+        last = expert
+        found += 1
+    for term in range(found, lane.top_k):
+        store_int64(experts + 8 * term, -1)
+        store_float32(weights + 4 * term, _ZERO)
+
+
+@device
+def clear_slots(lane, first, cleared, end, positions, weights):
+    """Fills slots that hold no token with -1 and 0, up to `cleared`, and on to the first that is clear already.
+
+    Behind `cleared` that is the very next, unless the lane's owner has written into it.
+    """
+    for slot in range(first, end):
+        begin = slot * lane.top_k
+        if slot >= cleared and load_int64(positions + 8 * begin) == -1:
+            break
+        for term in range(begin, begin + lane.top_k):
+            store_int64(positions + 8 * term, -1)
+            store_float32(weights + 4 * term, _ZERO)
+
+
+@device
+def place_experts(lane, counts, offsets):
+    """Writes where each expert's rows begin; returns where the last one's end."""
+    row = np.int64(0)
+    for expert in range(lane.local_experts):
+        store_int64(offsets + 8 * expert, row)
+        row += (load_int64(counts + 8 * expert) + lane.align - 1) // lane.align * lane.align
+    store_int64(offsets + 8 * lane.local_experts, row)
+    return row
+
+
+@device
+def place_rows(lane, token_counts, index, offsets, positions):
+    """Turns the experts in `positions` into rows, counting each expert's offset up to its end."""
+    for source in range(lane.world):
+        first_slot = source * lane.max_tokens
+        for slot in range(first_slot, first_slot + load_int64(token_counts + 8 * source)):
+            for term in range(slot * lane.top_k, (slot + 1) * lane.top_k):
+                expert = load_int64(positions + 8 * term)
+                if expert < 0:
+                    break
+                next_row = offsets + 8 * expert
+                row = load_int64(next_row)
+                store_int64(next_row, row + 1)
+                store_int64(positions + 8 * term, row)
+                store_int64(index + 8 * row, slot)
+
+
+@device
+def clear_rows(lane, rows, cleared, index, counts, offsets):
+    """Takes the offsets back to the beginnings, and fills the index with -1 where it names no record."""
+    for expert in range(lane.local_experts):
+        end = load_int64(offsets + 8 * expert)
+        store_int64(offsets + 8 * expert, end - load_int64(counts + 8 * expert))
+        while end % lane.align:
+            store_int64(index + 8 * end, -1)
+            end += 1
+    for row in range(rows, lane.num_rows):
+        if row >= cleared and load_int64(index + 8 * row) == -1:
+            break
+        store_int64(index + 8 * row, -1)
+
+
+@kernel
+def route_kernel(numbers, buffer_ptrs, control, index, counts, offsets, positions, weights, fingerprint=FINGERPRINT):
+    """Fills a lane's index, expert_counts, expert_offsets, positions and weights, whose addresses these are."""
+    lane = numbers_at(numbers)
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    token_counts = stack_buffer(RANKS_BYTES)
+    running = load_int32(control + 4 * CONTROL_STATUS) == RUNNING
+    # Only what the last round left in `positions` and in `index` is cleared, or a decode step would pay for slots that
+    # only a prefill fills.
+    cleared = np.int64(load_int32(control + 4 * CONTROL_TOKENS))
+    most = np.int64(0)
+    zero_bytes(counts, 8 * lane.local_experts)
+    # What peers wrote is read here. All that follows works on what this rank wrote down, since a peer that was blamed
+    # elsewhere may still write.
+    for source in range(lane.world):
+        tokens = token_count(buffer_ptrs, lane, source) if running else np.int64(0)
+        store_int64(token_counts + 8 * source, tokens)
+        most = max(most, tokens)
+        slot = source * lane.max_tokens
+        for first in range(slot * lane.top_k, (slot + tokens) * lane.top_k, lane.top_k):
+            ids, factors = own + lane.ids + 4 * first, own + lane.weights + 4 * first
+            take_slot(ids, factors, lane, counts, positions + 8 * first, weights + 4 * first)
+        clear_slots(lane, slot + tokens, slot + cleared, slot + lane.max_tokens, positions, weights)
+    rows = place_experts(lane, counts, offsets)
+    place_rows(lane, token_counts, index, offsets, positions)
+    clear_rows(lane, rows, load_int32(control + 4 * CONTROL_ROWS), index, counts, offsets)
+    store_int32(control + 4 * CONTROL_TOKENS, most)
+    store_int32(control + 4 * CONTROL_ROWS, rows)
+
+
+def route(lane: Lane) -> None:
+    """Fills the lane's index, expert_counts, expert_offsets, positions and weights from what arrived.
+
+    Rows are sorted by expert, then source rank, then token. To a poisoned lane nothing has arrived: all counts are 0,
+    all of index and positions is -1. Of these tensors only what this call and the last one used is written.
+
+    Args:
+        lane: a lane whose dispatch phase has been waited for.
+
+    Raises:
+        TransportUnavailable: without numba.
+    """
+    numbers = numbers_of(lane)
+    route_kernel(
+        numbers.address,
+        lane.buffer_ptrs.data_ptr(),
+        lane.control.data_ptr(),
+        lane.index.data_ptr(),
+        lane.expert_counts.data_ptr(),
+        lane.expert_offsets.data_ptr(),
+        lane.positions.data_ptr(),
+        lane.weights.data_ptr(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gather
+
+
+@kernel
+def gather_kernel(
+    numbers, buffer_ptrs, control, index, offsets, out, out_stride, capacity, overflow, fingerprint=FINGERPRINT
+):
+    """Rows of the experts' input out of the records, at the address `out`; `out_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    store_int8(overflow, 0)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if mixed_dtypes(buffer_ptrs, lane, lane.record_kind):
+        return MIXED_DTYPES
+    rows = load_int64(offsets + 8 * lane.local_experts)
+    if rows > capacity:
+        store_int8(overflow, 1)
+    layout = record_layout_of(lane)
+    records = load_int64(buffer_ptrs + 8 * lane.rank) + lane.records
+    for row in range(capacity):
+        record = load_int64(index + 8 * row) if row < rows else -1
+        if record < 0:
+            zero_bytes(out + row * out_stride, lane.hidden * element_bytes(lane.dtype))
+        else:
+            dequantize_row(records + record * lane.record_bytes, out + row * out_stride, lane.dtype, layout)
+    return WRITTEN
+
+
+def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
+    """The experts' input: out[r] = dequantised record index[r], zero where there is none.
+
+    Args:
+        lane: a lane that was routed. A poisoned one gives NaN.
+        out: [capacity, hidden] float32, float16 or bfloat16, each row's columns side by side, written whole. With wire
+            format `none` its dtype must be the tokens'.
+        overflow: bool [], whether there are more rows than `capacity`.
+
+    Raises:
+        RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none.
+        WireFormatError: another dtype.
+        TransportUnavailable: without numba.
+    """
+    check_out(out, lane.layout.HIDDEN)
+    if overflow.dtype != torch.bool or overflow.numel() != 1:
+        raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
+    numbers = numbers_of(lane, out.dtype)
+    result = gather_kernel(
+        numbers.address,
+        lane.buffer_ptrs.data_ptr(),
+        lane.control.data_ptr(),
+        lane.index.data_ptr(),
+        lane.expert_offsets.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        out.shape[0],
+        overflow.data_ptr(),
+    )
+    check_dtype(result, "out", out.dtype)
+    if result == POISONED:
+        out.fill_(float("nan"))

@@ -1,0 +1,229 @@
+"""The two sums of combine: a rank's experts into one record a token, and the records of all ranks into the token.
+
+Equal to `thinwire.triton_kernels.sums` to the last bit. Sums are float32 from +0.0; each product is rounded and then
+added, in the order of the positions, so that the result does not depend on the transport.
+
+A row's columns pass through in blocks that stay in registers while all terms are added, so each source is read once and
+the sum is written once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from thinwire.triton_kernels.cpu.codec import dtype_code, quantize_row, record_layout, round_row
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
+from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
+from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, INT4, NONE
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "pack_sum_row",
+    "pack_weighted_sums",
+    "record_sum",
+    "scratch_bytes",
+    "sum_record_row",
+    "sum_records",
+    "weighted_sum_row",
+]
+
+_LANES = 16
+_REST_BYTES = 4 * _LANES
+_ONE = np.float32(1.0)
+
+
+def scratch_bytes(hidden: int, terms: int) -> int:
+    """What the row functions of this file need to sum `terms` rows of `hidden` elements: addresses, ends, the sum.
+
+    >>> scratch_bytes(7168, 8)
+    29328
+    """
+    return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % _LANES)
+
+
+@device
+def scratch_parts(scratch, terms):
+    """Addresses of a scratch's parts: sources, their scales, the ends of their rows, a constant 1.0, the sum."""
+    ends = scratch + 16 * terms
+    one = ends + _REST_BYTES * terms
+    return scratch, scratch + 8 * terms, ends, one, one + 16
+
+
+@device
+def sum_sources(sources, scales, count, element, row_scale, hidden, group, ends, total):
+    """Sums `count` sources, as `accumulate_groups` does, over any number of columns; consumes the address arrays."""
+    whole = hidden & -_LANES
+    accumulate_groups(sources, scales, count, element, row_scale, whole, group, total)
+    if whole == hidden:
+        return
+    bits = 32 if element == FLOAT32 else 4 if element == INT4 else 8 if element < FLOAT32 else 16
+    for j in range(count):
+        # A source may end where its memory does, so the last columns are read from a padded copy.
+        end = ends + _REST_BYTES * j
+        zero_bytes(end, _REST_BYTES)
+        copy_bytes(end, load_int64(sources + 8 * j) + (whole * bits >> 3), ((hidden - whole) * bits + 7) >> 3)
+        store_int64(sources + 8 * j, end)
+        if row_scale == 0:
+            store_int64(scales + 8 * j, load_int64(scales + 8 * j) + 2 * ((hidden - 1) // group))
+    accumulate_groups(sources, scales, count, element, row_scale, _LANES, _LANES, total + 4 * whole)
+
+
+@device
+def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, hidden, scratch):
+    """Sums weights[k] * rows[positions[k]] over k with positions[k] >= 0, and returns the sum's address in `scratch`.
+
+    `positions` (int64) and `weights` (float32) are addresses of `terms` numbers; `row_stride` is in bytes. The sum is
+    float32, with room for a multiple of 16 columns.
+    """
+    sources, scales, ends, one, total = scratch_parts(scratch, terms)
+    count = 0
+    for k in range(terms):
+        position = load_int64(positions + 8 * k)
+        if position >= 0:
+            store_int64(sources + 8 * count, rows + position * row_stride)
+            store_int64(scales + 8 * count, weights + 4 * k)
+            count += 1
+    sum_sources(sources, scales, count, dtype, 1, hidden, hidden, ends, total)
+    return total
+
+
+@device
+def pack_sum_row(total, dtype, record, layout):
+    """Writes a sum, as `weighted_sum_row` leaves it, as a record, all bytes of it; `none` rounds it to `dtype`."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    if kind == NONE:
+        size = hidden * (4 if dtype == FLOAT32 else 2)
+        round_row(total, hidden, record, dtype, 0)
+        zero_bytes(record + size, row_bytes - size)
+    else:
+        quantize_row(total, FLOAT32, record, layout)
+
+
+@device
+def record_sum(records, record_stride, record_index, terms, dtype, layout, scratch):
+    """Sums the records that `record_index`, an address of `terms` int64, names; -1 names none.
+
+    Returns the sum's address in `scratch`: float32, with room for a multiple of 16 columns.
+    """
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    sources, scales, ends, one, total = scratch_parts(scratch, terms)
+    store_float32(one, _ONE)
+    count = 0
+    for j in range(terms):
+        number = load_int64(record_index + 8 * j)
+        if number >= 0:
+            record = records + number * record_stride
+            store_int64(sources + 8 * count, record)
+            store_int64(scales + 8 * count, one if kind == NONE else record + scales_offset)
+            count += 1
+    if kind == NONE:
+        kind, row_scale, group = dtype, 1, hidden
+    sum_sources(sources, scales, count, kind, row_scale, hidden, group, ends, total)
+    return total
+
+
+@device
+def sum_record_row(records, record_stride, record_index, terms, dtype, layout, out, scratch):
+    """The same, rounded into the row at `out`; sums of quantised records saturate."""
+    total = record_sum(records, record_stride, record_index, terms, dtype, layout, scratch)
+    round_row(total, layout[3], out, dtype, 0 if layout[0] == NONE else 1)
+
+
+@kernel
+def pack_weighted_sums_kernel(
+    rows, row_stride, dtype, positions, weights, terms, records, record_stride, record_dtype, count, layout, scratch,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """Record r from the weighted sum of the rows that positions[r] names. Strides are in bytes."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    for r in range(count):
+        first = r * terms
+        named, factors = positions + 8 * first, weights + 4 * first
+        total = weighted_sum_row(rows, row_stride, dtype, named, factors, terms, hidden, scratch)
+        pack_sum_row(total, record_dtype, records + r * record_stride, layout)
+
+
+@kernel
+def sum_records_kernel(
+    records, record_stride, record_index, terms, out, out_stride, dtype, count, layout, scratch, fingerprint=FINGERPRINT
+):
+    """Row t from the records that record_index[t] names. Strides are in bytes."""
+    for t in range(count):
+        row_records = record_index + 8 * t * terms
+        sum_record_row(records, record_stride, row_records, terms, dtype, layout, out + t * out_stride, scratch)
+
+
+def pack_weighted_sums(
+    expert_out: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor,
+    wire: WireFormat,
+    dtype: torch.dtype,
+    records: torch.Tensor,
+) -> None:
+    """Record r = sum over k of weights[r, k] * expert_out[positions[r, k]], quantised; from float32 +0.0, k ascending.
+
+    Args:
+        expert_out: float32, float16 or bfloat16 [N, hidden] on the CPU, each row's columns side by side.
+        positions: int64 [R, K], rows of expert_out (not checked); a negative one is no term.
+        weights: float32 [R, K].
+        wire: the records' format.
+        dtype: of the records' elements for wire `none`, to which the sum is rounded without saturation.
+        records: uint8 [R, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    count, terms = positions.shape
+    hidden = expert_out.shape[1]
+    scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
+    positions, weights = positions.contiguous(), weights.contiguous()
+    pack_weighted_sums_kernel(
+        expert_out.data_ptr(),
+        expert_out.stride(0) * expert_out.itemsize,
+        dtype_code(expert_out.dtype),
+        positions.data_ptr(),
+        weights.data_ptr(),
+        terms,
+        records.data_ptr(),
+        records.stride(0),
+        dtype_code(dtype),
+        count,
+        record_layout(wire, hidden, dtype),
+        scratch.data_ptr(),
+    )
+
+
+def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+    """out[t] = sum over j of the records that record_index[t] names, from float32 +0.0, j ascending, rounded once.
+
+    Args:
+        records: uint8 [N, at least row_bytes], its row stride a multiple of 16.
+        record_index: int64 [T, J], records (not checked); a negative one is no term.
+        wire: the records' format; the elements of `none` are of out's dtype.
+        out: float32, float16 or bfloat16 [T, hidden] on the CPU, each row's columns side by side. Sums of quantised
+            records saturate at its largest finite value, sums of `none` overflow to infinity.
+
+    Raises:
+        WireFormatError: for another dtype.
+        TransportUnavailable: without numba.
+    """
+    count, terms = record_index.shape
+    hidden = out.shape[1]
+    scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
+    record_index = record_index.contiguous()
+    sum_records_kernel(
+        records.data_ptr(),
+        records.stride(0),
+        record_index.data_ptr(),
+        terms,
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        dtype_code(out.dtype),
+        count,
+        record_layout(wire, hidden, out.dtype),
+        scratch.data_ptr(),
+    )

@@ -1,0 +1,235 @@
+"""Combine: what happens to expert outputs on their way home, in two kernels.
+
+At the experts' rank, for the token of record r::
+
+    record[r] = quantise( sum over k of weights[r, k] * expert_out[positions[r, k]] )
+
+with k running over the token's experts on this rank in ascending expert id: whoever builds `positions` sorts them so.
+At the token's home, j running over the ranks that served it in ascending order::
+
+    out[t] = round( sum over j of dequantise(records[record_index[t, j]]) )
+
+Both sums are explicit float32 loops from +0.0, each product rounded before it is added, absent terms (-1) skipped: the
+result does not depend on timing, on the grid or on the backend. A tree sum would depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.codec import (
+    group_amax,
+    load_record_tile,
+    quantize_reference,
+    round_reference,
+    scaled_reference,
+    store_record_tail,
+    store_record_tile,
+    tile_columns,
+)
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "pack_weighted_sums",
+    "pack_weighted_sums_reference",
+    "store_sum",
+    "sum_records",
+    "sum_records_reference",
+    "sum_warps",
+]
+
+
+@triton.jit
+def weighted_sum_tile(
+    expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own.
+
+    Rows from `num_rows` on are not there, and add nothing.
+    """
+    columns = tile_columns(tile, LAYOUT)
+    total = tl.zeros(columns.shape, tl.float32)
+    for k in range(TOP_K):
+        position = tl.load(positions + k)
+        # Skipped, not added as zero: 0 * infinity would be NaN.
+        if tl.where(position < num_rows, position, -1) >= 0:
+            weight = tl.load(weights + k)
+            y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, columns < LAYOUT.HIDDEN)
+            total = total + weight * y
+    return total
+
+
+@triton.jit
+def store_sum(
+    expert_out_ptr,
+    expert_out_row_stride,
+    num_rows,
+    positions,
+    weights,
+    record,
+    TOP_K: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; both point to the record's own."""
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            total = weighted_sum_tile(
+                expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
+            )
+            row_amax = tl.maximum(row_amax, group_amax(total))
+    for tile in range(LAYOUT.NUM_TILES):
+        total = weighted_sum_tile(
+            expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
+        )
+        store_record_tile(record, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
+    store_record_tail(record, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def pack_weighted_sums_kernel(
+    expert_out_ptr,
+    expert_out_row_stride,
+    num_rows,
+    positions_ptr,  # int64 [records, top_k]
+    weights_ptr,  # float32 [records, top_k]
+    records_ptr,
+    record_stride,
+    TOP_K: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """One record of the weighted sums at the experts' rank, program r."""
+    record = tl.program_id(0).to(tl.int64)
+    base = tl.multiple_of(records_ptr + record * record_stride, 16)
+    positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
+    store_sum(expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, base, TOP_K, LAYOUT)
+
+
+@triton.jit
+def sum_records_kernel(
+    records_ptr,
+    record_stride,
+    record_index_ptr,  # int64 [tokens, slots]
+    out_ptr,
+    out_row_stride,
+    SLOTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """One token of the sums at home, program t."""
+    token = tl.program_id(0).to(tl.int64)
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        total = tl.zeros(columns.shape, tl.float32)
+        for j in range(SLOTS):
+            record = tl.load(record_index_ptr + token * SLOTS + j)
+            if record >= 0:
+                base = tl.multiple_of(records_ptr + record * record_stride, 16)
+                total = total + load_record_tile(base, tile, LAYOUT)
+        store_float32(out_ptr + token * out_row_stride + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+
+
+def sum_warps(wire: WireFormat, layout: RecordLayout) -> int:
+    """Warps of a program that sums rows into a record."""
+    # 16 columns a thread, since the running sum and the next row are held together: 32 spill on sm_120. int4 keeps 32,
+    # or its stores would shrink to 4 bytes on 64-lane wavefronts.
+    return layout.num_warps if wire.name == "int4" else 2 * layout.num_warps
+
+
+def pack_weighted_sums(
+    expert_out: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor,
+    wire: WireFormat,
+    dtype: torch.dtype,
+    records: torch.Tensor,
+) -> None:
+    """Sums each token's weighted expert rows and writes the sum as its record.
+
+    Args:
+        expert_out: [rows, hidden] float32, float16 or bfloat16 with contiguous rows.
+        positions: int64 [n, top_k], contiguous; rows of `expert_out` in ascending expert id, -1 for none.
+        weights: float32 [n, top_k], contiguous.
+        wire: the records' format.
+        dtype: what `none` rounds the sum to (half to even, as IEEE has it).
+        records: uint8 [n, row_bytes], written whole; the row stride is a multiple of 16.
+    """
+    if records.shape[0] == 0:
+        return
+    layout = RecordLayout.of(wire, expert_out.shape[1], dtype)
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        pack_weighted_sums_kernel[(records.shape[0],)](
+            expert_out,
+            expert_out.stride(0),
+            expert_out.shape[0],
+            positions,
+            weights,
+            records.view(torch.int8),
+            records.stride(0),
+            TOP_K=positions.shape[1],
+            LAYOUT=layout,
+            num_warps=sum_warps(wire, layout),
+            enable_fp_fusion=False,
+        )
+
+
+def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+    """Dequantises and sums each token's records.
+
+    Args:
+        records: uint8 [records, row_bytes]; the row stride is a multiple of 16.
+        record_index: int64 [tokens, slots], contiguous; records in ascending rank, -1 for none.
+        wire: the records' format; the elements of `none` are of `out`'s dtype.
+        out: [tokens, hidden] float32, float16 or bfloat16 with contiguous rows, written whole; zero where a token has
+            no record. Rounded once, saturating at the largest finite value unless the wire is `none`.
+    """
+    if out.shape[0] == 0:
+        return
+    layout = RecordLayout.of(wire, out.shape[1], out.dtype)
+    with torch.cuda.device_of(records):  # Triton launches on the current device
+        sum_records_kernel[(out.shape[0],)](
+            records.view(torch.int8),
+            records.stride(0),
+            record_index,
+            out,
+            out.stride(0),
+            SLOTS=record_index.shape[1],
+            LAYOUT=layout,
+            num_warps=layout.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _add_present(total: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.where((index >= 0).unsqueeze(-1), total + rows, total)
+
+
+def pack_weighted_sums_reference(
+    expert_out: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor,
+    wire: WireFormat,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`pack_weighted_sums` in plain torch: the records, uint8 [n, row_bytes]."""
+    hidden = expert_out.shape[1]
+    total = torch.zeros(positions.shape[0], hidden, dtype=torch.float32, device=expert_out.device)
+    # A row to point at where there is none.
+    rows = torch.cat((expert_out.float(), expert_out.new_zeros(1, hidden, dtype=torch.float32)))
+    for k in range(positions.shape[1]):
+        total = _add_present(total, weights[:, k, None] * rows[positions[:, k]], positions[:, k])
+    return quantize_reference(total if wire.quantized else total.to(dtype), wire)
+
+
+def sum_records_reference(
+    records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`sum_records` in plain torch: [tokens, hidden] in `dtype`."""
+    total = torch.zeros(record_index.shape[0], hidden, dtype=torch.float32, device=records.device)
+    rows = scaled_reference(records, wire, hidden, dtype)
+    rows = torch.cat((rows, rows.new_zeros(1, hidden)))
+    for j in range(record_index.shape[1]):
+        total = _add_present(total, rows[record_index[:, j]], record_index[:, j])
+    return round_reference(total, dtype, saturate=wire.quantized)
