@@ -59,7 +59,7 @@ class Membership:
         self._timeout = exchange.timeout
         self._closed = False
         self._attachments: dict[str, Attachment] = {}
-        self._unfinished: list[Work] = []  # collectives with steps that are still to be posted
+        self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
     @property
     def rank(self) -> int:

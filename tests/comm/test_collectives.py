@@ -325,7 +325,7 @@ def test_what_went_wrong_between_two_steps_is_told_again_and_again():
         yield Nothing()
         raise PeerTimeout("the second one could not be posted")
 
-    work = Work(two_steps())
+    work = Work(two_steps(), lambda: None)
     work.settle()
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="could not be posted"):

@@ -18,6 +18,7 @@ from benchmarks.bench_accuracy import errors_of_collectives
 from tests.collectives import all_gathered, all_reduced, reduce_scattered
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import (
     ConfigMismatch,
     CountsError,
@@ -29,7 +30,6 @@ from thinwire.errors import (
 from thinwire.fused.all_gather import all_gather, all_gather_v
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.collective import DirectCollectives, open_collectives
-from thinwire.fused.pending import Pending
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.round_layout import CONTROL_EPOCH
@@ -197,7 +197,7 @@ def _shapes(comm: Communicator) -> None:
             all_gather(scattered, async_op=True, **through),
             reduce_scatter(x, async_op=True, **through),
         ]
-        assert all(isinstance(call, Pending) for call in pending)
+        assert all(isinstance(call, Work) for call in pending)
         for call, result in zip(pending, (expected, gathered, scattered), strict=True):
             assert torch.equal(call.wait(), result) and torch.equal(call.wait(), result)
 
