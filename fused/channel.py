@@ -48,7 +48,7 @@ import torch
 
 from thinwire.errors import PeerTimeout, ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.round_layout import REPORT_EPOCH, REPORT_PEERS, REPORT_PHASE, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS, REPORT_PHASE, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 __all__ = [
@@ -76,13 +76,11 @@ _PHASES = ("headers", "pieces")
 
 
 @dataclass(frozen=True)
-class ChannelLayout:
+class ChannelLayout(SignalLayout):
     """Sizes and byte offsets of a rank's symmetric buffer; see the top of this file."""
 
-    WORLD: int
     PIECE_BYTES: int
     PIECES: int
-    STUCK: int
     HEADERS: int
     TAILS: int
     HEADS: int
