@@ -93,11 +93,11 @@ def select_round_kernels(backend: Backend) -> RoundKernels:
         TransportUnavailable: plain torch has none: it cannot signal.
     """
     if backend.name == "triton":
-        from thinwire.triton_kernels import combine, dispatch, permute, signal
+        from thinwire.triton_kernels import combine, dispatch, permute
 
         return RoundKernels(
             dispatch.send_tokens,
-            signal.wait,
+            dispatch.wait,
             permute.route,
             permute.gather,
             combine.send_sums,

@@ -49,7 +49,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
 from thinwire.fused.transport import DirectTransport
-from thinwire.triton_kernels.round_layout import SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 __all__ = [
@@ -76,13 +76,11 @@ _WIRES = ("none", "int8", "int4", "fp8")
 
 
 @dataclass(frozen=True)
-class ChannelLayout:
+class ChannelLayout(SignalLayout):
     """Sizes and byte offsets of a rank's symmetric buffer; see the top of this file."""
 
-    WORLD: int
     PIECE_BYTES: int
     PIECES: int
-    STUCK: int
     HEADERS: int
     TAILS: int
     HEADS: int

@@ -41,7 +41,7 @@ from thinwire.fused.channel import (
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     REPORT_EPOCH,

@@ -29,7 +29,7 @@ from thinwire.fused.channel import (
     signature_of,
 )
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.round_layout import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
 __all__ = ["HostChannel"]

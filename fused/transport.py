@@ -22,7 +22,7 @@ from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, Transport
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,

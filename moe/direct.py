@@ -20,24 +20,26 @@ from thinwire.moe.plan import SendPlan
 from thinwire.moe.rounds import Round, Rounds, Traffic
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
     DISPATCH,
     DTYPE_CODES,
-    MISMATCHED,
     REPORT_BAD_IDS,
+    SIGNAL_DTYPE,
+    SIGNAL_TOKENS,
+    Lane,
+    RoundLayout,
+)
+from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
-    SIGNAL_DTYPE,
     SIGNAL_FLAG,
     SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
     TIMED_OUT,
-    Lane,
-    RoundLayout,
 )
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.rounds import Rounds
 from thinwire.moe.routing import expert_range
 from thinwire.moe.staged import StagedRounds
-from thinwire.triton_kernels.round_layout import MAX_WORLD, RoundLayout
+from thinwire.triton_kernels.round_layout import RoundLayout
+from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 

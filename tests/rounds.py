@@ -15,7 +15,8 @@ from tests.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.round_layout import COMBINE, CONTROL_EPOCH, DISPATCH, REPORT_STATUS, Lane, RoundLayout
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat
 

@@ -52,28 +52,18 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.round_layout import (
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    CONTROL_WORDS,
-    MISMATCHED,
-    REPORT_PEERS,
-    RUNNING,
-    SIGNAL_LINE_BYTES,
-    SIGNAL_STUCK_EPOCH,
-    TIMED_OUT,
-)
 from thinwire.triton_kernels.signal import (
+    CONTROL_WORDS,
+    REPORT_PEERS,
+    Launch,
     arrive,
     give_up,
     num_programs_for,
-    platform_of,
     poison,
     publish,
+    store_signal_number,
     store_signal_words,
-    uses_atomic_store,
     wait_for_all,
-    world_block,
 )
 
 __all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "SIGNATURE_WORDS", "Endpoint", "note", "recv", "send", "wait"]
@@ -88,10 +78,7 @@ _COPY_WARPS = 4
 _NOTED_PEERS = 8  # that one launch of `note` tells of
 
 _HEADERS, _ROOM = tl.constexpr(HEADERS), tl.constexpr(ROOM)
-_SIGNATURE_WORDS, _LINE = tl.constexpr(SIGNATURE_WORDS), tl.constexpr(SIGNAL_LINE_BYTES)
-_STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
-_RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
-_STUCK_EPOCH, _REPORT_PEERS = tl.constexpr(SIGNAL_STUCK_EPOCH), tl.constexpr(REPORT_PEERS)
+_SIGNATURE_WORDS = tl.constexpr(SIGNATURE_WORDS)
 # int32 words of a header line behind its flag: ring pieces that follow, and two words each: count, what a row is.
 _HEADER_PIECES, _HEADER_COUNT, _HEADER_SIGNATURE = (tl.constexpr(w) for w in (1, 2, 4))
 # Rows of an endpoint's table, and of its counters.
@@ -136,23 +123,23 @@ def note_kernel(
     # Of eight peers: rows to send, the first of them, rows to receive, where the first of them goes.
     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
     a4, b4, c4, d4, a5, b5, c5, d5, a6, b6, c6, d6, a7, b7, c7, d7,
-    WORLD: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Writes eight peers' columns of the table. One program.
 
     The numbers are arguments, since a copy from the host would need memory there that lasts for as long as a graph.
     """
     # What made the rank give up is left to be read.
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
+    if tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING:
         wide_unit, wide_piece = unit.to(tl.int64), per_piece.to(tl.int64)
-        note_peer(table_ptr, first, a0, b0, c0, d0, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 1, a1, b1, c1, d1, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 2, a2, b2, c2, d2, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 3, a3, b3, c3, d3, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 4, a4, b4, c4, d4, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 5, a5, b5, c5, d5, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 6, a6, b6, c6, d6, wide_unit, wide_piece, WORLD)
-        note_peer(table_ptr, first + 7, a7, b7, c7, d7, wide_unit, wide_piece, WORLD)
+        note_peer(table_ptr, first, a0, b0, c0, d0, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 1, a1, b1, c1, d1, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 2, a2, b2, c2, d2, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 3, a3, b3, c3, d3, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 4, a4, b4, c4, d4, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 5, a5, b5, c5, d5, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 6, a6, b6, c6, d6, wide_unit, wide_piece, CHANNEL.WORLD)
+        note_peer(table_ptr, first + 7, a7, b7, c7, d7, wide_unit, wide_piece, CHANNEL.WORLD)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,48 +227,44 @@ def rows_of(count, FLAT: tl.constexpr, LAYOUT: tl.constexpr):
 @triton.jit
 def publish_header(
     buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST: tl.constexpr,
-    CHANNEL: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
+    CHANNEL: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Tells the peers that their pieces are there: the header of a new epoch, or sequence numbers."""
     world: tl.constexpr = CHANNEL.WORLD
-    peers = tl.arange(0, BLOCK)
+    peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < world
     pieces = tl.load(table_ptr + _SEND_PIECES * world + peers, mask=known, other=0)
     if FIRST:
-        epoch = tl.load(control_ptr + _EPOCH) + 1
-        tl.store(control_ptr + _EPOCH, epoch)
+        epoch = tl.load(control_ptr + CHANNEL.EPOCH) + 1
+        tl.store(control_ptr + CHANNEL.EPOCH, epoch)
         line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
         counts = tl.load(table_ptr + _SEND_COUNT * world + peers, mask=known, other=0)
-        store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_PIECES, (pieces - 1).to(tl.int32), world, BLOCK)
-        store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_COUNT, counts.to(tl.int32), world, BLOCK)
-        store_signal_words(
-            buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_COUNT + 1, (counts >> 32).to(tl.int32), world, BLOCK
-        )
+        rest = (pieces - 1).to(tl.int32)
+        store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_PIECES, rest, CHANNEL, LAUNCH)
+        store_signal_number(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_COUNT, counts, CHANNEL, LAUNCH)
         for word in tl.static_range(_SIGNATURE_WORDS):
-            signature = tl.load(signature_ptr + word)
-            low, high = signature.to(tl.int32), (signature >> 32).to(tl.int32)
-            store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_SIGNATURE + 2 * word, low, world, BLOCK)
-            store_signal_words(buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_SIGNATURE + 2 * word + 1, high, world, BLOCK)
-        publish(buffer_ptrs, line, CHANNEL.HEADERS, epoch, world, BLOCK, STORE)
+            number = tl.load(signature_ptr + word)
+            store_signal_number(
+                buffer_ptrs, line, CHANNEL.HEADERS, _HEADER_SIGNATURE + 2 * word, number, CHANNEL, LAUNCH
+            )
+        publish(buffer_ptrs, line, CHANNEL.HEADERS, epoch, CHANNEL, LAUNCH)
     else:
         sent = tl.load(counters_ptr + _SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
         tl.store(counters_ptr + _SENT * world + peers, sent, mask=known)
         # To peers that got nothing it says what it said before.
-        publish(buffer_ptrs, rank, CHANNEL.TAILS, sent.to(tl.int32), world, BLOCK, STORE)
+        publish(buffer_ptrs, rank, CHANNEL.TAILS, sent.to(tl.int32), CHANNEL, LAUNCH)
 
 
 @triton.jit
-def publish_head(
-    buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr
-):
+def publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL: tl.constexpr, LAUNCH: tl.constexpr):
     """Tells the peers that the slots of their pieces are free again."""
     world: tl.constexpr = CHANNEL.WORLD
-    peers = tl.arange(0, BLOCK)
+    peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < world
     pieces = tl.load(table_ptr + _RECV_PIECES * world + peers, mask=known, other=0)
     received = tl.load(counters_ptr + _RECEIVED * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
     tl.store(counters_ptr + _RECEIVED * world + peers, received, mask=known)
-    publish(buffer_ptrs, rank, CHANNEL.HEADS, received.to(tl.int32), world, BLOCK, STORE)
+    publish(buffer_ptrs, rank, CHANNEL.HEADS, received.to(tl.int32), CHANNEL, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,14 +287,12 @@ def send_rows_kernel(
     FIRST: tl.constexpr,
     LAYOUT: tl.constexpr,
     CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Quantises piece `number` of every pair into the peers' memory. Any number of programs."""
     per_piece: tl.constexpr = CHANNEL.PIECE_BYTES // LAYOUT.ROW_BYTES
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
-        half = (tl.load(control_ptr + _EPOCH) + 1) & 1
+    if tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING:
+        half = (tl.load(control_ptr + CHANNEL.EPOCH) + 1) & 1
         item = tl.program_id(0)
         while item < items * CHANNEL.WORLD:
             unit, peer = unit_and_peer(item, CHANNEL.WORLD)
@@ -332,7 +313,7 @@ def send_rows_kernel(
                 else:
                     quantize_row(x_ptr + (first + row) * x_row_stride, record, LAYOUT)
             item += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
+        if arrive(control_ptr, CHANNEL, LAUNCH):
             publish_header(
                 buffer_ptrs,
                 control_ptr,
@@ -343,8 +324,7 @@ def send_rows_kernel(
                 number,
                 FIRST,
                 CHANNEL,
-                BLOCK,
-                STORE,
+                LAUNCH,
             )
 
 
@@ -363,14 +343,12 @@ def recv_rows_kernel(
     FIRST: tl.constexpr,
     LAYOUT: tl.constexpr,
     CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Dequantises piece `number` of every pair into the output's rows. Any number of programs."""
     per_piece: tl.constexpr = CHANNEL.PIECE_BYTES // LAYOUT.ROW_BYTES
-    running = tl.load(control_ptr + _STATUS) == _RUNNING
-    half = tl.load(control_ptr + _EPOCH) & 1
+    running = tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING
+    half = tl.load(control_ptr + CHANNEL.EPOCH) & 1
     base = tl.load(buffer_ptrs + rank)
     item = tl.program_id(0)
     while item < items * CHANNEL.WORLD:
@@ -400,8 +378,8 @@ def recv_rows_kernel(
         item += tl.num_programs(0)
     if not FIRST:
         if running:
-            if arrive(control_ptr, PLATFORM):
-                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
+            if arrive(control_ptr, CHANNEL, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, LAUNCH)
 
 
 @triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
@@ -419,13 +397,11 @@ def send_bytes_kernel(
     FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Copies piece `number` of every pair, of rows of `step` bytes, into the peers' memory. Any number of programs."""
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
-        half = (tl.load(control_ptr + _EPOCH) + 1) & 1
+    if tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING:
+        half = (tl.load(control_ptr + CHANNEL.EPOCH) + 1) & 1
         wide_step = step.to(tl.int64)
         item = tl.program_id(0)
         while item < items * CHANNEL.WORLD:
@@ -439,7 +415,7 @@ def send_bytes_kernel(
                 source = x_ptr.to(tl.int64) + first * wide_step + start
                 copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1)
             item += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
+        if arrive(control_ptr, CHANNEL, LAUNCH):
             publish_header(
                 buffer_ptrs,
                 control_ptr,
@@ -450,8 +426,7 @@ def send_bytes_kernel(
                 number,
                 FIRST,
                 CHANNEL,
-                BLOCK,
-                STORE,
+                LAUNCH,
             )
 
 
@@ -469,13 +444,11 @@ def recv_bytes_kernel(
     FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Copies piece `number` of every pair, of rows of `step` bytes, into the output. Any number of programs."""
-    loaded = tl.where(tl.load(control_ptr + _STATUS) == _RUNNING, 1, 0)
-    half = tl.load(control_ptr + _EPOCH) & 1
+    loaded = tl.where(tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING, 1, 0)
+    half = tl.load(control_ptr + CHANNEL.EPOCH) & 1
     base = tl.load(buffer_ptrs + rank)
     wide_step = step.to(tl.int64)
     item = tl.program_id(0)
@@ -492,16 +465,16 @@ def recv_bytes_kernel(
         item += tl.num_programs(0)
     if not FIRST:
         if loaded > 0:
-            if arrive(control_ptr, PLATFORM):
-                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, BLOCK, STORE)
+            if arrive(control_ptr, CHANNEL, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, CHANNEL, LAUNCH)
 
 
 @triton.jit
-def header_differences(base, lines, table_ptr, signature_ptr, CHANNEL: tl.constexpr, BLOCK: tl.constexpr):
+def header_differences(base, lines, table_ptr, signature_ptr, CHANNEL: tl.constexpr, LAUNCH: tl.constexpr):
     """1 for each peer whose header says something else than this rank expects, else 0: int32 [BLOCK]."""
-    peers = tl.arange(0, BLOCK)
+    peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < CHANNEL.WORLD
-    line = base + lines + peers.to(tl.int64) * _LINE
+    line = base + lines + peers.to(tl.int64) * CHANNEL.LINE_BYTES
     pieces = tl.load((line + 4 * _HEADER_PIECES).to(tl.pointer_type(tl.int32)), mask=known, other=0).to(tl.int64) + 1
     counts = tl.load((line + 4 * _HEADER_COUNT).to(tl.pointer_type(tl.int64)), mask=known, other=0)
     expected = tl.load(table_ptr + _RECV_COUNT * CHANNEL.WORLD + peers, mask=known, other=0)
@@ -530,22 +503,20 @@ def wait_kernel(
     FOR: tl.constexpr,
     CHECK: tl.constexpr,
     CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Until every peer has done what this rank needs for step `number`. One program of one warp."""
     world: tl.constexpr = CHANNEL.WORLD
     phase: tl.constexpr = 0 if FOR == _HEADERS else 1
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
+    if tl.load(control_ptr + CHANNEL.STATUS) == CHANNEL.RUNNING:
         base = tl.load(buffer_ptrs + rank)
-        epoch = tl.load(control_ptr + _EPOCH)
-        peers = tl.arange(0, BLOCK)
+        epoch = tl.load(control_ptr + CHANNEL.EPOCH)
+        peers = tl.arange(0, LAUNCH.BLOCK)
         known = peers < world
         # Of peers that nothing is missing from the flag is never behind its target.
         if FOR == _HEADERS:
-            lines = CHANNEL.HEADERS + (epoch & 1).to(tl.int64) * (world * _LINE)
-            targets = epoch + tl.zeros((BLOCK,), tl.int32)
+            lines = CHANNEL.HEADERS + (epoch & 1).to(tl.int64) * (world * CHANNEL.LINE_BYTES)
+            targets = epoch + tl.zeros_like(peers)
         elif FOR == _ROOM:
             lines = tl.full((), CHANNEL.HEADS, tl.int64)
             more = tl.load(table_ptr + _SEND_PIECES * world + peers, mask=known, other=0) > number
@@ -556,23 +527,20 @@ def wait_kernel(
             more = tl.load(table_ptr + _RECV_PIECES * world + peers, mask=known, other=0) > number
             received = tl.load(counters_ptr + _RECEIVED * world + peers, mask=known, other=0)
             targets = (received + tl.where(more, 1, 0)).to(tl.int32)
-        late = wait_for_all(base, rank, lines, CHANNEL.STUCK, targets, timeout_ns, world, BLOCK, PLATFORM)
+        late = wait_for_all(base, rank, lines, targets, timeout_ns, CHANNEL, LAUNCH)
         if late > 0:
-            give_up(
-                base, buffer_ptrs, rank, lines, CHANNEL.STUCK, targets, epoch, phase, grace_ns, report_ptr, world,
-                BLOCK, STORE, PLATFORM,
-            )  # fmt: skip
-            poison(control_ptr, report_ptr, _TIMED_OUT, epoch, phase)
+            give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, CHANNEL, LAUNCH)
+            poison(control_ptr, report_ptr, CHANNEL.TIMED_OUT, epoch, phase, CHANNEL)
         elif CHECK:
-            wrong = header_differences(base, lines, table_ptr, signature_ptr, CHANNEL, BLOCK)
+            wrong = header_differences(base, lines, table_ptr, signature_ptr, CHANNEL, LAUNCH)
             if tl.sum(wrong) > 0:
-                tl.store(report_ptr + _REPORT_PEERS + peers, wrong, mask=known)
+                tl.store(report_ptr + CHANNEL.REPORT_PEERS + peers, wrong, mask=known)
                 for word in tl.static_range(_SIGNATURE_WORDS):
                     tl.store(table_ptr + _EXPECTED * world + word, tl.load(signature_ptr + word))
                 # This rank takes part no more; nobody shall wait for it until time is up.
-                store_signal_words(buffer_ptrs, rank, CHANNEL.STUCK, _STUCK_EPOCH, epoch, world, BLOCK)
-                publish(buffer_ptrs, rank, CHANNEL.STUCK, 1, world, BLOCK, STORE)
-                poison(control_ptr, report_ptr, _MISMATCHED, epoch, phase)
+                store_signal_words(buffer_ptrs, rank, CHANNEL.STUCK, CHANNEL.STUCK_EPOCH, epoch, CHANNEL, LAUNCH)
+                publish(buffer_ptrs, rank, CHANNEL.STUCK, 1, CHANNEL, LAUNCH)
+                poison(control_ptr, report_ptr, CHANNEL.MISMATCHED, epoch, phase, CHANNEL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -587,7 +555,7 @@ class Endpoint:
         layout: the `thinwire.fused.channel.ChannelLayout` of every rank's symmetric buffer.
         rank: this rank.
         bases: int64 [world], the address of every rank's buffer, this rank's own included.
-        control: int32 [CONTROL_WORDS]: status, epoch and arrivals, where `thinwire.triton_kernels.round_layout` says.
+        control: int32 [CONTROL_WORDS]: status, epoch and arrivals, where `thinwire.triton_kernels.signal` says.
         counters: int64 [2, world], pieces ever put into the ring at each peer, and ever taken from each peer's ring.
         table: int64 [6 * world + WHAT_WORDS], what `note` wrote, a word for each rank: rows to send, the first of them,
             pieces to send, rows to receive, the first of them, pieces to receive; then, in a poisoned channel, what
@@ -638,7 +606,7 @@ def note(
         chosen = columns[first : first + _NOTED_PEERS]
         numbers = [number for column in chosen for number in column] + [0] * (4 * (_NOTED_PEERS - len(chosen)))
         with torch.cuda.device_of(end.table):  # Triton launches on the current device
-            note_kernel[(1,)](end.table, end.control, first, unit, per_piece, *numbers, WORLD=world, num_warps=1)
+            note_kernel[(1,)](end.table, end.control, first, unit, per_piece, *numbers, CHANNEL=end.layout, num_warps=1)
 
 
 def send(
@@ -662,20 +630,20 @@ def send(
         number: 0 opens a new epoch.
         items: at most so many rows, or chunks of CHUNK_BYTES, has a piece.
     """
-    block, device = world_block(end.layout), end.buffer_ptrs.device
+    device = end.buffer_ptrs.device
+    launch = Launch.of(end.layout, device)
     programs = num_programs_for(items * end.layout.WORLD, device, None)
     numbers = (end.buffer_ptrs, end.control, end.counters, end.table, signature, end.rank, number, items)
     with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         if layout is None:
             send_bytes_kernel[(programs,)](
-                x, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, BLOCK=block,
-                STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=_COPY_WARPS,
+                x, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, LAUNCH=launch,
+                num_warps=_COPY_WARPS,
             )  # fmt: skip
         else:
             send_rows_kernel[(programs,)](
-                x, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, CHANNEL=end.layout, BLOCK=block,
-                STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=layout.num_warps,
-                enable_fp_fusion=False,
+                x, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, CHANNEL=end.layout, LAUNCH=launch,
+                num_warps=layout.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -697,8 +665,7 @@ def wait(
         wait_kernel[(1,)](
             end.buffer_ptrs, end.control, end.counters, end.table, signature, end.report, end.rank, number,
             int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, CHANNEL=end.layout,
-            BLOCK=world_block(end.layout), STORE=uses_atomic_store(), PLATFORM=platform_of(end.buffer_ptrs.device),
-            num_warps=1,
+            LAUNCH=Launch.of(end.layout, end.buffer_ptrs.device), num_warps=1,
         )  # fmt: skip
 
 
@@ -711,18 +678,18 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. A poisoned channel gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    block, device = world_block(end.layout), end.buffer_ptrs.device
+    device = end.buffer_ptrs.device
+    launch = Launch.of(end.layout, device)
     programs = num_programs_for(items * end.layout.WORLD, device, None)
     numbers = (end.buffer_ptrs, end.control, end.counters, end.table, end.rank, number, items)
     with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         if layout is None:
             recv_bytes_kernel[(programs,)](
-                out, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, BLOCK=block,
-                STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=_COPY_WARPS,
+                out, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, CHANNEL=end.layout, LAUNCH=launch,
+                num_warps=_COPY_WARPS,
             )  # fmt: skip
         else:
             recv_rows_kernel[(programs,)](
-                out, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, CHANNEL=end.layout, BLOCK=block,
-                STORE=uses_atomic_store(), PLATFORM=platform_of(device), num_warps=layout.num_warps,
-                enable_fp_fusion=False,
+                out, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, CHANNEL=end.layout, LAUNCH=launch,
+                num_warps=layout.num_warps, enable_fp_fusion=False,
             )  # fmt: skip

@@ -44,20 +44,11 @@ from thinwire.triton_kernels.collective_rows import (
 from thinwire.triton_kernels.collective_wait import await_leg, begin_epoch, num_waiting_programs_for
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, CONTROL_STATUS, RUNNING
-from thinwire.triton_kernels.signal import (
-    arrive,
-    num_programs_for,
-    platform_of,
-    publish,
-    register_limit,
-    uses_atomic_store,
-)
+from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
 __all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
 
-_STATUS, _EPOCH, _RUNNING = (tl.constexpr(v) for v in (CONTROL_STATUS, CONTROL_EPOCH, RUNNING))
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = [
@@ -93,14 +84,12 @@ def scatter_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     COLLECTIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Rows of every part to its owner, then the first flag."""
     world: tl.constexpr = COLLECTIVE.WORLD
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
-        epoch = tl.load(control_ptr + _EPOCH) + 1
+    if tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING:
+        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         item = tl.program_id(0)
         while item < rows * world:
@@ -110,7 +99,7 @@ def scatter_kernel(
                 offset = record_offset(COLLECTIVE.SCATTERED, epoch, rank, row, COLLECTIVE, LAYOUT)
                 send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
             item += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
+        if arrive(control_ptr, COLLECTIVE, LAUNCH):
             begin_epoch(
                 buffer_ptrs,
                 control_ptr,
@@ -118,8 +107,7 @@ def scatter_kernel(
                 epoch,
                 (signature_0, signature_1, signature_2, signature_3),
                 COLLECTIVE,
-                BLOCK,
-                STORE,
+                LAUNCH,
             )
 
 
@@ -139,14 +127,12 @@ def send_to_all_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
     COLLECTIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Rows of the own part, which begins at `x_ptr`, to everyone, then the first flag."""
     world: tl.constexpr = COLLECTIVE.WORLD
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
-        epoch = tl.load(control_ptr + _EPOCH) + 1
+    if tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING:
+        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
@@ -156,7 +142,7 @@ def send_to_all_kernel(
                 x_row = x_ptr + (first + row) * GATHER.HIDDEN
                 send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, GATHER)
             row += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
+        if arrive(control_ptr, COLLECTIVE, LAUNCH):
             begin_epoch(
                 buffer_ptrs,
                 control_ptr,
@@ -164,8 +150,7 @@ def send_to_all_kernel(
                 epoch,
                 (signature_0, signature_1, signature_2, signature_3),
                 COLLECTIVE,
-                BLOCK,
-                STORE,
+                LAUNCH,
             )
 
 
@@ -190,18 +175,16 @@ def reduce_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     COLLECTIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
+        LEG, True, COLLECTIVE, LAUNCH,
     )  # fmt: skip
-    epoch = tl.load(control_ptr + _EPOCH)
+    epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     row = tl.program_id(0)
     while row < rows:
@@ -234,19 +217,17 @@ def reduce_and_send_to_all_kernel(
     LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
     COLLECTIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Waits for the first leg; sums of the own part's rows to everyone, then the second flag."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, True, COLLECTIVE, BLOCK, STORE, PLATFORM,
+        LEG, True, COLLECTIVE, LAUNCH,
     )  # fmt: skip
     if running:
-        epoch = tl.load(control_ptr + _EPOCH)
+        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
@@ -256,8 +237,8 @@ def reduce_and_send_to_all_kernel(
                 offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
                 send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, COLLECTIVE, LAYOUT, GATHER)
             row += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
-            publish(buffer_ptrs, rank, COLLECTIVE.SECOND, epoch, world, BLOCK, STORE)
+        if arrive(control_ptr, COLLECTIVE, LAUNCH):
+            publish(buffer_ptrs, rank, COLLECTIVE.SECOND, epoch, COLLECTIVE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -281,18 +262,16 @@ def gather_recv_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
     COLLECTIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
     world: tl.constexpr = COLLECTIVE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, LEG == _FIRST_LEG, COLLECTIVE, BLOCK, STORE, PLATFORM,
+        LEG, LEG == _FIRST_LEG, COLLECTIVE, LAUNCH,
     )  # fmt: skip
-    epoch = tl.load(control_ptr + _EPOCH)
+    epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
     while item < rows * world:
@@ -329,9 +308,7 @@ def _options(lane: CollectiveLane, job: Job, num_warps: int) -> dict[str, Any]:
     return {
         "ROWS_PER_CHUNK": job.rows_per_chunk,
         "COLLECTIVE": lane.layout,
-        "BLOCK": 1 << (lane.layout.WORLD - 1).bit_length(),
-        "STORE": uses_atomic_store(),
-        "PLATFORM": platform_of(lane.buffer.device),
+        "LAUNCH": Launch.of(lane.layout, lane.buffer.device),
         "num_warps": num_warps,
         "enable_fp_fusion": False,
     }
@@ -401,7 +378,7 @@ def reduce(
     options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
     lines = (lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.report, lane.rank)
     numbers = (chunk, rows, *job.signature, int(timeout * 1e9), int(grace * 1e9))
-    options |= register_limit(options["PLATFORM"])
+    options |= register_limit(device)
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         if out is None:
             reduce_and_send_to_all_kernel[(programs,)](

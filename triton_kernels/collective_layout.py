@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.triton_kernels.round_layout import CONTROL_WORDS, MAX_WORLD, REPORT_PEERS, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import CONTROL_WORDS, MAX_WORLD, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 __all__ = [
@@ -74,7 +74,7 @@ FIRST_LEG, SECOND_LEG = 0, 1
 # What a source is doing: int64 numbers, from this int32 word of a first line on.
 HEADER_SIGNATURE, SIGNATURE_WORDS = 2, 4
 
-# int32 words of the control block, beside those of `thinwire.triton_kernels.round_layout` (status, epoch, arrivals):
+# int32 words of the control block, beside those of `thinwire.triton_kernels.signal` (status, epoch, arrivals):
 # the epoch whose flags of a leg this rank has seen, or given up on, and the one for which some program waits. Of a
 # kernel of many programs only the first to come waits; the others look here.
 CONTROL_FIRST_SEEN, CONTROL_SECOND_SEEN = 5, 6
@@ -86,12 +86,10 @@ _MOST_BYTES = 64 << 20  # of one rank's memory
 
 
 @dataclass(frozen=True)
-class CollectiveLayout:
+class CollectiveLayout(SignalLayout):
     """Sizes and byte offsets of a rank's symmetric buffer; kernels get it whole, as one compile-time constant."""
 
-    WORLD: int
     SLOT_BYTES: int
-    STUCK: int
     FIRST: int
     SECOND: int
     SCATTERED: int

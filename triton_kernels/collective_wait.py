@@ -34,8 +34,6 @@ of a call can be replayed.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from thinwire.triton_kernels.collective_layout import (
@@ -48,34 +46,22 @@ from thinwire.triton_kernels.collective_layout import (
     SECOND_LEG,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.round_layout import (
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    MISMATCHED,
-    REPORT_PEERS,
-    RUNNING,
-    SIGNAL_LINE_BYTES,
-    TIMED_OUT,
-)
 from thinwire.triton_kernels.signal import (
-    HIP,
     clock_ns,
     give_up,
+    num_multiprocessors,
     num_programs_for,
     poison,
     publish,
     signal_words,
+    store_signal_number,
     store_signal_words,
     wait_for_all,
 )
 
 __all__ = ["await_leg", "begin_epoch", "num_waiting_programs_for", "programs_on_shared_gpu"]
 
-_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
-_HIP = tl.constexpr(HIP)
-_STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
-_RUNNING, _TIMED_OUT, _MISMATCHED = (tl.constexpr(v) for v in (RUNNING, TIMED_OUT, MISMATCHED))
-_REPORT_PEERS, _WHAT = tl.constexpr(REPORT_PEERS), tl.constexpr(HEADER_SIGNATURE)
+_WHAT = tl.constexpr(HEADER_SIGNATURE)
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # Words of the control block: the epoch whose flags of a leg have been seen, and the one for which a program waits.
 _FIRST_SEEN, _SECOND_SEEN = tl.constexpr(CONTROL_FIRST_SEEN), tl.constexpr(CONTROL_SECOND_SEEN)
@@ -83,46 +69,35 @@ _FIRST_TAKEN, _SECOND_TAKEN = tl.constexpr(CONTROL_FIRST_TAKEN), tl.constexpr(CO
 
 
 @triton.jit
-def send_number(
-    buffer_ptrs, line, LINES: tl.constexpr, WORD: tl.constexpr, number, WORLD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """An int64 number into two words of a line at each peer."""
-    wide = number.to(tl.int64)
-    store_signal_words(buffer_ptrs, line, LINES, WORD, wide.to(tl.int32), WORLD, BLOCK)
-    store_signal_words(buffer_ptrs, line, LINES, WORD + 1, (wide >> 32).to(tl.int32), WORLD, BLOCK)
-
-
-@triton.jit
 def begin_epoch(
-    buffer_ptrs, control_ptr, rank, epoch, signature, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
+    buffer_ptrs, control_ptr, rank, epoch, signature, COLLECTIVE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
     world: tl.constexpr = COLLECTIVE.WORLD
-    tl.store(control_ptr + _EPOCH, epoch)
+    tl.store(control_ptr + COLLECTIVE.EPOCH, epoch)
     tl.store(control_ptr + _FIRST_SEEN, epoch - 1)
     tl.store(control_ptr + _SECOND_SEEN, epoch - 1)
     tl.store(control_ptr + _FIRST_TAKEN, epoch - 1)
     tl.store(control_ptr + _SECOND_TAKEN, epoch - 1)
-    own = tl.load(signal_words(tl.load(buffer_ptrs + rank), COLLECTIVE.SECOND, 0, rank))
+    own = tl.load(signal_words(tl.load(buffer_ptrs + rank), COLLECTIVE.SECOND, 0, rank, COLLECTIVE))
     if own != epoch - 1:
-        store_signal_words(buffer_ptrs, rank, COLLECTIVE.SECOND, 0, epoch - 1, world, BLOCK)
+        store_signal_words(buffer_ptrs, rank, COLLECTIVE.SECOND, 0, epoch - 1, COLLECTIVE, LAUNCH)
     line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
-    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT, signature[0], world, BLOCK)
-    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 2, signature[1], world, BLOCK)
-    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 4, signature[2], world, BLOCK)
-    send_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 6, signature[3], world, BLOCK)
-    publish(buffer_ptrs, line, COLLECTIVE.FIRST, epoch, world, BLOCK, STORE)
+    store_signal_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT, signature[0], COLLECTIVE, LAUNCH)
+    store_signal_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 2, signature[1], COLLECTIVE, LAUNCH)
+    store_signal_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 4, signature[2], COLLECTIVE, LAUNCH)
+    store_signal_number(buffer_ptrs, line, COLLECTIVE.FIRST, _WHAT + 6, signature[3], COLLECTIVE, LAUNCH)
+    publish(buffer_ptrs, line, COLLECTIVE.FIRST, epoch, COLLECTIVE, LAUNCH)
 
 
 @triton.jit
-def differs(base, lines, WORD: tl.constexpr, number, BLOCK: tl.constexpr, WORLD: tl.constexpr):
+def differs(base, lines, WORD: tl.constexpr, number, COLLECTIVE: tl.constexpr, LAUNCH: tl.constexpr):
     """1 for each rank whose line has another int64 number than this one's, else 0: int32 [BLOCK]."""
-    peers = tl.arange(0, BLOCK)
-    known = peers < WORLD
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    known = peers < COLLECTIVE.WORLD
     wide = number.to(tl.int64)
-    low = tl.load(signal_words(base, lines, WORD, peers), mask=known, other=0)
-    high = tl.load(signal_words(base, lines, WORD + 1, peers), mask=known, other=0)
+    low = tl.load(signal_words(base, lines, WORD, peers, COLLECTIVE), mask=known, other=0)
+    high = tl.load(signal_words(base, lines, WORD + 1, peers, COLLECTIVE), mask=known, other=0)
     same = tl.where(low == wide.to(tl.int32), 1, 0) * tl.where(high == (wide >> 32).to(tl.int32), 1, 0)
     return tl.where(known, 1 - same, 0)
 
@@ -130,82 +105,72 @@ def differs(base, lines, WORD: tl.constexpr, number, BLOCK: tl.constexpr, WORLD:
 @triton.jit
 def wait_alone(
     base, buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns, grace_ns,
-    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Until every rank has signalled a leg; CHECK compares what the ranks are doing. One program."""
     world: tl.constexpr = COLLECTIVE.WORLD
     if LEG == _FIRST_LEG:
-        lines = COLLECTIVE.FIRST + (epoch & 1).to(tl.int64) * (world * _LINE)
+        lines = COLLECTIVE.FIRST + (epoch & 1).to(tl.int64) * (world * COLLECTIVE.LINE_BYTES)
     else:
         lines = COLLECTIVE.SECOND + (epoch & 0).to(tl.int64)
-    limit = clock_ns(PLATFORM) + timeout_ns.to(tl.int64)
-    late = wait_for_all(base, rank, lines, COLLECTIVE.STUCK, epoch, timeout_ns, world, BLOCK, PLATFORM, True)
-    status = tl.where(late > 0, _TIMED_OUT, _RUNNING)
+    limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
+    late = wait_for_all(base, rank, lines, epoch, timeout_ns, COLLECTIVE, LAUNCH, True)
+    status = tl.where(late > 0, COLLECTIVE.TIMED_OUT, COLLECTIVE.RUNNING)
     if late > 0:
         # As in `thinwire.triton_kernels.signal`: who leaves early still gives the others all the time that it had.
-        patience = tl.maximum(limit - clock_ns(PLATFORM), 0) + grace_ns.to(tl.int64)
-        give_up(
-            base, buffer_ptrs, rank, lines, COLLECTIVE.STUCK, epoch, epoch, LEG, patience, report_ptr, world, BLOCK,
-            STORE, PLATFORM, True,
-        )  # fmt: skip
+        patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
+        give_up(base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, patience, LEG, COLLECTIVE, LAUNCH, True)
     elif CHECK:
-        wrong = differs(base, lines, _WHAT, signature[0], BLOCK, world)
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, signature[1], BLOCK, world))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, signature[2], BLOCK, world))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, signature[3], BLOCK, world))
+        wrong = differs(base, lines, _WHAT, signature[0], COLLECTIVE, LAUNCH)
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, signature[1], COLLECTIVE, LAUNCH))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, signature[2], COLLECTIVE, LAUNCH))
+        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, signature[3], COLLECTIVE, LAUNCH))
         if tl.sum(wrong) > 0:
-            peers = tl.arange(0, BLOCK)
-            tl.store(report_ptr + _REPORT_PEERS + peers, wrong, mask=peers < world)
-            status = status * 0 + _MISMATCHED
-    if status != _RUNNING:
-        poison(control_ptr, report_ptr, status, epoch, LEG)
+            peers = tl.arange(0, LAUNCH.BLOCK)
+            tl.store(report_ptr + COLLECTIVE.REPORT_PEERS + peers, wrong, mask=peers < world)
+            status = status * 0 + COLLECTIVE.MISMATCHED
+    if status != COLLECTIVE.RUNNING:
+        poison(control_ptr, report_ptr, status, epoch, LEG, COLLECTIVE)
 
 
 @triton.jit
 def await_leg(
     buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
-    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LEG: tl.constexpr, CHECK: tl.constexpr, COLLECTIVE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Until every rank has signalled a leg of the open epoch, or the lane is given up. Returns whether it runs.
 
     Every program calls it, and all get the same. On a lane that does not run it returns at once.
     """
-    epoch = tl.load(control_ptr + _EPOCH)
+    epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
     taken = tl.atomic_xchg(control_ptr + _FIRST_TAKEN + LEG, epoch, sem="relaxed", scope="gpu")
     seen_ptr = control_ptr + _FIRST_SEEN + LEG
     if taken != epoch:
         # Nobody else changes the status meanwhile, and nobody else reads it: threads of a program that found different
         # values would go different ways, and wait for each other at different barriers.
-        if tl.load(control_ptr + _STATUS) == _RUNNING:
+        if tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING:
             wait_alone(
                 buffer_ptr.to(tl.int64), buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns,
-                grace_ns, LEG, CHECK, COLLECTIVE, BLOCK, STORE, PLATFORM,
+                grace_ns, LEG, CHECK, COLLECTIVE, LAUNCH,
             )  # fmt: skip
         tl.debug_barrier()
-        if PLATFORM == _HIP:
+        if LAUNCH.PLATFORM == "hip":
             tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="sys")
         else:
             tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="gpu")
     else:
         seen = epoch - 1
         while seen != epoch:
-            if PLATFORM == _HIP:
+            if LAUNCH.PLATFORM == "hip":
                 seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="sys")
             else:
                 seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
-    return tl.load(control_ptr + _STATUS) == _RUNNING
+    return tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Grids
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs_on_shared_gpu(device: torch.device, ranks: int) -> int:
@@ -214,11 +179,11 @@ def programs_on_shared_gpu(device: torch.device, ranks: int) -> int:
     All ranks' together are at most half as many as there are multiprocessors. A program fits on a multiprocessor, so
     they leave half of them to the kernels that are waited for.
     """
-    return max(1, _multiprocessors(device) // (2 * ranks))
+    return max(1, num_multiprocessors(device) // (2 * ranks))
 
 
 def num_waiting_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
     """The grid for `work` independent rows of a kernel that waits: as the caller says, else two a multiprocessor."""
     if num_programs is None and device.type == "cuda":
-        num_programs = 2 * _multiprocessors(device)  # what waits should leave room for the user's own kernels
+        num_programs = 2 * num_multiprocessors(device)  # what waits should leave room for the user's own kernels
     return num_programs_for(work, device, num_programs)

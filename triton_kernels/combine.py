@@ -22,35 +22,19 @@ from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_blo
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    RUNNING,
-    SIGNAL_HAS_SUMS,
-    SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
-    Lane,
-)
+from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import (
+    Launch,
     arrive,
     num_programs_for,
-    platform_of,
     publish,
     register_limit,
     signal_words,
     store_signal_words,
-    uses_atomic_store,
-    world_block,
 )
 from thinwire.triton_kernels.sums import store_sum, sum_warps
 
 __all__ = ["send_sums", "sum_home"]
-
-_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
-_STATUS, _EPOCH = tl.constexpr(CONTROL_STATUS), tl.constexpr(CONTROL_EPOCH)
-_HAS_SUMS, _TOKENS = tl.constexpr(SIGNAL_HAS_SUMS), tl.constexpr(SIGNAL_TOKENS)
-_RUNNING, _COMBINE = tl.constexpr(RUNNING), tl.constexpr(COMBINE)
 
 
 @triton.jit
@@ -76,17 +60,16 @@ def send_sums_kernel(
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Sums to their homes, then the signal. Any number of programs."""
-    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
+    lines: tl.constexpr = ROUND.COMBINE_SIGNALS
+    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         base = buffer_ptr.to(tl.int64)
         # Tokens are numbered through the sources, so that few tokens still spread over all programs.
-        peers = tl.arange(0, BLOCK)
-        counts = tl.load(signal_words(base, ROUND.SIGNALS, _TOKENS, peers), mask=peers < ROUND.WORLD, other=0)
+        peers = tl.arange(0, LAUNCH.BLOCK)
+        tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
+        counts = tl.load(tokens, mask=peers < ROUND.WORLD, other=0)
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
         item = tl.program_id(0)
@@ -109,10 +92,10 @@ def send_sums_kernel(
                     expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, record, ROUND.TOP_K, LAYOUT
                 )
             item += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
-            store_signal_words(buffer_ptrs, rank, lines, _HAS_SUMS, 1, ROUND.WORLD, BLOCK)
-            epoch = tl.load(control_ptr + _EPOCH)
-            publish(buffer_ptrs, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
+        if arrive(control_ptr, ROUND, LAUNCH):
+            store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 1, ROUND, LAUNCH)
+            epoch = tl.load(control_ptr + ROUND.EPOCH)
+            publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -128,9 +111,9 @@ def sum_home_kernel(
     K_BLOCK: tl.constexpr,
 ):
     """Adds up what came home. Any number of programs."""
-    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
+    lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
-    running = tl.load(control_ptr + _STATUS) == _RUNNING
+    running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
     token = tl.program_id(0)
     while token < num_tokens:
         out_row = out_ptr + token.to(tl.int64) * out_row_stride
@@ -144,7 +127,7 @@ def sum_home_kernel(
                 for j in range(ROUND.SLOTS):
                     last = tl.min(tl.where(destinations > last, destinations, ROUND.WORLD))
                     if last < ROUND.WORLD:
-                        if tl.load(signal_words(base, lines, _HAS_SUMS, last)) != 0:
+                        if tl.load(signal_words(base, lines, ROUND.HAS_SUMS, last, ROUND)) != 0:
                             record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
                             total = total + load_record_tile(tl.multiple_of(record, 16), tile, LAYOUT)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
@@ -174,9 +157,8 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
         send_sums_kernel[(programs,)](
             expert_out, expert_out.stride(0), expert_out.shape[0], lane.buffer.view(torch.int8), lane.buffer_ptrs,
             lane.control, lane.positions, lane.weights, lane.rank, ROUND=lane.layout, LAYOUT=layout,
-            K_BLOCK=top_k_block(lane), BLOCK=world_block(lane.layout), STORE=uses_atomic_store(),
-            PLATFORM=platform_of(device), num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
-            **register_limit(platform_of(device)),
+            K_BLOCK=top_k_block(lane), LAUNCH=Launch.of(lane.layout, device),
+            num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **register_limit(device),
         )  # fmt: skip
 
 
@@ -195,5 +177,5 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
         sum_home_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0], ROUND=lane.layout,
             LAYOUT=layout, K_BLOCK=top_k_block(lane), num_warps=layout.num_warps, enable_fp_fusion=False,
-            **register_limit(platform_of(out.device)),
+            **register_limit(out.device),
         )  # fmt: skip

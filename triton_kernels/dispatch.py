@@ -22,36 +22,23 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    DTYPE_CODES,
-    REPORT_BAD_IDS,
-    RUNNING,
-    SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
-    SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
-    Lane,
-)
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
 from thinwire.triton_kernels.signal import (
+    Launch,
     arrive,
+    clock_ns,
+    give_up,
     num_programs_for,
-    platform_of,
+    poison,
     publish,
     register_limit,
+    signal_words,
     store_signal_words,
-    uses_atomic_store,
-    world_block,
+    wait_for_all,
 )
 
-__all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block"]
+__all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block", "wait"]
 
-_LINE = tl.constexpr(SIGNAL_LINE_BYTES)
-_STATUS, _EPOCH, _BAD_IDS = (tl.constexpr(w) for w in (CONTROL_STATUS, CONTROL_EPOCH, REPORT_BAD_IDS))
-_TOKENS, _DTYPE, _HAS_SUMS = (tl.constexpr(w) for w in (SIGNAL_TOKENS, SIGNAL_DTYPE, SIGNAL_HAS_SUMS))
-_RUNNING, _COMBINE = tl.constexpr(RUNNING), tl.constexpr(COMBINE)
 # Tokens whose ids and weights a program sends at a time.
 _PLANE_TOKENS = 32
 
@@ -94,7 +81,7 @@ def send_plane(
     ids = tl.load(ids_ptr + entries, mask=mask, other=-1)
     outside = tl.where(ids < -1, 1, tl.where(ids >= ROUND.NUM_EXPERTS, 1, 0))
     if tl.sum(outside) > 0:
-        tl.store(report_ptr + _BAD_IDS, 1)
+        tl.store(report_ptr + ROUND.BAD_IDS, 1)
     total = tl.zeros((TOKENS, K_BLOCK), tl.float32)
     first = tl.full((TOKENS, K_BLOCK), K_BLOCK, tl.int32)
     for k in range(ROUND.TOP_K):
@@ -158,12 +145,10 @@ def send_tokens_kernel(
     LAYOUT: tl.constexpr,
     PLANE_TOKENS: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Planes and records to the peers, then the header and the signal. Any number of programs."""
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
+    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         start = tl.program_id(0) * PLANE_TOKENS
         while start < num_tokens:
             send_plane(
@@ -181,12 +166,12 @@ def send_tokens_kernel(
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
             send_record(x_row, buffer_ptrs, slot, destinations, ROUND, LAYOUT, K_BLOCK)
             token += tl.num_programs(0)
-        if arrive(control_ptr, PLATFORM):
-            epoch = tl.load(control_ptr + _EPOCH) + 1
-            tl.store(control_ptr + _EPOCH, epoch)
-            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, _TOKENS, num_tokens, ROUND.WORLD, BLOCK)
-            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, _DTYPE, dtype_code, ROUND.WORLD, BLOCK)
-            publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND.WORLD, BLOCK, STORE)
+        if arrive(control_ptr, ROUND, LAUNCH):
+            epoch = tl.load(control_ptr + ROUND.EPOCH) + 1
+            tl.store(control_ptr + ROUND.EPOCH, epoch)
+            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.TOKENS, num_tokens, ROUND, LAUNCH)
+            store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.DTYPE, dtype_code, ROUND, LAUNCH)
+            publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND, LAUNCH)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -195,15 +180,53 @@ def close_round_kernel(
     control_ptr,
     rank,
     ROUND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STORE: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Signals the combine phase without sums. One program."""
-    lines: tl.constexpr = ROUND.SIGNALS + _COMBINE * ROUND.WORLD * _LINE
-    if tl.load(control_ptr + _STATUS) == _RUNNING:
-        epoch = tl.load(control_ptr + _EPOCH)
-        store_signal_words(buffer_ptrs, rank, lines, _HAS_SUMS, 0, ROUND.WORLD, BLOCK)
-        publish(buffer_ptrs, rank, lines, epoch, ROUND.WORLD, BLOCK, STORE)
+    lines: tl.constexpr = ROUND.COMBINE_SIGNALS
+    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
+        epoch = tl.load(control_ptr + ROUND.EPOCH)
+        store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 0, ROUND, LAUNCH)
+        publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
+
+
+@triton.jit(do_not_specialize=["rank", "timeout_ns", "grace_ns"])
+def wait_kernel(
+    buffer_ptr,
+    buffer_ptrs,
+    control_ptr,
+    report_ptr,
+    rank,
+    timeout_ns,
+    grace_ns,
+    PHASE: tl.constexpr,
+    ROUND: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """One phase of a round: until every rank has signalled it. One program of one warp."""
+    lines: tl.constexpr = ROUND.SIGNALS if PHASE == 0 else ROUND.COMBINE_SIGNALS
+    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
+        base = buffer_ptr.to(tl.int64)
+        epoch = tl.load(control_ptr + ROUND.EPOCH)
+        limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
+        late = wait_for_all(base, rank, lines, epoch, timeout_ns, ROUND, LAUNCH)
+        if late > 0:
+            # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
+            # live rank that is late by less than the timeout is then not named.
+            patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
+            give_up(base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, patience, PHASE, ROUND, LAUNCH)
+            poison(control_ptr, report_ptr, ROUND.TIMED_OUT, epoch, PHASE, ROUND)
+        elif PHASE == 0:
+            peers = tl.arange(0, LAUNCH.BLOCK)
+            known = peers < ROUND.WORLD
+            tokens = tl.load(signal_words(base, lines, ROUND.TOKENS, peers, ROUND), mask=known, other=0)
+            dtypes = tl.load(signal_words(base, lines, ROUND.DTYPE, peers, ROUND), mask=known, other=0)
+            own = tl.sum(tl.where(peers == rank, dtypes, 0))
+            wrong = tl.where(dtypes != own, 1, tl.where(tokens < 0, 1, tl.where(tokens > ROUND.MAX_TOKENS, 1, 0)))
+            wrong = tl.where(known, wrong, 0)
+            if tl.sum(wrong) > 0:
+                tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
+                poison(control_ptr, report_ptr, ROUND.MISMATCHED, epoch, PHASE, ROUND)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,11 +273,9 @@ def send_tokens(
             LAYOUT=layout,
             PLANE_TOKENS=_PLANE_TOKENS,
             K_BLOCK=top_k_block(lane),
-            BLOCK=world_block(lane.layout),
-            STORE=uses_atomic_store(),
-            PLATFORM=platform_of(x.device),
+            LAUNCH=Launch.of(lane.layout, x.device),
             num_warps=layout.num_warps,
-            **register_limit(platform_of(x.device)),
+            **register_limit(x.device),
             enable_fp_fusion=False,
         )
 
@@ -267,7 +288,32 @@ def close_round(lane: Lane) -> None:
             lane.control,
             lane.rank,
             ROUND=lane.layout,
-            BLOCK=world_block(lane.layout),
-            STORE=uses_atomic_store(),
+            LAUNCH=Launch.of(lane.layout, lane.buffer.device),
+            num_warps=1,
+        )
+
+
+def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
+    """Waits until every rank has signalled a phase of the lane's round.
+
+    Args:
+        phase: DISPATCH or COMBINE.
+        timeout: seconds until the lane is given up.
+        grace: seconds that peers then get to say that they are stuck as well.
+    """
+    if phase not in (DISPATCH, COMBINE):
+        raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
+    with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
+        wait_kernel[(1,)](
+            lane.buffer.view(torch.int8),
+            lane.buffer_ptrs,
+            lane.control,
+            lane.report,
+            lane.rank,
+            int(timeout * 1e9),
+            int(grace * 1e9),
+            PHASE=phase,
+            ROUND=lane.layout,
+            LAUNCH=Launch.of(lane.layout, lane.buffer.device),
             num_warps=1,
         )

@@ -19,13 +19,11 @@ from thinwire.triton_kernels.codec import dequantize_row, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.round_layout import CONTROL_STATUS, RUNNING, SIGNAL_TOKENS, Lane
+from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import num_programs_for, signal_words
 
 __all__ = ["fill_row", "gather", "route"]
 
-_STATUS, _TOKENS = tl.constexpr(CONTROL_STATUS), tl.constexpr(SIGNAL_TOKENS)
-_RUNNING = tl.constexpr(RUNNING)
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
 
@@ -42,9 +40,9 @@ def chunk_members(
     slots = chunk * CHUNK + tl.arange(0, CHUNK)
     source = slots // ROUND.MAX_TOKENS
     known = slots < ROUND.WORLD * ROUND.MAX_TOKENS
-    tokens = tl.load(signal_words(base, ROUND.SIGNALS, _TOKENS, source), mask=known, other=0)
+    tokens = tl.load(signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, source, ROUND), mask=known, other=0)
     active = tl.where(known, tl.where(slots % ROUND.MAX_TOKENS < tokens, 1, 0), 0)
-    if tl.load(control_ptr + _STATUS) != _RUNNING:
+    if tl.load(control_ptr + ROUND.STATUS) != ROUND.RUNNING:
         active = active * 0
     experts = block * EXPERTS + tl.arange(0, EXPERTS)
     # Past this rank's last expert nothing matches.
@@ -203,7 +201,7 @@ def gather_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Rows of the experts' input out of the records; zero past the last one. Any number of programs."""
-    running = tl.load(control_ptr + _STATUS) == _RUNNING
+    running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
     row = tl.program_id(0)
     if row == 0:
         used = tl.load(expert_offsets_ptr + num_local)

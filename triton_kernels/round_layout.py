@@ -15,46 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "COMBINE",
-    "CONTROL_WORDS",
-    "DISPATCH",
-    "MAX_WORLD",
-    "REPORT_PEERS",
-    "SIGNAL_LINE_BYTES",
-    "Lane",
-    "RoundLayout",
-]
+__all__ = ["COMBINE", "DISPATCH", "Lane", "RoundLayout"]
 
-#: A processor's cache line: flags of two peers on one line would bounce between their caches.
-SIGNAL_LINE_BYTES = 64
-MAX_WORLD = 72
 _ALIGNMENT = 128
 
 # Phases of a round, in the order in which they are signalled.
 DISPATCH, COMBINE = 0, 1
 
-# int32 words of a line. The flag holds the epoch that it last published, and is written last.
-SIGNAL_FLAG = 0
+# int32 words of a line, behind its flag.
 SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
 SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
-SIGNAL_STUCK_EPOCH, SIGNAL_STUCK_PHASE, SIGNAL_STUCK_ON_YOU = 1, 2, 3  # of a stuck line, whose flag is 1 for good
 
-# int32 words of a lane's control block, which only this rank's kernels touch.
-CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
+# Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
 CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the CPU's last routing left filled
-CONTROL_WORDS = 16
-
-# Values of the status word. Anything but RUNNING is a poisoned lane: its kernels send nothing and give NaN.
-RUNNING, TIMED_OUT, MISMATCHED = 0, 1, 2
-
-# int32 words of a lane's report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three
-# words a peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0
-# nothing, 1 that it is stuck too, 2 that it is stuck on this rank).
-REPORT_STATUS, REPORT_EPOCH, REPORT_PHASE, REPORT_BAD_IDS = 0, 1, 2, 3
-REPORT_PEERS = 8
+REPORT_BAD_IDS = 3
 
 # What the kernels call a row's dtype.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -65,7 +42,7 @@ def _aligned(offset: int) -> int:
 
 
 @dataclass(frozen=True)
-class RoundLayout:
+class RoundLayout(SignalLayout):
     """Sizes and byte offsets of one lane's symmetric buffer; kernels get it whole, as one compile-time constant.
 
     The slot of a record at its receiver is its token's index at the sender: [world][max_tokens] records. A sum comes
@@ -73,7 +50,6 @@ class RoundLayout:
     went to.
     """
 
-    WORLD: int
     NUM_EXPERTS: int
     TOP_K: int
     HIDDEN: int
@@ -81,13 +57,16 @@ class RoundLayout:
     SLOTS: int  # ranks that a token can go to
     RECORD_BYTES: int  # from one dispatched record to the next
     SUM_BYTES: int  # from one combined record to the next
-    STUCK: int  # byte offsets from here on
-    SIGNALS: int  # of the dispatch lines; the combine lines follow
+    SIGNALS: int  # byte offsets from here on: of the dispatch lines; the combine lines follow
     IDS: int  # int32 [world][max_tokens][top_k]
     WEIGHTS: int  # float32, the same shape
     RECORDS: int
     SUMS: int
     NUM_BYTES: int
+    TOKENS: int = SIGNAL_TOKENS
+    DTYPE: int = SIGNAL_DTYPE
+    HAS_SUMS: int = SIGNAL_HAS_SUMS
+    BAD_IDS: int = REPORT_BAD_IDS
 
     @classmethod
     def of(
@@ -141,6 +120,11 @@ class RoundLayout:
             SUMS=sums,
             NUM_BYTES=_aligned(sums + max_tokens * slots * sum_bytes),
         )
+
+    @property
+    def COMBINE_SIGNALS(self) -> int:
+        """Byte offset of the combine lines."""
+        return self.SIGNALS + self.WORLD * self.LINE_BYTES
 
     def first_expert(self, rank: int) -> int:
         """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -71,8 +71,8 @@ def compile_launch(launch: Launch, target: str) -> Any:
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
         value = launch.arguments[name]
-        if name == "PLATFORM":  # the launcher took the device that recorded it for the interpreter's
-            value = TARGETS[target].backend
+        if name == "LAUNCH":  # the launcher took the device that recorded it for the interpreter's
+            value = replace(value, PLATFORM=TARGETS[target].backend)
         specialised = not parameter.do_not_specialize
         constant = parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialised)
         if constant:

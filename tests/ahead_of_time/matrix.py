@@ -19,7 +19,7 @@ from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import ChannelLayout
-from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, pack, permute, signal, sums
+from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.collective_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -93,14 +93,14 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
-        "wait_dispatch": (signal.wait, (lane, DISPATCH, 30.0, 1.0), 0),
+        "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
         "count": (permute.route, (lane,), 0),
         "prefix": (permute.route, (lane,), 1),
         "place": (permute.route, (lane,), 2),
         "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
         "send_sums": (combine.send_sums, (lane, x, x.dtype), 0),
         "close_round": (dispatch.close_round, (lane,), 0),
-        "wait_combine": (signal.wait, (lane, COMBINE, 30.0, 1.0), 0),
+        "wait_combine": (dispatch.wait, (lane, COMBINE, 30.0, 1.0), 0),
         "sum_home": (combine.sum_home, (lane, x), 0),
     }[case.kernel]
 

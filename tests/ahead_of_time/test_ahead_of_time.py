@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton", reason="compiling kernels needs Triton")
@@ -9,7 +11,7 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 import triton
 import triton.language as tl
 
-from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals
+from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals, record_launches
 from tests.ahead_of_time.matrix import (
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
@@ -23,6 +25,8 @@ from tests.ahead_of_time.matrix import (
     compile_case,
     compiled_case,
 )
+from tests.rounds import make_lanes
+from thinwire.triton_kernels import dispatch
 
 
 def _row_length(kernel: str) -> int:
@@ -77,6 +81,13 @@ def test_one_scale_for_a_row_of_several_tiles_stays_within_a_programs_means(kern
     case = Case(kernel, "int8:row", 50000, target)
     report = compile_case(case)
     assert not check(case, report), report
+
+
+def test_a_word_at_another_place_is_compiled_anew() -> None:
+    launch = record_launches(dispatch.close_round, make_lanes(2, 4, 2, 64, 8)[0])[0]
+    moved = replace(launch.arguments["ROUND"], EPOCH=5)
+    other = Launch(launch.kernel, launch.arguments | {"ROUND": moved}, launch.options)
+    assert compile_launch(launch, "sm_90").asm["ptx"] != compile_launch(other, "sm_90").asm["ptx"]
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from thinwire.fused.counts import Segments, receive_segments, send_segments
 from thinwire.fused.direct import send_rows
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import channel as kernels
-from thinwire.triton_kernels.round_layout import SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 NONE = WireFormat.parse("none")

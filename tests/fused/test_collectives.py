@@ -32,7 +32,7 @@ from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import RankError, run_ranks
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH
+from thinwire.triton_kernels.signal import CONTROL_EPOCH
 from thinwire.wire import WireFormat
 
 MODES = ("process", "thread")

@@ -19,13 +19,13 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute, signal
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 
 KERNELS = SimpleNamespace(
     send_tokens=dispatch.send_tokens,
     close_round=dispatch.close_round,
-    wait=signal.wait,
+    wait=dispatch.wait,
     route=permute.route,
     gather=permute.gather,
     send_sums=combine.send_sums,

@@ -33,7 +33,8 @@ from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.routing import expert_range
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference, scaled_reference
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES, Lane
+from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 POISON = 0xFF  # as a float NaN, as an id none

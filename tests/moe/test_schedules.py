@@ -19,16 +19,14 @@ from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
-    CONTROL_EPOCH,
     DISPATCH,
     DTYPE_CODES,
     SIGNAL_DTYPE,
-    SIGNAL_FLAG,
     SIGNAL_HAS_SUMS,
-    SIGNAL_LINE_BYTES,
     SIGNAL_TOKENS,
     Lane,
 )
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_FLAG, SIGNAL_LINE_BYTES
 
 pytestmark = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 ROUNDS = 20

@@ -29,7 +29,7 @@ from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}

@@ -37,7 +37,7 @@ from thinwire.triton_kernels.collective_layout import (
     CollectiveLayout,
     Job,
 )
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,

@@ -18,30 +18,25 @@ from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import WIRES
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute, signal
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
+from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, REPORT_BAD_IDS, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    DISPATCH,
     MISMATCHED,
-    REPORT_BAD_IDS,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
-    SIGNAL_DTYPE,
     SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
     TIMED_OUT,
-    Lane,
 )
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 KERNELS = SimpleNamespace(
     send_tokens=dispatch.send_tokens,
     close_round=dispatch.close_round,
-    wait=signal.wait,
+    wait=dispatch.wait,
     route=permute.route,
     gather=permute.gather,
     send_sums=combine.send_sums,

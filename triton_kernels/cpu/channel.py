@@ -26,7 +26,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.signal import signalled
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,

@@ -38,7 +38,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, st
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, wait_for_all
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,

@@ -27,7 +27,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.signal import publish, signal_line
-from thinwire.triton_kernels.round_layout import CONTROL_EPOCH, REPORT_PEERS, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_PEERS, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 __all__ = [

@@ -30,7 +30,8 @@ from thinwire.triton_kernels.cpu.lane import (
 )
 from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
-from thinwire.triton_kernels.round_layout import CONTROL_STATUS, RUNNING, SIGNAL_HAS_SUMS, Lane
+from thinwire.triton_kernels.round_layout import SIGNAL_HAS_SUMS, Lane
+from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 __all__ = ["send_sums", "sum_home"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import collective_layout, round_layout
+from thinwire.triton_kernels import collective_layout, round_layout, signal
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 __all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "ir", "kernel", "types"]
@@ -20,14 +20,14 @@ __all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "
 
 def _hash_sources() -> int:
     digest = hashlib.sha256()
-    # The constants of lanes are compiled into kernels too.
-    layouts = [Path(module.__file__) for module in (round_layout, collective_layout) if module.__file__]
-    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *layouts]:
+    # Their words are compiled into kernels too.
+    words = [Path(module.__file__) for module in (signal, round_layout, collective_layout) if module.__file__]
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *words]:
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:6], "little")
 
 
-#: Identifies the source text of this folder, `ir` included, and of the lanes' layouts. numba's cache looks at the file
+#: Identifies the source text of this folder, `ir` included, and of the layouts. numba's cache looks at the file
 #: of the function that it caches and not at the files of what it calls, so a kernel that lacked this would go on
 #: running an intrinsic's older version. Each kernel takes it as a last argument with this default, which makes it a
 #: part of the cache's key.

@@ -37,21 +37,23 @@ from thinwire.triton_kernels.cpu.lane import (
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, signal_line, wait_for_all
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
+    DISPATCH,
+    REPORT_BAD_IDS,
+    SIGNAL_DTYPE,
+    SIGNAL_HAS_SUMS,
+    SIGNAL_TOKENS,
+    Lane,
+)
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    DISPATCH,
     MISMATCHED,
-    REPORT_BAD_IDS,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
-    SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
-    SIGNAL_TOKENS,
     TIMED_OUT,
-    Lane,
 )
 
 __all__ = ["close_round", "publish_sums", "send_tokens", "wait"]

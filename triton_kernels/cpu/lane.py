@@ -19,16 +19,8 @@ from thinwire.triton_kernels.cpu.ir.fields import reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import NONE
 from thinwire.triton_kernels.cpu.signal import signal_line
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    DTYPE_CODES,
-    MAX_WORLD,
-    SIGNAL_DTYPE,
-    SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
-    Lane,
-    RoundLayout,
-)
+from thinwire.triton_kernels.round_layout import COMBINE, DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane, RoundLayout
+from thinwire.triton_kernels.signal import MAX_WORLD, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 __all__ = [

@@ -37,7 +37,8 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
     token_count,
 )
-from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_STATUS, CONTROL_TOKENS, RUNNING, Lane
+from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
+from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 __all__ = ["gather", "route"]
 

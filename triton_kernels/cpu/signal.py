@@ -20,7 +20,7 @@ from thinwire.triton_kernels.cpu.compat import device, intrinsic, ir, types
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
-from thinwire.triton_kernels.round_layout import (
+from thinwire.triton_kernels.signal import (
     REPORT_PEERS,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,

@@ -30,24 +30,26 @@ from thinwire.triton_kernels.cpu.permute import gather, route
 from thinwire.triton_kernels.cpu.signal import signalled
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
     DISPATCH,
     DTYPE_CODES,
-    MISMATCHED,
     REPORT_BAD_IDS,
+    SIGNAL_DTYPE,
+    SIGNAL_HAS_SUMS,
+    SIGNAL_TOKENS,
+    Lane,
+    RoundLayout,
+)
+from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
-    SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
     SIGNAL_LINE_BYTES,
-    SIGNAL_TOKENS,
     TIMED_OUT,
-    Lane,
-    RoundLayout,
 )
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat

@@ -26,11 +26,10 @@ from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns, store_release
 from thinwire.triton_kernels.cpu.signal import signalled
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
+from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    DISPATCH,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
@@ -41,8 +40,6 @@ from thinwire.triton_kernels.round_layout import (
     SIGNAL_STUCK_ON_YOU,
     SIGNAL_STUCK_PHASE,
     TIMED_OUT,
-    Lane,
-    RoundLayout,
 )
 from thinwire.wire import WireFormat
 
