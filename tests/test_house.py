@@ -115,6 +115,11 @@ def test_without_numba_the_reference_can_be_asked_for() -> None:
     assert abs(float(_run_blocked(code, THINWIRE_BACKEND="torch")) - 1) < 0.004
 
 
+def test_the_picture_of_the_house_is_what_the_sources_say() -> None:
+    command = [sys.executable, "docs/draw_house.py", "--check"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0, "draw it anew: python docs/draw_house.py"
+
+
 def test_importing_thinwire_loads_no_room() -> None:
     code = "import sys, thinwire; print([name for name in sys.modules if name.startswith('thinwire.')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
