@@ -43,6 +43,7 @@ def test_the_wheel_holds_exactly_the_tracked_package_files(wheel: Path) -> None:
     assert "thinwire/moe/tiny_moe/tiny_moe.safetensors" in held and "thinwire/py.typed" in held
 
 
+@pytest.mark.exhaustive
 def test_the_demo_runs_with_only_the_wheel_from_the_clone_and_from_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

@@ -108,6 +108,7 @@ def test_direct_staged_and_threads_are_bit_identical_for_every_wire() -> None:
     assert_same("staged, threads", expected, _run("staged", 4, mode="thread"))
 
 
+@pytest.mark.exhaustive
 def test_the_interpreter_in_four_processes_is_bit_identical_for_every_wire() -> None:
     assert_same("interpreted", _run("staged", 1), _run("direct", 1, env=INTERPRETED))
 

@@ -129,6 +129,7 @@ def _quantized(comm: Communicator) -> None:
         assert channel._end.counters.tolist()[:2] == [2, 4 + 4 + 1]
 
 
+@pytest.mark.exhaustive
 def test_quantised_rows_arrive_as_the_codec_says_and_where_they_belong() -> None:
     run_ranks(_quantized, 2, env=INTERPRETED, timeout=300)
 
@@ -357,6 +358,7 @@ def _with_numba(comm: Communicator) -> None:
         _check(comm, [[2, 45], [30, 0]], (33,), torch.bfloat16, "none", known=known, seed=2)
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_the_cpus_kernels_are_peers_like_others() -> None:
     pytest.importorskip("numba", reason="the other rank's kernels need numba")
     run_ranks(_with_numba, 2, env=INTERPRETED, timeout=120)
