@@ -31,6 +31,7 @@ from thinwire.fused.pending import Pending
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.fused.transport import Refusal, check_transport
+from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
 __all__ = ["all_to_all_v"]
@@ -255,7 +256,7 @@ def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: S
         views: list[torch.Tensor | None] = []
         for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
             rows = tensor[displ : displ + count]
-            views.append(rows.view(-1).view(torch.uint8) if count and peer != comm.rank else None)
+            views.append(as_bytes(rows) if count and peer != comm.rank else None)
         return views
 
     own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
