@@ -17,7 +17,8 @@ from types import ModuleType
 
 import torch
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.errors import CapacityError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE
