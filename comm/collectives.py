@@ -17,6 +17,7 @@ Over Gloo, and between threads, everything is made of sends and receives (`comm/
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from thinwire.comm import nccl, p2p
 from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
 from thinwire.comm.exchange import PeerExchange
-from thinwire.comm.membership import Membership
+from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
@@ -32,8 +33,8 @@ from thinwire.errors import ArgumentError, CountsError
 __all__ = ["Collectives"]
 
 
-class Collectives(Membership):
-    """The exact collectives of a :class:`Communicator`.
+class Collectives(HostCollectives):
+    """The exact collectives of a :class:`Communicator` that take tensors.
 
     All of them raise:
         CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
@@ -285,17 +286,14 @@ class Collectives(Membership):
         later = p2p.takes_two_steps(self._exchange, tensor)
         return self._run(p2p.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
 
+    @abstractmethod
     def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
-        """Posts the first step, and waits for all of them unless `async_op`."""
-        self._require_open()
-        self.check_exchange()
-        self._settle()
-        work = Work(collective, lambda: None)
-        if not async_op:
-            work.wait()
-        elif posts_later:
-            self._unfinished.append(work)
-        return work
+        """Posts the first step, and waits for all of them unless `async_op`.
+
+        Args:
+            collective: see :class:`Work`.
+            posts_later: there are steps that are not posted before `wait`.
+        """
 
 
 def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:

@@ -10,9 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm.communicator import Communicator, Origin
 from thinwire.comm.groups import backends_of
-from thinwire.comm.membership import Origin
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ThinwireError
 
@@ -129,7 +128,7 @@ def _open(world: Communicator, name: str, device: torch.device | str | None, tim
         shared[world.rank]._origin = origin
         return shared[world.rank]
     # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
-    limit = timedelta(seconds=timeout * (2 if world._backend == "nccl" else 1))
+    limit = timedelta(seconds=timeout * (2 if exchange.backend == "nccl" else 1))
     config = ",".join(f"{kind}:{backend}" for kind, backend in backends_of(world.group).items())
     members = dist.get_process_group_ranks(world.group)
     group = dist.new_group(members, timeout=limit, backend=config)

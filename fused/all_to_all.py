@@ -31,6 +31,7 @@ from thinwire.fused.direct import move_plainly, open_channel, send_rows
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.fused.transport import Refusal, choose
+from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
 __all__ = ["all_to_all_v"]
@@ -243,7 +244,7 @@ def _post_exact(
         views: list[torch.Tensor | None] = []
         for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
             rows = tensor[displ : displ + count]
-            views.append(rows.view(-1).view(torch.uint8) if count and peer != comm.rank else None)
+            views.append(as_bytes(rows) if count and peer != comm.rank else None)
         return views
 
     own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]

@@ -39,6 +39,7 @@ from thinwire.fused.channel import (
     signature_of,
 )
 from thinwire.fused.counts import Segments
+from thinwire.octets import as_bytes
 from thinwire.triton_kernels import channel as kernels
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import (
@@ -180,7 +181,7 @@ class DeviceChannel(Channel):
         if recv_buffer is None and self.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         x = x.detach()
-        source = x.reshape(-1).view(torch.uint8) if row_format.layout is None else x
+        source = as_bytes(x) if row_format.layout is None else x
         stride = x_step if row_format.layout is None else x_step // x.itemsize
         self._prepare(row_format, source, stride)
         transfer = DeviceTransfer(self, row_format, source, stride, sends, recv_buffer, place, self.take_turn())
@@ -259,7 +260,7 @@ class DeviceChannel(Channel):
         if recv_buffer is not None:
             counts, out, out_stride = recv_buffer.segments.counts, recv_buffer.memory.detach(), form.step
             if form.layout is None:
-                out = out.reshape(-1).view(torch.uint8)
+                out = as_bytes(out)
             else:
                 out_stride = form.step // out.itemsize
         most_out = max(form.pieces(count, piece_bytes) for count in sends.counts)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend

@@ -15,8 +15,9 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend

@@ -266,7 +266,7 @@ def _expect_nothing_more(calls: _Calls, victims: tuple[int, ...]) -> None:
     later: list[Callable[[], object]] = [ep.check]
     for lane, round_ in calls.rounds.items():
         d = round_.dispatched
-        if d is not None and ep._open_rounds[lane] is d:
+        if d is not None and ep._rounds.open_rounds[lane] is d:
             later += [partial(d.gather, 3), partial(ep.combine, torch.zeros(3, SETTINGS.hidden), d)]
     later += [partial(RandomRound(ep, SETTINGS, "later").dispatch, lane) for lane in range(SETTINGS.lanes)]
     for again in later:
