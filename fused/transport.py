@@ -197,7 +197,7 @@ class DirectTransport:
     nothing waits for the device, so what went wrong is raised by a later call or by `check`.
 
     Args:
-        name: of the operation, for people.
+        operation: what it is for, for people.
         memory: a buffer on every rank, zero at first; closed by `close`.
         rank: this rank.
         timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
@@ -211,8 +211,8 @@ class DirectTransport:
     phases: tuple[str, ...] = ()
     report: np.ndarray
 
-    def __init__(self, name: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
-        self.name, self.memory, self.rank, self.timeout = name, memory, rank, timeout
+    def __init__(self, operation: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
+        self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
         self.world = memory.buffer_ptrs.numel()
         self.grace = min(_MAX_GRACE, timeout)
         self.device = memory.local.device
@@ -269,7 +269,7 @@ class DirectTransport:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
         if self.failure is not None:
             text = (
-                f"the direct transport of {self.name} cannot be used any more, make a new communicator; earlier: "
+                f"the direct transport of {self.operation} cannot be used any more, make a new communicator; earlier: "
                 f"{self.failure}"
             )
             raise _with_text(self.failure, text)
@@ -297,11 +297,14 @@ class DirectTransport:
         """Raises what `mismatch` found: kernels that were launched already cannot be told."""
         self.fail(error)
 
+    def peers_in(self, report: np.ndarray) -> np.ndarray:
+        """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
+        peers: np.ndarray = report[REPORT_PEERS:].reshape(3, self.world)
+        return peers
+
     def timed_out(self) -> PeerTimeout:
         """What the report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
-        blamed, missing, said = (
-            np.flatnonzero(row).tolist() for row in self.report[REPORT_PEERS:].reshape(3, self.world)
-        )
+        blamed, missing, said = (np.flatnonzero(row).tolist() for row in self.peers_in(self.report))
         stuck = [peer for peer in said if peer != self.rank]
         epoch = int(self.report[REPORT_EPOCH])
         text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}: "
@@ -342,7 +345,7 @@ class DirectTransport:
         """One line for `Communicator.explain`."""
         failed = ", failed" if self.failure is not None or self.report[REPORT_STATUS] != RUNNING else ""
         size = self.memory.num_bytes / 2**20
-        return f"{self.name}: direct, {size:.1f} MiB of symmetric memory, {self.details()}{failed}"
+        return f"{self.operation}: direct, {size:.1f} MiB of symmetric memory, {self.details()}{failed}"
 
     def close(self) -> None:
         """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves.

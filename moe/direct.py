@@ -7,15 +7,16 @@ kernels run at once, and their waits block.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import RoundKernels
+from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
@@ -34,7 +35,6 @@ from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
     MISMATCHED,
     REPORT_EPOCH,
-    REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
@@ -45,12 +45,8 @@ from thinwire.triton_kernels.signal import (
 
 __all__ = ["DirectRounds"]
 
-_PHASES = {DISPATCH: "dispatch", COMBINE: "combine"}
-_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
-_prepare_lock = threading.Lock()
 
-
-class DirectRounds(Rounds):
+class DirectRounds(DirectTransport, Rounds):
     """Lanes over symmetric memory.
 
     Args:
@@ -62,21 +58,20 @@ class DirectRounds(Rounds):
     """
 
     name = "direct"
+    phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
 
     def __init__(
         self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
     ) -> None:
-        super().__init__(config, reason)
+        DirectTransport.__init__(self, "ExpertParallel", memory, config.comm.rank, config.peer_timeout)
+        Rounds.__init__(self, config, reason)
         self.kernels = kernels
-        self.memory = memory
-        self.timeout = config.peer_timeout
-        self.grace = min(_MAX_GRACE, config.peer_timeout)
         self.lanes = [
             Lane.of(
                 layout,
                 config.wire,
                 config.combine_wire,
-                config.comm.rank,
+                self.rank,
                 config.align,
                 memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
                 memory.buffer_ptrs + number * layout.NUM_BYTES,
@@ -88,15 +83,13 @@ class DirectRounds(Rounds):
         self._open = [False] * config.lanes
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
-        self._stuck: list[bool] = [False] * config.comm.size
+        self._stuck: list[bool] = [False] * self.world
         self.rounds_begun = [0] * config.lanes
-        self._prepared: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
         self.raise_failure(lane)
-        if x.is_cuda:
-            self._prepare(x, topk_ids.dtype)
+        self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
         if self._open[lane]:
             self.close_round(lane)
         tensors = self.lanes[lane]
@@ -123,7 +116,7 @@ class DirectRounds(Rounds):
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
-        if not self.memory.local.is_cuda:
+        if not self.on_gpu:
             if self._reports[lane][REPORT_STATUS] == MISMATCHED:
                 self._refuse_mismatch(lane)
             self.raise_failure(lane)
@@ -166,13 +159,12 @@ class DirectRounds(Rounds):
         timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
         if not timed_out:
             return
-        if self.memory.local.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
-        size = self.config.comm.size
         for lane, tensors in enumerate(self.lanes):
-            lines = tensors.buffer[tensors.layout.STUCK :][: size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-            said = lines.view(size, -1)[:, SIGNAL_FLAG].tolist()
+            lines = tensors.buffer[tensors.layout.STUCK :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
+            said = lines.view(self.world, -1)[:, SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][REPORT_STATUS] == RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
@@ -181,20 +173,20 @@ class DirectRounds(Rounds):
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
 
     def _timeout(self, lane: int) -> PeerTimeout:
-        comm, report = self.config.comm, self._reports[lane]
-        blamed, missing, said = report[REPORT_PEERS:].reshape(3, comm.size)
-        ranks = [rank for rank in range(comm.size) if blamed[rank] and not self._stuck[rank]]
-        stuck_on_us = [rank for rank in range(comm.size) if said[rank] == 2]
-        epoch, phase = int(report[REPORT_EPOCH]), _PHASES[int(report[REPORT_PHASE])]
+        report, everyone = self._reports[lane], range(self.world)
+        blamed, missing, said = self.peers_in(report)
+        ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
+        stuck_on_us = [rank for rank in everyone if said[rank] == 2]
+        epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
         if ranks:
-            reason = f"no answer from {_name_ranks(ranks)} within {self.timeout:g} s"
+            reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
         elif stuck_on_us:
-            reason = f"{_name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
+            reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:
-            late = [rank for rank in range(comm.size) if missing[rank]]
-            reason = f"{_name_ranks(late)} answered too late, or gave up as well"
+            late = [rank for rank in everyone if missing[rank]]
+            reason = f"{name_ranks(late)} answered too late, or gave up as well"
         return PeerTimeout(
-            f"rank {comm.rank} of {comm.size}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
+            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild(group) makes new ones",
             ranks=ranks,
             lane=lane,
@@ -203,9 +195,9 @@ class DirectRounds(Rounds):
         )
 
     def _mismatch(self, lane: int) -> RoutingError:
-        comm, layout = self.config.comm, self.lanes[lane].layout
-        lines = self.lanes[lane].buffer[layout.SIGNALS :][: comm.size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-        lines = lines.view(comm.size, -1)
+        layout = self.lanes[lane].layout
+        lines = self.lanes[lane].buffer[layout.SIGNALS :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
+        lines = lines.view(self.world, -1)
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         described = [
             f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
@@ -216,37 +208,23 @@ class DirectRounds(Rounds):
             f"dispatched: {', '.join(described)}"
         )
 
-    def _prepare(self, x: torch.Tensor, id_dtype: torch.dtype) -> None:
-        """Compiles and loads all kernels of a round before any of them waits for a peer.
-
-        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one.
-        """
-        key = (x.dtype, id_dtype)
-        if key in self._prepared or torch.cuda.is_current_stream_capturing():
-            return
-        with _prepare_lock:
-            lane = self.lanes[0]
-            local: dict[str, Any] = {
-                name: torch.zeros_like(getattr(lane, name))
-                for name in ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
-            }
-            # Kernels that find a poisoned lane do nothing, and these are all of them.
-            local["control"][CONTROL_STATUS] = TIMED_OUT
-            idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
-            row = torch.zeros(1, lane.layout.HIDDEN, dtype=x.dtype, device=x.device)
-            ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=x.device)
-            self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
-            self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
-            self.kernels.route(idle)
-            self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=x.device))
-            for dtype in DTYPE_CODES:
-                self.kernels.send_sums(idle, row.to(dtype), x.dtype, self.config.num_programs)
-            self.kernels.close_round(idle)
-            self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-            self.kernels.sum_home(idle, row)
-            torch.cuda.current_stream(x.device).synchronize()
-        self._prepared.add(key)
+    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
+        lane = self.lanes[0]
+        names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
+        local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
+        local["control"][CONTROL_STATUS] = TIMED_OUT
+        idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
+        row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=self.device)
+        ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=self.device)
+        self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
+        self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
+        self.kernels.route(idle)
+        self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
+        for out_dtype in DTYPE_CODES:
+            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs)
+        self.kernels.close_round(idle)
+        self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
+        self.kernels.sum_home(idle, row)
 
     @property
     def memory_bytes(self) -> int:
@@ -261,17 +239,15 @@ class DirectRounds(Rounds):
             f"heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
         )
 
-    def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong."""
-        if self.memory.local.is_cuda:
-            torch.cuda.current_stream(self.memory.local.device).synchronize()
+    def require_usable(self) -> None:
+        """Raises what kernels reported on any lane."""
         for lane in range(len(self.lanes)):
             self.raise_failure(lane)
 
     def close(self) -> None:
         """Gives the memory back. Tensors made from it stay readable."""
         self.lanes.clear()
-        self.memory.close()
+        super().close()
 
 
 class _DirectRound(Dispatched):
@@ -333,7 +309,3 @@ class _DirectRound(Dispatched):
     def _require_latest(self) -> None:
         if self._rounds.rounds_begun[self.lane] != self._number:
             raise LaneError(f"lane {self.lane} has gone on to a later round; what this one sent is not known any more")
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

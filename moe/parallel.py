@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import allocate
-from thinwire.errors import CapacityError, LaneError, TransportUnavailable
-from thinwire.fused.backend import RoundKernels, select_backend, select_round_kernels
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import CapacityError, LaneError
+from thinwire.fused.backend import select_backend, select_round_kernels
 from thinwire.fused.codec import resolve_wire
+from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.checks import check_expert_out, check_out, check_tokens
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
@@ -30,6 +31,8 @@ from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
 
 __all__ = ["ExpertParallel"]
+
+_DIRECT_REASON = "every rank can map every peer's memory"
 
 
 class ExpertParallel:
@@ -112,38 +115,20 @@ class ExpertParallel:
         self.transport = self._rounds.name
 
     def _choose_rounds(self, transport: str, generation: int) -> Rounds:
-        if transport == "staged":
-            self.comm.check_exchange()
-            return StagedRounds(self._config, "as asked for")
-        try:
-            reason = "as asked for" if transport == "direct" else "every rank can map every peer's memory"
-            return self._direct_rounds(reason, generation)
-        except (CapacityError, TransportUnavailable) as error:
-            # The same error on every rank, so every rank makes the same choice.
-            if transport == "direct":
-                raise
-            reason = str(error)
-        try:
-            self.comm.check_exchange()
-        except TransportUnavailable as error:
-            raise TransportUnavailable(f"no transport is available: direct: {reason}; staged: {error}") from error
-        return StagedRounds(self._config, f"direct is not available: {reason}")
+        """The rounds of the transport that all ranks take."""
 
-    def _direct_rounds(self, reason: str, generation: int) -> DirectRounds:
-        """The direct transport, or the same error on every rank."""
-        kernels: RoundKernels | None = None
-        problem = ""
-        try:
-            kernels = select_round_kernels(self.dispatch_backend)
-        except TransportUnavailable as error:
-            problem = str(error)
+        def open_() -> DirectRounds | Refusal:
+            return self._open_direct("as asked for" if transport == "direct" else _DIRECT_REASON, generation)
+
+        found = choose("ExpertParallel", transport, self.comm, [], open_, no_memory=CapacityError)
+        if not isinstance(found, Refusal):
+            return found
+        reason = found.reason if transport == "staged" else f"direct is not available: {found.reason}"
+        return StagedRounds(self._config, reason)
+
+    def _open_direct(self, reason: str, generation: int) -> DirectRounds | Refusal:
         if self.comm.size > MAX_WORLD:
-            problem = f"{self.comm.size} ranks; the direct transport takes up to {MAX_WORLD}"
-        problems = self.comm.all_gather_object(problem)
-        for rank, text in enumerate(problems):
-            if text:
-                raise TransportUnavailable(f"rank {rank}: {text}")
-        assert kernels is not None
+            return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         layout = RoundLayout.of(
             world=self.comm.size,
             num_experts=self.num_experts,
@@ -154,8 +139,12 @@ class ExpertParallel:
             combine_wire=self.combine_wire,
             dtype=self.dtype,
         )
-        memory = allocate(self.comm, self.lanes * layout.NUM_BYTES, generation)
-        return DirectRounds(self._config, layout, memory, kernels, reason)
+
+        def make(memory: SymmetricMemory) -> DirectRounds:
+            kernels = select_round_kernels(self.dispatch_backend)
+            return DirectRounds(self._config, layout, memory, kernels, reason)
+
+        return open_direct(self.comm, "ExpertParallel", self.lanes * layout.NUM_BYTES, {}, make, generation)
 
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
