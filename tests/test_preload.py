@@ -81,7 +81,7 @@ def test_ranks_of_a_server_end_print_and_time_out_as_others_do(tmp_path, capfd):
         run_ranks(die_on, 2, 1, "signal")
     assert died.value.failures == {1: "killed by SIGKILL, before fn had returned"}
     with pytest.raises(RanksTimeout) as late:
-        run_ranks(wait_for_ever_unless, 2, 1, str(tmp_path), timeout=2.0)
+        run_ranks(wait_for_ever_unless, 2, 1, str(tmp_path), timeout=5.0)
     assert late.value.ranks == [0] and str(late.value).count("in sleep_in_a_named_function") == 1
     pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
     assert len(pids) == 4

@@ -484,7 +484,8 @@ def test_ranks_that_disagree_all_notice_in_that_epoch_and_can_go_on() -> None:
 def _a_silent_rank(comm: Communicator, leg: int) -> None:
     ranks = Ranks(comm)
     ranks.check(Call(ALL_REDUCE, (100, 100, 100)))
-    ranks.timeout, ranks.grace = (0.4, 0.4)
+    # Ranks of a busy machine may come this much later than each other to their giving up.
+    ranks.timeout, ranks.grace = (0.4, 2.0)
     call = Call(ALL_REDUCE, (300, 300, 300), gap=1)
     job, (x, out) = call.job(), ranks.tensors(call)
     if comm.rank == 2:
