@@ -46,6 +46,7 @@ from thinwire.triton_kernels.signal import (
     RUNNING,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
+    grace_of,
 )
 from thinwire.wire import WireFormat
 
@@ -53,7 +54,6 @@ __all__ = ["DirectCollectives", "open_collectives"]
 
 _KEY = "collectives"
 _PHASES = ("first leg", "second leg")
-_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
 #: Of a slot on a GPU, where three launches should not cost more than what they move; and of all of its slots.
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
@@ -135,7 +135,7 @@ class DirectCollectives:
         num_programs: int | None = None,
     ) -> None:
         self.layout, self.rank, self.timeout = layout, rank, timeout
-        self.grace = min(_MAX_GRACE, timeout)
+        self.grace = grace_of(timeout)
         self._memory, self._kernels, self._num_programs = memory, kernels, num_programs
         self._device = memory.local.device
         self._on_gpu = self._device.type == "cuda"

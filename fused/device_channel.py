@@ -53,6 +53,7 @@ from thinwire.triton_kernels.signal import (
     RUNNING,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
+    grace_of,
 )
 from thinwire.wire import WireFormat
 
@@ -63,7 +64,6 @@ __all__ = ["DeviceChannel", "DeviceTransfer", "piece_bytes_for"]
 _PIECE_BYTES = 4 << 20
 _MOST_BYTES = 256 << 20  # of one GPU's memory; 8 ranks need 192 MiB
 _ALIGNMENT = 128
-_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
 _prepare_lock = threading.Lock()
 
 
@@ -177,7 +177,7 @@ class DeviceChannel:
 
     def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
         self.layout, self.rank, self.timeout = layout, rank, timeout
-        self.grace = min(_MAX_GRACE, timeout)
+        self.grace = grace_of(timeout)
         self._memory = memory
         self._device = memory.local.device
         self._on_gpu = self._device.type == "cuda"

@@ -29,12 +29,11 @@ from thinwire.fused.channel import (
     unusable_after,
 )
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT, grace_of
 from thinwire.wire import WireFormat
 
 __all__ = ["Channel", "Transfer"]
 
-_GRACE_NS = 10**9
 _INTS = {int}
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _PLACED_BY_THE_KERNEL = Segments([], [])
@@ -116,13 +115,14 @@ class Channel:
             "piece_bytes": layout.PIECE_BYTES,
             "pieces": layout.PIECES,
             "timeout": round(timeout * 1e9),
-            "grace": _GRACE_NS,
+            "grace": round(grace_of(timeout) * 1e9),
             "report": self._report.ctypes.data,
+            "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
+            "stuck": layout.STUCK,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
         for name, offset, size in (
-            ("stuck", layout.STUCK, SIGNAL_LINE_BYTES),
             ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
             ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
             ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),

@@ -40,6 +40,7 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_FLAG,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
+    grace_of,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["DirectRounds"]
 
 _PHASES = {DISPATCH: "dispatch", COMBINE: "combine"}
-_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
 _prepare_lock = threading.Lock()
 
 
@@ -73,7 +73,7 @@ class DirectRounds(Rounds):
         self.kernels = kernels
         self.memory = memory
         self.timeout = ep.timeout
-        self.grace = min(_MAX_GRACE, ep.timeout)
+        self.grace = grace_of(ep.timeout)
         self.lanes = [
             Lane.of(
                 layout,
