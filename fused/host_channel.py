@@ -80,7 +80,6 @@ class HostChannel(Channel):
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
         for name, offset, size in (
-            ("stuck", layout.STUCK, SIGNAL_LINE_BYTES),
             ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
             ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
             ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),

@@ -31,6 +31,7 @@ from thinwire.triton_kernels.signal import (
     REPORT_STATUS,
     RUNNING,
     TIMED_OUT,
+    grace_of,
 )
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
@@ -40,7 +41,6 @@ __all__ = ["TRANSPORTS", "DirectTransport", "Refusal", "check_transport", "choos
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
 
-_MAX_GRACE = 1.0  # seconds that peers get to say that they are stuck as well
 _prepare_lock = threading.Lock()
 _T = TypeVar("_T")
 
@@ -214,7 +214,7 @@ class DirectTransport:
     def __init__(self, operation: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
         self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
         self.world = memory.buffer_ptrs.numel()
-        self.grace = min(_MAX_GRACE, timeout)
+        self.grace = grace_of(timeout)
         self.device = memory.local.device
         self.on_gpu = self.device.type == "cuda"
         self.failure: ThinwireError | None = None

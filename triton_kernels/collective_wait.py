@@ -47,8 +47,6 @@ from thinwire.triton_kernels.collective_layout import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.signal import (
-    clock_ns,
-    give_up,
     num_multiprocessors,
     num_programs_for,
     poison,
@@ -56,7 +54,7 @@ from thinwire.triton_kernels.signal import (
     signal_words,
     store_signal_number,
     store_signal_words,
-    wait_for_all,
+    wait_or_give_up,
 )
 
 __all__ = ["await_leg", "begin_epoch", "num_waiting_programs_for", "programs_on_shared_gpu"]
@@ -113,22 +111,19 @@ def wait_alone(
         lines = COLLECTIVE.FIRST + (epoch & 1).to(tl.int64) * (world * COLLECTIVE.LINE_BYTES)
     else:
         lines = COLLECTIVE.SECOND + (epoch & 0).to(tl.int64)
-    limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
-    late = wait_for_all(base, rank, lines, epoch, timeout_ns, COLLECTIVE, LAUNCH, True)
-    status = tl.where(late > 0, COLLECTIVE.TIMED_OUT, COLLECTIVE.RUNNING)
-    if late > 0:
-        # As in `thinwire.triton_kernels.signal`: who leaves early still gives the others all the time that it had.
-        patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
-        give_up(base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, patience, LEG, COLLECTIVE, LAUNCH, True)
-    elif CHECK:
-        wrong = differs(base, lines, _WHAT, signature[0], COLLECTIVE, LAUNCH)
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, signature[1], COLLECTIVE, LAUNCH))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, signature[2], COLLECTIVE, LAUNCH))
-        wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, signature[3], COLLECTIVE, LAUNCH))
-        if tl.sum(wrong) > 0:
-            peers = tl.arange(0, LAUNCH.BLOCK)
-            tl.store(report_ptr + COLLECTIVE.REPORT_PEERS + peers, wrong, mask=peers < world)
-            status = status * 0 + COLLECTIVE.MISMATCHED
+    status = wait_or_give_up(
+        base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, LEG, COLLECTIVE, LAUNCH, True
+    )
+    if CHECK:
+        if status == COLLECTIVE.RUNNING:
+            wrong = differs(base, lines, _WHAT, signature[0], COLLECTIVE, LAUNCH)
+            wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 2, signature[1], COLLECTIVE, LAUNCH))
+            wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 4, signature[2], COLLECTIVE, LAUNCH))
+            wrong = tl.maximum(wrong, differs(base, lines, _WHAT + 6, signature[3], COLLECTIVE, LAUNCH))
+            if tl.sum(wrong) > 0:
+                peers = tl.arange(0, LAUNCH.BLOCK)
+                tl.store(report_ptr + COLLECTIVE.REPORT_PEERS + peers, wrong, mask=peers < world)
+                status = status * 0 + COLLECTIVE.MISMATCHED
     if status != COLLECTIVE.RUNNING:
         poison(control_ptr, report_ptr, status, epoch, LEG, COLLECTIVE)
 

@@ -26,15 +26,13 @@ from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES,
 from thinwire.triton_kernels.signal import (
     Launch,
     arrive,
-    clock_ns,
-    give_up,
     num_programs_for,
     poison,
     publish,
     register_limit,
     signal_words,
     store_signal_words,
-    wait_for_all,
+    wait_or_give_up,
 )
 
 __all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block", "wait"]
@@ -208,25 +206,23 @@ def wait_kernel(
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         base = buffer_ptr.to(tl.int64)
         epoch = tl.load(control_ptr + ROUND.EPOCH)
-        limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
-        late = wait_for_all(base, rank, lines, epoch, timeout_ns, ROUND, LAUNCH)
-        if late > 0:
-            # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
-            # live rank that is late by less than the timeout is then not named.
-            patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
-            give_up(base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, patience, PHASE, ROUND, LAUNCH)
-            poison(control_ptr, report_ptr, ROUND.TIMED_OUT, epoch, PHASE, ROUND)
-        elif PHASE == 0:
-            peers = tl.arange(0, LAUNCH.BLOCK)
-            known = peers < ROUND.WORLD
-            tokens = tl.load(signal_words(base, lines, ROUND.TOKENS, peers, ROUND), mask=known, other=0)
-            dtypes = tl.load(signal_words(base, lines, ROUND.DTYPE, peers, ROUND), mask=known, other=0)
-            own = tl.sum(tl.where(peers == rank, dtypes, 0))
-            wrong = tl.where(dtypes != own, 1, tl.where(tokens < 0, 1, tl.where(tokens > ROUND.MAX_TOKENS, 1, 0)))
-            wrong = tl.where(known, wrong, 0)
-            if tl.sum(wrong) > 0:
-                tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
-                poison(control_ptr, report_ptr, ROUND.MISMATCHED, epoch, PHASE, ROUND)
+        status = wait_or_give_up(
+            base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, PHASE, ROUND, LAUNCH
+        )
+        if PHASE == 0:
+            if status == ROUND.RUNNING:
+                peers = tl.arange(0, LAUNCH.BLOCK)
+                known = peers < ROUND.WORLD
+                tokens = tl.load(signal_words(base, lines, ROUND.TOKENS, peers, ROUND), mask=known, other=0)
+                dtypes = tl.load(signal_words(base, lines, ROUND.DTYPE, peers, ROUND), mask=known, other=0)
+                own = tl.sum(tl.where(peers == rank, dtypes, 0))
+                wrong = tl.where(dtypes != own, 1, tl.where(tokens < 0, 1, tl.where(tokens > ROUND.MAX_TOKENS, 1, 0)))
+                wrong = tl.where(known, wrong, 0)
+                if tl.sum(wrong) > 0:
+                    tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
+                    status = status * 0 + ROUND.MISMATCHED
+        if status != ROUND.RUNNING:
+            poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

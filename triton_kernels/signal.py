@@ -29,6 +29,7 @@ __all__ = [
     "agreed",
     "arrive",
     "give_up",
+    "grace_of",
     "num_programs_for",
     "poison",
     "publish",
@@ -37,6 +38,7 @@ __all__ = [
     "store_signal_number",
     "store_signal_words",
     "wait_for_all",
+    "wait_or_give_up",
 ]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -317,6 +319,33 @@ def wait_for_all(
 
 
 @triton.jit
+def wait_or_give_up(
+    base,
+    buffer_ptrs,
+    report_ptr,
+    rank,
+    lines,
+    targets,
+    epoch,
+    timeout_ns,
+    grace_ns,
+    PHASE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    LAUNCH: tl.constexpr,
+    WARPS: tl.constexpr = False,
+):
+    """Waits for all, and gives up on those that are missing then. Returns the status of it, RUNNING or TIMED_OUT."""
+    limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
+    late = wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT, LAUNCH, WARPS)
+    if late > 0:
+        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
+        # rank that is late by less than the timeout is then not named.
+        patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
+        give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, patience, PHASE, LAYOUT, LAUNCH, WARPS)
+    return tl.where(late > 0, LAYOUT.TIMED_OUT, LAYOUT.RUNNING)
+
+
+@triton.jit
 def poison(control_ptr, report_ptr, status, epoch, PHASE: tl.constexpr, LAYOUT: tl.constexpr):
     """Ends the use of the memory: kernels that find this status send nothing, and give NaN."""
     tl.store(report_ptr + LAYOUT.REPORT_EPOCH, epoch)
@@ -329,6 +358,11 @@ def poison(control_ptr, report_ptr, status, epoch, PHASE: tl.constexpr, LAYOUT: 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
+
+
+def grace_of(timeout: float) -> float:
+    """Seconds that a rank whose wait has timed out leaves its peers to signal or to say that they are stuck as well."""
+    return min(1.0, timeout)
 
 
 @lru_cache

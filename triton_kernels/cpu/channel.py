@@ -25,17 +25,10 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
-from thinwire.triton_kernels.cpu.signal import signalled
+from thinwire.triton_kernels.cpu.signal import give_up, signalled, someone_is_stuck, write_report
 from thinwire.triton_kernels.signal import (
     MISMATCHED,
-    REPORT_EPOCH,
-    REPORT_PEERS,
-    REPORT_PHASE,
-    REPORT_STATUS,
     RUNNING,
-    SIGNAL_STUCK_EPOCH,
-    SIGNAL_STUCK_ON_YOU,
-    SIGNAL_STUCK_PHASE,
     TIMED_OUT,
 )
 
@@ -50,7 +43,7 @@ _SLICE_NS = 100_000_000
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "piece_bytes", "pieces",
-    "timeout", "grace", "report", "status", "epoch",
+    "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch",
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
     # (for CHECK) how many there are,
     "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
@@ -60,7 +53,8 @@ SCALARS = (
     "signature0", "what1", "what2", "what3",
 )  # fmt: skip
 (
-    _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _PIECE_BYTES, _PIECES, _TIMEOUT, _GRACE, _REPORT, _STATUS, _EPOCH,
+    _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _PIECE_BYTES, _PIECES,
+    _TIMEOUT, _GRACE, _REPORT, _BUFFER_PTRS, _STUCK, _STATUS, _EPOCH,
     _DISCARD, _X, _X_STEP, _OUT, _OUT_STEP, _X_ROWS, _OUT_ROWS,
     _EXACT, _COUNTS_PER_ROW, _UNIT_BYTES, _UNITS_PER_PIECE, _DTYPE,
     _KIND, _GROUP, _ROW_SCALE, _HIDDEN, _SCALES_OFFSET, _RECORD_BYTES,
@@ -74,13 +68,13 @@ PEERS = (
     "next_out", "end_out", "next_in", "end_in", "answer", "limit", "sent", "received",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
-    "sequence_there", "sequence_here", "consumed_there", "consumed_here", "stuck_there", "stuck_here",
+    "sequence_there", "sequence_here", "consumed_there", "consumed_here",
 )  # fmt: skip
 (
     _SEND_COUNT, _SEND_DISPL, _RECV_COUNT, _RECV_DISPL,
     _NEXT_OUT, _END_OUT, _NEXT_IN, _END_IN, _ANSWER, _LIMIT, _SENT, _RECEIVED,
     _HEADER_THERE, _HEADER_HERE, _PARITY_THERE, _PARITY_HERE, _RING_THERE, _RING_HERE,
-    _SEQUENCE_THERE, _SEQUENCE_HERE, _HEADS_THERE, _HEADS_HERE, _STUCK_THERE, _STUCK_HERE,
+    _SEQUENCE_THERE, _SEQUENCE_HERE, _HEADS_THERE, _HEADS_HERE,
 ) = range(len(PEERS))  # fmt: skip
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
@@ -331,8 +325,9 @@ def sleep_microseconds(typing_context, duration):
 
 
 @kernel
-def missing(call, peers, peer, draining, fingerprint=FINGERPRINT):
-    """Whether this rank needs something of a peer that the peer has not done."""
+def missing(where, peer, fingerprint=FINGERPRINT):
+    """Whether this rank needs something of a peer that the peer has not done; `where` is (call, peers, draining)."""
+    call, peers, draining = where
     if peer == call[_RANK] or not unfinished(call, peers, peer, draining):
         return False
     if peers[_ANSWER, peer] == SILENT:
@@ -346,14 +341,11 @@ def missing(call, peers, peer, draining, fingerprint=FINGERPRINT):
 def late(call, peers, draining, now, fingerprint=FINGERPRINT):
     """Whether a peer has let this rank wait for longer than the timeout, or is missing while another gave up.
 
-    `now`, and the reports, are read before the flags. The other way round, a rank that was off its processor in between
-    would give up on peers that have done their part meanwhile.
+    `now`, and the reports, are read before the flags: see `docs/protocol.md`, "Waits end".
     """
-    stuck = False
+    stuck = someone_is_stuck(call[_BUFFER_PTRS], call[_WORLD], call[_RANK], call[_STUCK])
     for peer in range(call[_WORLD]):
-        stuck |= peer != call[_RANK] and load_acquire(peers[_STUCK_HERE, peer]) != _ZERO
-    for peer in range(call[_WORLD]):
-        if missing(call, peers, peer, draining):
+        if missing((call, peers, draining), peer):
             if peers[_LIMIT, peer] == 0:
                 peers[_LIMIT, peer] = now + call[_TIMEOUT]
             if stuck or now > peers[_LIMIT, peer]:
@@ -362,43 +354,17 @@ def late(call, peers, draining, now, fingerprint=FINGERPRINT):
 
 
 @kernel
-def give_up(call, peers, draining, fingerprint=FINGERPRINT):
-    """Reports to the peers, gives them the grace time, and writes down who is to blame.
-
-    As `thinwire.triton_kernels.cpu.signal` does it; but what is missing here may be a header, a piece, or room for one.
-    """
-    world, rank, report = call[_WORLD], call[_RANK], call[_REPORT]
-    words = report + 4 * REPORT_PEERS
+def end(call, peers, draining, fingerprint=FINGERPRINT):
+    """Gives up; what is missing may be a header, a piece, or room for one."""
     phase = _PHASE_PIECES
-    for peer in range(world):
-        if peer != rank and peers[_ANSWER, peer] == SILENT:
+    for peer in range(call[_WORLD]):
+        if peer != call[_RANK] and peers[_ANSWER, peer] == SILENT:
             phase = _PHASE_HEADERS
-    for peer in range(world):
-        lacking = _ONE if missing(call, peers, peer, draining) else _ZERO
-        store_int32(words + 4 * (world + peer), lacking)
-        line = peers[_STUCK_THERE, peer]
-        store_int32(line + 4 * SIGNAL_STUCK_EPOCH, np.int32(call[_EPOCH]))
-        store_int32(line + 4 * SIGNAL_STUCK_PHASE, phase)
-        store_int32(line + 4 * SIGNAL_STUCK_ON_YOU, lacking)
-        store_release(line, _ONE)
-    limit = monotonic_ns() + call[_GRACE]
-    silent, over = 1, False
-    while silent > 0 and not over:
-        yield_processor()
-        over = monotonic_ns() > limit  # before the reports: those that came in time count
-        silent = 0
-        for peer in range(world):
-            said = load_acquire(peers[_STUCK_HERE, peer])
-            if said != _ZERO and peer != rank:
-                said += load_int32(peers[_STUCK_HERE, peer] + 4 * SIGNAL_STUCK_ON_YOU)
-            blamed = said == _ZERO and missing(call, peers, peer, draining)
-            store_int32(words + 4 * peer, _ONE if blamed else _ZERO)
-            store_int32(words + 4 * (2 * world + peer), said)
-            if blamed:
-                silent += 1
-    store_int32(report + 4 * REPORT_EPOCH, np.int32(call[_EPOCH]))
-    store_int32(report + 4 * REPORT_PHASE, phase)
-    store_int32(report + 4 * REPORT_STATUS, np.int32(TIMED_OUT))
+    give_up(
+        call[_BUFFER_PTRS], call[_WORLD], call[_RANK], call[_STUCK], call[_EPOCH], phase, call[_GRACE], call[_REPORT],
+        missing, (call, peers, draining),
+    )  # fmt: skip
+    write_report(call[_REPORT], TIMED_OUT, call[_EPOCH], phase)
     call[_STATUS] = TIMED_OUT
 
 
@@ -450,7 +416,7 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
             continue
         now = monotonic_ns()
         if late(call, peers, draining, now):
-            give_up(call, peers, draining)
+            end(call, peers, draining)
             return call[_STATUS]
         if now > pause:
             return np.int64(PAUSED)

@@ -10,8 +10,7 @@ the same bits. A kernel of the CPU is one thread, so a leg waits in a kernel of 
 
 from __future__ import annotations
 
-import time
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -33,25 +32,19 @@ from thinwire.triton_kernels.cpu.collective_arguments import (
     slot_of,
 )
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
-from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, store_int32, zero_bytes
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
-from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, wait_for_all
+from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, wait_or_give_up
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,
-    REPORT_EPOCH,
-    REPORT_PHASE,
-    REPORT_STATUS,
     RUNNING,
     TIMED_OUT,
 )
 
 __all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
-
-_LONGEST_NS = 2**62
 
 
 @kernel
@@ -156,21 +149,12 @@ def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, grace, fin
     job = numbers_at(numbers)
     epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
     lines = first_lines(job, epoch) if leg == FIRST_LEG else job.second
-    status = RUNNING
-    ended = wait_for_all(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, deadline)
-    if ended == GAVE_UP:
-        # As in a round: who leaves early, because of another's report, keeps its own time before it blames.
-        patience = max(deadline - monotonic_ns(), 0) + grace
-        give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, patience, report)
-        status = TIMED_OUT
-    elif ended != PAUSED and leg == FIRST_LEG:
-        status = RUNNING if all_do_the_same(buffer_ptrs, job, lines, report) else MISMATCHED
+    ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, grace, report)
+    status = TIMED_OUT if ended == GAVE_UP else RUNNING
+    if ended == ARRIVED and leg == FIRST_LEG and not all_do_the_same(buffer_ptrs, job, lines, report):
+        status, ended = MISMATCHED, GAVE_UP
     if status != RUNNING:
-        store_int32(report + 4 * REPORT_EPOCH, epoch)
-        store_int32(report + 4 * REPORT_PHASE, leg)
-        store_int32(report + 4 * REPORT_STATUS, status)
-        store_int32(control + 4 * CONTROL_STATUS, status)
-        return GAVE_UP
+        poison(control, report, status, epoch, leg)
     return ended
 
 
@@ -195,14 +179,8 @@ def _addresses(lane: CollectiveLane) -> tuple[int, int]:
 
 def _wait(lane: CollectiveLane, numbers: tuple[np.ndarray, int], leg: int, timeout: float, grace: float) -> bool:
     """Whether the leg is complete, and the lane still in use. Python's signal handlers run meanwhile."""
-    buffer_ptrs, control = _addresses(lane)
-    report = lane.report.data_ptr()
-    deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
-    patience = min(int(grace * 1e9), _LONGEST_NS)
-    ended = PAUSED
-    while ended == PAUSED:
-        ended = wait_kernel(numbers[1], buffer_ptrs, control, report, leg, deadline, patience)
-    return bool(ended == ARRIVED)
+    kernel = partial(wait_kernel, numbers[1], *_addresses(lane), lane.report.data_ptr(), leg)
+    return run_wait(kernel, timeout, grace) == ARRIVED
 
 
 def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:

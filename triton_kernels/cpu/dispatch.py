@@ -7,7 +7,7 @@ at the sender.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import quantize_row
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     load_float32,
@@ -34,7 +33,7 @@ from thinwire.triton_kernels.cpu.lane import (
     readable_rows,
     record_layout_of,
 )
-from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, give_up, publish, signal_line, wait_for_all
+from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -48,10 +47,7 @@ from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,
-    REPORT_EPOCH,
     REPORT_PEERS,
-    REPORT_PHASE,
-    REPORT_STATUS,
     RUNNING,
     TIMED_OUT,
 )
@@ -59,7 +55,6 @@ from thinwire.triton_kernels.signal import (
 __all__ = ["close_round", "publish_sums", "send_tokens", "wait"]
 
 _ID_TYPES = (torch.int32, torch.int64)
-_LONGEST_NS = 2**62
 _ZERO = np.float32(0.0)
 
 
@@ -236,22 +231,14 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
         return GAVE_UP
     epoch = load_int32(control + 4 * CONTROL_EPOCH)
     lines = lane.signals if phase == DISPATCH else lane.combine_lines
-    status = RUNNING
-    ended = wait_for_all(buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, deadline)
-    if ended == GAVE_UP:
-        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
-        # rank that is late by less than the timeout is then not named.
-        patience = max(deadline - monotonic_ns(), 0) + grace
-        give_up(buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, patience, report)
-        status = TIMED_OUT
-    elif ended == ARRIVED and phase == DISPATCH:
-        status = RUNNING if lines_agree(buffer_ptrs, lane, report) else MISMATCHED
+    ended = wait_or_give_up(
+        buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, grace, report
+    )
+    status = TIMED_OUT if ended == GAVE_UP else RUNNING
+    if ended == ARRIVED and phase == DISPATCH and not lines_agree(buffer_ptrs, lane, report):
+        status = MISMATCHED
     if status != RUNNING:
-        # From now on this rank's kernels send nothing, and give NaN.
-        store_int32(control + 4 * CONTROL_STATUS, status)
-        store_int32(report + 4 * REPORT_EPOCH, epoch)
-        store_int32(report + 4 * REPORT_PHASE, phase)
-        store_int32(report + 4 * REPORT_STATUS, status)
+        poison(control, report, status, epoch, phase)
     return ended
 
 
@@ -274,6 +261,4 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
     numbers = numbers_of(lane)
     addresses = lane.buffer_ptrs.data_ptr(), lane.control.data_ptr(), lane.report.data_ptr()
-    deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
-    while wait_kernel(numbers.address, *addresses, phase, deadline, min(int(grace * 1e9), _LONGEST_NS)) == PAUSED:
-        pass
+    run_wait(partial(wait_kernel, numbers.address, *addresses, phase), timeout, grace)

@@ -1,27 +1,24 @@
-"""Publishing to peers and waiting for them, on the CPU: the patterns of `thinwire.triton_kernels.signal`.
+"""Publishing to peers and waiting for them, on the CPU: what `thinwire.triton_kernels.signal` is on GPUs.
 
-*Publish*: what a flag announces is stored first, the flag last and with release order, so a peer that sees the flag
-through an acquire load sees the rest. A flag has one writer, and holds the epoch that it last published: a value, which
-a late reader cannot miss, as it would a cleared bit. Epochs are compared by signed difference, so they may wrap.
-
-*Wait*: a rank looks a few hundred times and then gives up the processor between looks, since ranks may outnumber cores.
-When time is up, or when a peer says that it is stuck, the rank tells all peers that it is stuck too, waits a grace time
-for the others to say so or to signal after all, and blames those who did neither. A survivor always does one of the
-two, as it also leaves its wait when it sees another's report: so survivors name the same ranks.
-
-Whatever ends a wait, the clock or a report, is read before the flags. The other way round, a rank that was off its
-processor in between would give up on peers that signalled meanwhile: in a wait, it would do so one phase before
-everyone else and blame nobody; in the grace time, it would blame ranks that had reported in time.
+`docs/protocol.md` has the argument, under "Signals" and "Waits end". A rank looks a few hundred times and then gives up
+the processor between looks, since ranks may outnumber cores.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 from thinwire.triton_kernels.cpu.compat import device, intrinsic, ir, types
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 from thinwire.triton_kernels.signal import (
+    CONTROL_STATUS,
+    REPORT_EPOCH,
     REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,
     SIGNAL_STUCK_ON_YOU,
@@ -33,17 +30,21 @@ __all__ = [
     "GAVE_UP",
     "PAUSED",
     "give_up",
+    "poison",
     "publish",
+    "run_wait",
     "signal_line",
     "signalled",
     "someone_is_stuck",
-    "wait_for_all",
+    "wait_or_give_up",
+    "write_report",
 ]
 
 #: How `wait_for_all` ends: all flags came, it is time to give up, or neither within a slice of time.
 ARRIVED, GAVE_UP, PAUSED = 0, 1, 2
 
 _FLAG_BYTES = 4
+_LONGEST_NS = 2**62
 _SPINS = 200  # looks before the first yield
 _SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
 
@@ -106,7 +107,7 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
     ended = ARRIVED
     while True:
         if looks >= _SPINS:
-            now = monotonic_ns()
+            now = monotonic_ns()  # and reports: before the flags, see `docs/protocol.md`, "Waits end"
             if now > deadline or someone_is_stuck(buffer_ptrs, world, rank, stuck):
                 ended = GAVE_UP
             elif now > pause:
@@ -123,14 +124,22 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
 
 
 @device
-def give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, grace, report):
+def flag_is_behind(where, peer):
+    """Whether the flag of a peer has not come to an epoch; `where` is (buffer_ptrs, rank, lines, epoch)."""
+    buffer_ptrs, rank, lines, epoch = where
+    return not signalled(signal_line(buffer_ptrs, rank, lines, peer), epoch)
+
+
+@device
+def give_up(buffer_ptrs, world, rank, stuck, epoch, phase, grace, report, owes, where):
     """Tells the peers that this rank is stuck, gives them the grace time, and writes down who is to blame.
 
-    `grace` is in nanoseconds; `report` is the address of a lane's report, whose peer words this fills.
+    `grace` is in nanoseconds; `report` is the address of a report, whose peer words this fills; `owes(where, peer)`
+    says whether this rank misses something of a peer.
     """
     words = report + 4 * REPORT_PEERS
     for peer in range(world):
-        missing = 0 if signalled(signal_line(buffer_ptrs, rank, lines, peer), epoch) else 1
+        missing = 1 if owes(where, peer) else 0
         store_int32(words + 4 * (world + peer), missing)
         line = signal_line(buffer_ptrs, peer, stuck, rank)
         store_int32(line + 4 * SIGNAL_STUCK_EPOCH, epoch)
@@ -139,17 +148,57 @@ def give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, grace, report)
         store_release(line, 1)
     limit = monotonic_ns() + grace
     while True:
-        over = monotonic_ns() > limit
+        over = monotonic_ns() > limit  # before the reports: those that came in time count
         silent = 0
         for peer in range(world):
             line = signal_line(buffer_ptrs, rank, stuck, peer)
             said = 0
             if load_acquire(line) != 0:
-                said = 2 if load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
-            blamed = 0 if said > 0 or signalled(signal_line(buffer_ptrs, rank, lines, peer), epoch) else 1
+                said = 2 if peer != rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
+            blamed = 1 if said == 0 and owes(where, peer) else 0
             store_int32(words + 4 * peer, blamed)
             store_int32(words + 4 * (2 * world + peer), said)
             silent += blamed
         if silent == 0 or over:
             return
         yield_processor()
+
+
+@device
+def wait_or_give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, deadline, grace, report):
+    """`wait_for_all`, and where that gives up, `give_up`."""
+    ended = wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline)
+    if ended == GAVE_UP:
+        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
+        # rank that is late by less than the timeout is then not named.
+        patience = max(deadline - monotonic_ns(), 0) + grace
+        where = (buffer_ptrs, rank, lines, epoch)
+        give_up(buffer_ptrs, world, rank, stuck, epoch, phase, patience, report, flag_is_behind, where)
+    return ended
+
+
+@device
+def write_report(report, status, epoch, phase):
+    """Says how a wait ended that did not go well. The host looks at the status."""
+    store_int32(report + 4 * REPORT_EPOCH, epoch)
+    store_int32(report + 4 * REPORT_PHASE, phase)
+    store_int32(report + 4 * REPORT_STATUS, status)
+
+
+@device
+def poison(control, report, status, epoch, phase):
+    """Ends the use of the memory: this rank's kernels that find this status send nothing, and give NaN."""
+    write_report(report, status, epoch, phase)
+    store_int32(control + 4 * CONTROL_STATUS, status)
+
+
+def run_wait(kernel: Callable[[int, int], int], timeout: float, grace: float) -> int:
+    """How a wait ends: what `kernel(deadline, grace)` says, in nanoseconds, after as many slices of time as it takes.
+
+    Python's signal handlers run meanwhile, but for the grace time.
+    """
+    deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
+    ended = PAUSED
+    while ended == PAUSED:
+        ended = kernel(deadline, min(int(grace * 1e9), _LONGEST_NS))
+    return ended
