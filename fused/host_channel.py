@@ -75,6 +75,8 @@ class HostChannel(Channel):
             "pieces": layout.PIECES,
             "timeout": round(timeout * 1e9),
             "grace": round(self.grace * 1e9),
+            "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
+            "stuck": layout.STUCK,
             "report": self.report.ctypes.data,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
