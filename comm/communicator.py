@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.exchange import Exchange, PeerExchange, Pending
+from thinwire.comm.exchange import Exchange, PeerExchange, Posted
 from thinwire.comm.groups import (
     backends_of,
     choose_backend,
@@ -191,7 +191,7 @@ class Communicator(Collectives):
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
