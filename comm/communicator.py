@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.exchange import Exchange, PeerExchange, Pending
+from thinwire.comm.exchange import Exchange, PeerExchange, Posted
 from thinwire.comm.groups import (
     backends_of,
     choose_backend,
@@ -191,7 +191,7 @@ class Communicator(Collectives):
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -245,23 +245,28 @@ class Communicator(Collectives):
         """
         wanted = resolve_groups(self.size, layout, axes, groups)
         self.require_same("split", {"groups": repr(wanted)})
-        own = next(group for group in wanted if self.rank in group)
+        origin = Origin("a split of another communicator", "as that one's", owns_group=not self._leaves_ranks_out)
+        return self._derive(wanted, self._device, self.timeout, origin)
+
+    def _derive(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
+    ) -> Communicator:
+        """The communicator of this rank's group. Collective; all ranks agree on the groups, which hold each rank once.
+
+        Args:
+            groups: of this communicator's ranks.
+            device, timeout: the new one's. Threads stay on this one's device.
+            origin: the new one's. Threads have their own.
+        """
+        own = next(group for group in groups if self.rank in group)
         if isinstance(self._exchange, ThreadExchange):
-            return self._split_threads(self._exchange.world, own)
-        return self._split_processes(wanted, own)
-
-    def _split_threads(self, world: ThreadWorld, own: tuple[int, ...]) -> Communicator:
-        """The first of each group makes the communicators of all, and the others take theirs."""
-        made: list[Communicator] = []
-        if self.rank == own[0]:
-            made = Communicator.of_threads(
-                ThreadWorld(len(own), within=world), device=self._device, timeout=self.timeout
-            )
-        return self.share_objects(made)[own[0]][own.index(self.rank)]
-
-    def _split_processes(self, wanted: Sequence[tuple[int, ...]], own: tuple[int, ...]) -> Communicator:
+            made: list[Communicator] = []
+            if self.rank == own[0]:  # the first of each group makes the communicators of all, the others take theirs
+                world = ThreadWorld(len(own), within=self._exchange.world)
+                made = Communicator.of_threads(world, device=self._device, timeout=timeout)
+            return self.share_objects(made)[own[0]][own.index(self.rank)]
         ranks = dist.get_process_group_ranks(self.group)
-        everyone = {group: [ranks[rank] for rank in group] for group in wanted}
+        everyone = {group: [ranks[rank] for rank in group] for group in groups}
         disordered = [members for members in everyone.values() if members != sorted(members)]
         if disordered and not keeps_order():
             raise TransportUnavailable(
@@ -269,16 +274,26 @@ class Communicator(Collectives):
                 "a new group: name the axes in the order of the layout, or list the ranks of each group in ascending "
                 "order"
             )
+        # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
+        limit = timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
         # Where the default group is wider, its other ranks do not come here, so only members may take part.
-        covers_all = self.size == dist.get_world_size()
-        limit = timedelta(seconds=self.timeout * (2 if self._device.type == "cuda" else 1))
-        made = {
-            group: new_group(members, self.group, limit, local=not covers_all)
+        local = self._leaves_ranks_out
+        new_groups = {
+            group: new_group(members, self.group, limit, local=local)
             for group, members in everyone.items()
-            if covers_all or group == own
+            if group == own or not local
         }
-        origin = Origin("a split of another communicator", "as that one's", owns_group=covers_all)
-        return Communicator(made[own], device=self._device, timeout=self.timeout, _origin=origin)
+        try:
+            return Communicator(new_groups[own], device=device, timeout=timeout, _origin=origin)
+        except BaseException:
+            if origin.owns_group:
+                dist.destroy_process_group(new_groups[own])
+            raise
+
+    @property
+    def _leaves_ranks_out(self) -> bool:
+        """Whether torch.distributed's default group has ranks that are not in this one."""
+        return not self.in_process and self.size < dist.get_world_size()
 
     @overload
     def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
