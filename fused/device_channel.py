@@ -253,7 +253,7 @@ class DeviceChannel(Channel):
         return recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
 
     def _move(self, transfer: DeviceTransfer, recv_buffer: RecvBuffer | None, pieces: list[int]) -> None:
-        """All steps from the taking of the first pieces on; without a landing nothing is kept."""
+        """All steps from the taking of the first pieces on; without a buffer nothing is kept."""
         form, sends, piece_bytes = transfer.form, transfer.sends, self.layout.PIECE_BYTES
         assert transfer.x is not None
         counts, out, out_stride = [0], transfer.x, 0

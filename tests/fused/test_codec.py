@@ -142,7 +142,7 @@ def test_outlier_channels_cost_the_other_channels_what_theory_says(spec: str, re
 
 
 def test_leading_dimensions_and_strides_are_kept() -> None:
-    x = torch.randn(3, 5, 140)[:, ::2, 3:133]
+    x = torch.randn(30, 50, 140)[:, ::2, 3:133]
     back = dequantize(quantize(x, "int8"))
     assert back.shape == x.shape and relative_error(x, back) < 0.0072
 

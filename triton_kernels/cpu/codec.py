@@ -243,16 +243,10 @@ def unpack_kernel(
 
 
 def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
-    """Writes rows as records.
+    """Writes rows as records: `thinwire.triton_kernels.codec.quantize_rows` for CPU tensors.
 
-    Args:
-        x: float32, float16 or bfloat16 [rows, hidden] on the CPU; rows may lie apart, the columns of one may not.
-        wire: the records' format.
-        records: uint8 [rows, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    Rows may lie apart, the columns of one may not. Raises WireFormatError for another dtype, TransportUnavailable
+    without numba.
     """
     layout = record_layout(wire, x.shape[1], x.dtype)
     code, stride = dtype_code(x.dtype), x.stride(0) * x.itemsize
@@ -260,16 +254,10 @@ def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> N
 
 
 def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-    """Writes records as rows, rounded once to `out`'s dtype and saturated at its largest finite value.
+    """Writes records as rows: `thinwire.triton_kernels.codec.dequantize_rows` for CPU tensors.
 
-    Args:
-        records: uint8 [rows, at least row_bytes], as `quantize_rows` writes them.
-        wire: their format.
-        out: float32, float16 or bfloat16 [rows, hidden] on the CPU; rows may lie apart, the columns of one may not.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    Rows may lie apart, the columns of one may not. Raises WireFormatError for another dtype, TransportUnavailable
+    without numba.
     """
     layout = record_layout(wire, out.shape[1], out.dtype)
     code, stride = dtype_code(out.dtype), out.stride(0) * out.itemsize

@@ -88,16 +88,7 @@ def send_sums_kernel(
 
 
 def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_programs: int | None = None) -> None:
-    """Sums each token's weighted expert rows into its home's memory, and signals all ranks.
-
-    On a poisoned lane nothing is sent.
-
-    Args:
-        lane: a lane that was routed.
-        expert_out: [rows, hidden] float32, float16 or bfloat16, in the order of the lane's index; rows past the last
-            one given add nothing.
-        dtype: the tokens' own, which the wire format `none` rounds the sums to.
-        num_programs: not looked at. A rank's kernel is one thread on the CPU, where other ranks want the other cores.
+    """`thinwire.triton_kernels.combine.send_sums` for CPU tensors, in one thread: other ranks want the other cores.
 
     Raises:
         RoutingError: another shape of `expert_out`, or with `none` another dtype than the tokens'; nothing was sent.
@@ -150,12 +141,7 @@ def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scra
 
 
 def sum_home(lane: Lane, out: torch.Tensor) -> None:
-    """Adds up the sums that came home, in ascending rank, and rounds once.
-
-    Args:
-        lane: a lane whose combine phase has been waited for. A poisoned one gives NaN.
-        out: [tokens, hidden] in the tokens' dtype, each row's columns side by side, written whole; zero where a token
-            has no sum. `tokens` is how many this rank sent in this round.
+    """`thinwire.triton_kernels.combine.sum_home` for CPU tensors.
 
     Raises:
         RoutingError: another shape or stride of `out`, or with `none` another dtype than the tokens'.

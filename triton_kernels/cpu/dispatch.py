@@ -139,17 +139,7 @@ def send_tokens(
     topk_weights: torch.Tensor,
     num_programs: int | None = None,
 ) -> None:
-    """Begins a round: quantises each token into the memory of the ranks that own its experts, and signals all ranks.
-
-    On a poisoned lane nothing is sent.
-
-    Args:
-        lane: the lane, whose last round is closed.
-        x: [tokens, hidden] float32, float16 or bfloat16; at most MAX_TOKENS.
-        topk_ids: int32 or int64 [tokens, top_k]; -1 is none. Any other id outside of 0 ... NUM_EXPERTS - 1 counts as
-            none too, and is noted in the lane's report. Of repeated experts the first mention keeps the weights' sum.
-        topk_weights: float [tokens, top_k].
-        num_programs: not looked at. A rank's kernel is one thread on the CPU, where other ranks want the other cores.
+    """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors, in one thread: other ranks want the other cores.
 
     Raises:
         RoutingError: another shape or another dtype of ids; nothing was sent.

@@ -20,17 +20,9 @@ def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
-    """Record i = x[row_index[i]], quantised.
+    """Record i = x[row_index[i]], quantised: `thinwire.triton_kernels.pack.pack_rows` for CPU tensors.
 
-    Args:
-        x: float32, float16 or bfloat16 [rows, hidden] on the CPU, each row's columns side by side.
-        wire: the records' format.
-        row_index: int64 [n], every entry a row of x (not checked); None takes the rows in order.
-        records: uint8 [n, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count = records.shape[0]
     if count == 0:
@@ -55,20 +47,9 @@ def unpack_rows(
     row_index: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """out[row_index[i]] = record record_index[i], dequantised; rows that `row_index` does not name stay as they are.
+    """out[row_index[i]] = record record_index[i]: `thinwire.triton_kernels.pack.unpack_rows` for CPU tensors.
 
-    Args:
-        records: uint8 [n, at least row_bytes], its row stride a multiple of 16.
-        wire: their format.
-        record_index: int64 [n], every entry a record (not checked); None takes the records in order.
-        row_index: int64 [n], every entry a row of `out`, none twice (not checked); None means in order.
-        out: float32, float16 or bfloat16 [rows, hidden] on the CPU, each row's columns side by side.
-
-    Without either index, n is the number of records.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
     given = record_index if record_index is not None else row_index
     count = records.shape[0] if given is None else given.shape[0]

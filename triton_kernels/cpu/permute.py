@@ -159,13 +159,7 @@ def route_kernel(numbers, buffer_ptrs, control, index, counts, offsets, position
 
 
 def route(lane: Lane) -> None:
-    """Fills the lane's index, expert_counts, expert_offsets, positions and weights from what arrived.
-
-    Rows are sorted by expert, then source rank, then token. To a poisoned lane nothing has arrived: all counts are 0,
-    all of index and positions is -1. Of these tensors only what this call and the last one used is written.
-
-    Args:
-        lane: a lane whose dispatch phase has been waited for.
+    """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used.
 
     Raises:
         TransportUnavailable: without numba.
@@ -213,13 +207,7 @@ def gather_kernel(
 
 
 def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
-    """The experts' input: out[r] = dequantised record index[r], zero where there is none.
-
-    Args:
-        lane: a lane that was routed. A poisoned one gives NaN.
-        out: [capacity, hidden] float32, float16 or bfloat16, each row's columns side by side, written whole. With wire
-            format `none` its dtype must be the tokens'.
-        overflow: bool [], whether there are more rows than `capacity`.
+    """`thinwire.triton_kernels.permute.gather` for CPU tensors.
 
     Raises:
         RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none.

@@ -163,19 +163,9 @@ def pack_weighted_sums(
     dtype: torch.dtype,
     records: torch.Tensor,
 ) -> None:
-    """Record r = sum over k of weights[r, k] * expert_out[positions[r, k]], quantised; from float32 +0.0, k ascending.
+    """`thinwire.triton_kernels.sums.pack_weighted_sums` for CPU tensors, each row's columns side by side.
 
-    Args:
-        expert_out: float32, float16 or bfloat16 [N, hidden] on the CPU, each row's columns side by side.
-        positions: int64 [R, K], rows of expert_out (not checked); a negative one is no term.
-        weights: float32 [R, K].
-        wire: the records' format.
-        dtype: of the records' elements for wire `none`, to which the sum is rounded without saturation.
-        records: uint8 [R, at least row_bytes], its row stride a multiple of 16. All `row_bytes` of each are written.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    Positions are not checked. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count, terms = positions.shape
     hidden = expert_out.shape[1]
@@ -198,18 +188,9 @@ def pack_weighted_sums(
 
 
 def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-    """out[t] = sum over j of the records that record_index[t] names, from float32 +0.0, j ascending, rounded once.
+    """`thinwire.triton_kernels.sums.sum_records` for CPU tensors, each row's columns side by side.
 
-    Args:
-        records: uint8 [N, at least row_bytes], its row stride a multiple of 16.
-        record_index: int64 [T, J], records (not checked); a negative one is no term.
-        wire: the records' format; the elements of `none` are of out's dtype.
-        out: float32, float16 or bfloat16 [T, hidden] on the CPU, each row's columns side by side. Sums of quantised
-            records saturate at its largest finite value, sums of `none` overflow to infinity.
-
-    Raises:
-        WireFormatError: for another dtype.
-        TransportUnavailable: without numba.
+    Indices are not checked. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count, terms = record_index.shape
     hidden = out.shape[1]
