@@ -8,14 +8,15 @@
  * stores its sums into the slot of the epoch's parity, publishes its tail, and waits for everyone's. The rows of an
  * all-gather lie in a slot, too. (If they lie in a half, an all-gather is what this model calls a reduce-scatter.)
  * RING_STEPS, RING_TURNS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
- * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how many
- * were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a rank
- * stores a piece for everyone that gets one, then takes a piece of everyone that sends one. By turns, it does whatever
- * is possible with whomever, headers included. With both macros, rank 0 goes by turns and the others in steps.
+ * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how
+ * many were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a
+ * rank stores a piece for everyone that gets one, then takes a piece of everyone that sends one. By turns, it does
+ * whatever is possible with whomever, headers included. With both macros, rank 0 goes by turns and the others in steps.
  *
  * A memory cell holds the epoch in which it was last written, and in a ring the number as well, so a read that comes
- * too early or too late shows. Before the flag that publishes them stores come in any order: the header's words, and a
- * piece in two parts. What was read for the last time is gone, which the real memory does not do.
+ * too early or too late shows. Before the flag that publishes them stores come in any order: the header's words, and
+ * rows, which in all-to-all-v have two parts. What was read for the last time is gone, which the real memory does not
+ * do.
  *
  * Accesses of one kernel to several ranks that lie between the same two synchronisations are one step: an access of
  * another rank that is not ordered against one of them may come before all of them or after all.
@@ -180,14 +181,14 @@ inline choose() { /* any number of pieces for each peer */
 
 #define HEADER 1
 #define PART_FIRST 2
-#ifdef ODD_RANK /* there are enough states without parts */
+#ifdef COLLECTIVE /* there are enough states without a second part */
 #define PART_SECOND 0
 #else
 #define PART_SECOND 4
 #endif
 #define TAIL 8
 
-inline store_part(cell_of_half, cell_of_slot) {
+inline store_part(cell_of_half, cell_of_slot) { /* in collectives the first part stands for all */
     for (peer : 0 .. RANKS - 1) {
         if
         :: ROWS_IN_HALF(peer) -> cell_of_half = epoch
@@ -198,51 +199,6 @@ inline store_part(cell_of_half, cell_of_slot) {
         fi
     };
     peer = 0
-}
-
-inline store_first_leg() { /* and the header's words */
-    atomic {
-        epoch++;
-        choose();
-        peer = 0;
-        todo = HEADER | PART_FIRST | PART_SECOND;
-#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
-        if
-        :: tail[AT(rank, rank)] != FLAG(epoch - 1) -> todo = todo | TAIL
-        :: else
-        fi
-#endif
-    }
-    do
-    :: d_step { /* triton_kernels/channel.py publish_header; triton_kernels/collective_wait.py begin_epoch */
-        (todo & HEADER) -> todo = todo & ~HEADER;
-        for (peer : 0 .. RANKS - 1) {
-            header_epoch[IN(HEADER_HALF(epoch), peer, rank)] = epoch;
-            header_says[IN(HEADER_HALF(epoch), peer, rank)] = SAYS(peer)
-        };
-        peer = 0 }
-    :: d_step { /* triton_kernels/collective.py scatter_kernel; triton_kernels/collective.py send_to_all_kernel */
-        (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
-        store_part(half_first[IN(HALF(epoch), peer, rank)], slot_first[SLOT(peer, rank, epoch)]);
-#ifdef ODD_RANK
-        store_part(half_second[IN(HALF(epoch), peer, rank)], slot_second[SLOT(peer, rank, epoch)])
-    }
-#else
-    }
-    :: d_step { /* triton_kernels/channel.py send_rows_kernel; triton_kernels/cpu/channel.py send_next */
-        (todo & PART_SECOND) -> todo = todo & ~PART_SECOND;
-        store_part(half_second[IN(HALF(epoch), peer, rank)], slot_second[SLOT(peer, rank, epoch)]) }
-#endif
-#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
-    :: d_step { /* triton_kernels/collective_wait.py begin_epoch: if the epoch before had no second leg */
-        (todo & TAIL) -> todo = todo & ~TAIL;
-        for (peer : 0 .. RANKS - 1) {
-            tail[AT(peer, rank)] = FLAG(epoch - 1)
-        };
-        peer = 0 }
-#endif
-    :: todo == 0 -> break
-    od
 }
 
 inline publish_header_to(target) {
@@ -262,6 +218,50 @@ inline publish_header() { /* triton_kernels/signal.py publish; triton_kernels/cp
 #if RANKS > 2
     publish_header_to(LEFT)
 #endif
+}
+
+inline store_first_leg() { /* and the header's words */
+    atomic {
+        epoch++;
+        choose();
+        peer = 0;
+        todo = HEADER | PART_FIRST | PART_SECOND;
+#ifdef BROKEN_EARLY_HEADER
+        publish_header();
+#endif
+#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
+        if
+        :: tail[AT(rank, rank)] != FLAG(epoch - 1) -> todo = todo | TAIL
+        :: else
+        fi
+#endif
+    }
+    do
+    :: d_step { /* triton_kernels/channel.py publish_header; triton_kernels/collective_wait.py begin_epoch */
+        (todo & HEADER) -> todo = todo & ~HEADER;
+        for (peer : 0 .. RANKS - 1) {
+            header_epoch[IN(HEADER_HALF(epoch), peer, rank)] = epoch;
+            header_says[IN(HEADER_HALF(epoch), peer, rank)] = SAYS(peer)
+        };
+        peer = 0 }
+    :: d_step { /* triton_kernels/collective.py scatter_kernel; triton_kernels/collective.py send_to_all_kernel */
+        (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
+        store_part(half_first[IN(HALF(epoch), peer, rank)], slot_first[SLOT(peer, rank, epoch)]) }
+#ifndef COLLECTIVE
+    :: d_step { /* triton_kernels/channel.py send_rows_kernel; triton_kernels/cpu/channel.py send_next */
+        (todo & PART_SECOND) -> todo = todo & ~PART_SECOND;
+        store_part(half_second[IN(HALF(epoch), peer, rank)], slot_second[SLOT(peer, rank, epoch)]) }
+#endif
+#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
+    :: d_step { /* triton_kernels/collective_wait.py begin_epoch: if the epoch before had no second leg */
+        (todo & TAIL) -> todo = todo & ~TAIL;
+        for (peer : 0 .. RANKS - 1) {
+            tail[AT(peer, rank)] = FLAG(epoch - 1)
+        };
+        peer = 0 }
+#endif
+    :: todo == 0 -> break
+    od
 }
 
 #define HEADER_CAME(source) \
@@ -325,8 +325,7 @@ inline sum_rows() { /* triton_kernels/collective_rows.py sum_tile */
             if
             :: peer == rank
             :: else ->
-                take(half_first[IN(HALF(epoch), rank, peer)], epoch);
-                take(half_second[IN(HALF(epoch), rank, peer)], epoch)
+                take(half_first[IN(HALF(epoch), rank, peer)], epoch)
             fi
         };
         peer = 0
@@ -339,8 +338,7 @@ inline take_gathered() { /* triton_kernels/collective.py gather_recv_kernel */
             if
             :: peer == rank
             :: else ->
-                take(slot_first[SLOT(rank, peer, epoch)], epoch);
-                take(slot_second[SLOT(rank, peer, epoch)], epoch)
+                take(slot_first[SLOT(rank, peer, epoch)], epoch)
             fi
         };
         peer = 0
@@ -351,23 +349,23 @@ inline drop_rows() { /* nothing is taken in, and the next epoch begins */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             half_first[IN(HALF(epoch), rank, peer)] = NOTHING;
-            half_second[IN(HALF(epoch), rank, peer)] = NOTHING;
-            slot_first[SLOT(rank, peer, epoch)] = NOTHING;
-            slot_second[SLOT(rank, peer, epoch)] = NOTHING
+            slot_first[SLOT(rank, peer, epoch)] = NOTHING
         };
         peer = 0;
         differs = false
     }
 }
 
-inline store_sums(cell) { /* triton_kernels/collective.py reduce_and_send_to_all_kernel */
-    for (peer : 0 .. RANKS - 1) {
-        if
-        :: peer == rank
-        :: else -> cell = epoch
-        fi
-    };
-    peer = 0
+inline store_sums() { /* triton_kernels/collective.py reduce_and_send_to_all_kernel */
+    d_step {
+        for (peer : 0 .. RANKS - 1) {
+            if
+            :: peer == rank
+            :: else -> slot_first[SLOT(peer, rank, epoch)] = epoch
+            fi
+        };
+        peer = 0
+    }
 }
 
 inline publish_epochs_tail() { /* triton_kernels/signal.py publish */
@@ -390,16 +388,7 @@ inline all_reduce() {
 #ifdef BROKEN_EARLY_TAIL
     publish_epochs_tail();
 #endif
-#ifdef ODD_RANK
-    d_step { store_sums(slot_first[SLOT(peer, rank, epoch)]); store_sums(slot_second[SLOT(peer, rank, epoch)]) };
-#else
-    if
-    :: d_step { store_sums(slot_first[SLOT(peer, rank, epoch)]) };
-        d_step { store_sums(slot_second[SLOT(peer, rank, epoch)]) }
-    :: d_step { store_sums(slot_second[SLOT(peer, rank, epoch)]) };
-        d_step { store_sums(slot_first[SLOT(peer, rank, epoch)]) }
-    fi;
-#endif
+    store_sums();
 #ifndef BROKEN_EARLY_TAIL
     publish_epochs_tail();
 #endif
@@ -414,7 +403,9 @@ active [RANKS] proctype stream() {
     do
     :: rounds < EPOCHS ->
         store_first_leg();
+#ifndef BROKEN_EARLY_HEADER
         publish_header();
+#endif
 #ifdef GOAL_AHEAD
         reach_goal_ahead();
 #endif
@@ -531,8 +522,10 @@ inline store_piece(cell, first, last) { /* triton_kernels/channel.py send_rows_k
 
 inline store_pieces(first, last) { /* for all those ranks, in two parts and any order */
     if
-    :: store_piece(slot_first[SLOT(peer, rank, sent[peer])], first, last); store_piece(slot_second[SLOT(peer, rank, sent[peer])], first, last)
-    :: store_piece(slot_second[SLOT(peer, rank, sent[peer])], first, last); store_piece(slot_first[SLOT(peer, rank, sent[peer])], first, last)
+    :: store_piece(slot_first[SLOT(peer, rank, sent[peer])], first, last);
+        store_piece(slot_second[SLOT(peer, rank, sent[peer])], first, last)
+    :: store_piece(slot_second[SLOT(peer, rank, sent[peer])], first, last);
+        store_piece(slot_first[SLOT(peer, rank, sent[peer])], first, last)
     fi
 }
 
@@ -563,8 +556,8 @@ inline publish_tail_early(target) {
     fi
 }
 
-inline take_pieces(first, last) { /* triton_kernels/channel.py recv_rows_kernel; triton_kernels/cpu/channel.py recv_next */
-    d_step {
+inline take_pieces(first, last) {
+    d_step { /* triton_kernels/channel.py recv_rows_kernel; triton_kernels/cpu/channel.py recv_next */
         for (peer : first .. last) {
             if
             :: TAKES(peer) ->
@@ -726,8 +719,10 @@ active [RANKS] proctype stream() {
     do
     :: rounds < EPOCHS ->
         store_first_leg();
+#ifndef BROKEN_EARLY_HEADER
         publish_header();
-        d_step {
+#endif
+        atomic {
 #ifdef GOAL_END
             met_no_peers = met_no_peers || (to_send[RIGHT] == 0 && to_send[LEFT] == 0);
             met_all_peers = met_all_peers || (to_send[RIGHT] > 0 && to_send[LEFT] > 0);
