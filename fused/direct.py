@@ -10,7 +10,7 @@ from thinwire.comm.communicator import Communicator, Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, PIECES, ChannelLayout, RecvBuffer, RowFormat
+from thinwire.fused.channel import FLAT_ROW, PIECES, RecvBuffer, RowFormat, channel_layout
 from thinwire.fused.counts import Segments
 from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
 from thinwire.fused.host_channel import Channel, Transfer
@@ -37,7 +37,7 @@ def open_channel(
     Args:
         comm: closes the channel when it is closed.
         wire: what the call at hand wants to send; looked at in the first call only, as are the others.
-        piece_bytes, pieces: see `ChannelLayout.of`; on CUDA None means 4 MiB, or less in a large group.
+        piece_bytes, pieces: see `channel_layout`; on CUDA None means 4 MiB, or less in a large group.
 
     Raises:
         TransportUnavailable: no backend can quantise for this wire, on any transport. Raised before peers are asked.
@@ -54,8 +54,8 @@ def _new_channel(
         select_backend(comm.device, wire)
     if piece_bytes is None:
         piece_bytes = piece_bytes_for(comm.device, comm.size, pieces)
-    layout = ChannelLayout.of(comm.size, piece_bytes, pieces)
-    settings: dict[str, Setting] = {"piece_bytes": layout.PIECE_BYTES, "pieces": layout.PIECES}
+    layout = channel_layout(comm.size, piece_bytes, pieces)
+    settings: dict[str, Setting] = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
 
     def make(memory: SymmetricMemory) -> AnyChannel:
         kind = DeviceChannel if uses_triton(comm) else Channel
@@ -133,7 +133,7 @@ def _send_long_records(
     if x.dim() == 1:
         raise CapacityError(
             f"a record of {FLAT_ROW} elements takes {row_format.record_bytes} bytes in {wire!r}; for 1-D tensors it "
-            f"must fit into a piece of the direct transport, {channel.layout.PIECE_BYTES} bytes: pass "
+            f"must fit into a piece of the direct transport, {channel.layout.SLOT_BYTES} bytes: pass "
             "transport='staged', or a smaller alignment"
         )
     backend = select_backend(x.device, wire)

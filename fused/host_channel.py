@@ -1,6 +1,6 @@
 """The channel of the direct all-to-all-v for CPU ranks: memory, numba's kernel, and the state of calls.
 
-Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.channel`.
+The protocol is that of `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.all_to_all_v`.
 
 A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
 it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
@@ -20,7 +20,6 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
-    ChannelLayout,
     RecvBuffer,
     RowFormat,
     describe_difference,
@@ -29,6 +28,7 @@ from thinwire.fused.channel import (
     unusable_after,
 )
 from thinwire.fused.counts import Segments
+from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT, grace_of
 from thinwire.wire import WireFormat
 
@@ -84,8 +84,8 @@ class Channel:
         timeout: seconds that a peer may let this rank wait.
     """
 
-    def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
-        from thinwire.triton_kernels.cpu import channel as kernels  # here, as loading numba takes a while
+    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
+        from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
         self.layout, self.rank, self.timeout = layout, rank, timeout
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
@@ -111,9 +111,9 @@ class Channel:
             "world": world,
             "rank": rank,
             "half_lines": world * SIGNAL_LINE_BYTES,
-            "half_bytes": world * layout.PIECE_BYTES,
-            "piece_bytes": layout.PIECE_BYTES,
-            "pieces": layout.PIECES,
+            "half_bytes": world * layout.SLOT_BYTES,
+            "slot_bytes": layout.SLOT_BYTES,
+            "slots": layout.SLOTS,
             "timeout": round(timeout * 1e9),
             "grace": round(grace_of(timeout) * 1e9),
             "report": self._report.ctypes.data,
@@ -126,8 +126,8 @@ class Channel:
             ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
             ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
             ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),
-            ("parity", layout.HALVES, layout.PIECE_BYTES),
-            ("ring", layout.RING, layout.PIECES * layout.PIECE_BYTES),
+            ("parity", layout.HALVES, layout.SLOT_BYTES),
+            ("ring", layout.RINGS, layout.SLOTS * layout.SLOT_BYTES),
         ):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
@@ -147,7 +147,7 @@ class Channel:
         row_elements = math.prod(tail)
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
-        piece_bytes = self.layout.PIECE_BYTES
+        piece_bytes = self.layout.SLOT_BYTES
         if not wire.quantized or not row_elements:
             return RowFormat(step, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
@@ -363,7 +363,7 @@ class Channel:
         layout = self.layout
         return (
             f"all_to_all_v: direct, {layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, pieces of "
-            f"{layout.PIECE_BYTES} bytes" + (", failed" if self._failure else "")
+            f"{layout.SLOT_BYTES} bytes" + (", failed" if self._failure else "")
         )
 
     def close(self) -> None:
