@@ -2,14 +2,26 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Each has ranks of its own, up to six in a test. A worker that is done takes over tests of another.
+WORKERS ?= 2
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test soak protocol lint types imports ahead-of-time bench clean
+.PHONY: demo test test-rest test-all soak protocol lint types imports ahead-of-time bench clean
 
 demo: $(VENV)/ready
 	$(RUN) -m thinwire demo
 
+# Every module, every error, each transport on 2 and 3 ranks and each kernel, interpreted: minutes.
 test: $(VENV)/ready
-	$(RUN) -m pytest
+	$(PYTEST) -m "not exhaustive"
+
+# What is marked exhaustive: all wires, dtypes and sizes, models, faults, launchers, examples.
+test-rest: $(VENV)/ready
+	$(PYTEST) -m exhaustive
+
+# Each test once, the quick ones first. A plain `pytest` runs all of them too, in one process.
+test-all: test
+	$(MAKE) test-rest
 
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json

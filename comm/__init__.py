@@ -7,7 +7,6 @@
 
 from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.exchange import Pending
 from thinwire.comm.layout import Layout, TensorLayout
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.symmetric import SymmetricMemory, allocate
@@ -16,7 +15,6 @@ from thinwire.comm.work import Work
 __all__ = [
     "Communicator",
     "Layout",
-    "Pending",
     "RankInfo",
     "RankTable",
     "SymmetricMemory",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["byte_view", "check_list", "check_rank", "check_splits", "check_tensor", "extent"]
+__all__ = ["check_list", "check_rank", "check_splits", "check_tensor", "extent"]
 
 
 def check_rank(name: str, rank: object, size: int) -> int:
@@ -97,12 +97,6 @@ def check_splits(name: str, splits: object, tensor_name: str, tensor: Tensor, si
     if sum(splits) != rows:
         raise CountsError(f"{name} is {list(splits)!r}, {sum(splits)} rows in all, but {tensor_name} has {rows}")
     return list(splits)
-
-
-def byte_view(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor of any dtype, as uint8."""
-    # A view(-1) would keep the stride of a tensor with one element, whatever it is.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -17,6 +17,7 @@ Over Gloo, and between threads, everything is made of sends and receives (`comm/
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from thinwire.comm import nccl, p2p
 from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
 from thinwire.comm.exchange import PeerExchange
-from thinwire.comm.membership import Membership
+from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
@@ -32,8 +33,8 @@ from thinwire.errors import ArgumentError, CountsError
 __all__ = ["Collectives"]
 
 
-class Collectives(Membership):
-    """The exact collectives of a :class:`Communicator`.
+class Collectives(HostCollectives):
+    """The exact collectives of a :class:`Communicator` that take tensors.
 
     All of them raise:
         CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
@@ -44,7 +45,7 @@ class Collectives(Membership):
             No further call is possible over this group.
     """
 
-    def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work:
+    def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work[None]:
         """Replaces `tensor` by the reduction of every rank's, on every rank.
 
         Args:
@@ -60,7 +61,7 @@ class Collectives(Membership):
             return self._run(nccl.all_reduce(exchange, reduction, data), async_op)
         return self._reduce(reduction, data, None, async_op)
 
-    def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work:
+    def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
         data = self._check("tensor", tensor)
         check_rank("dst", dst, self.size)
@@ -72,7 +73,7 @@ class Collectives(Membership):
 
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
-    ) -> Work:
+    ) -> Work[None]:
         """Fills `output` with the reduction of every rank's `input_list[rank]`.
 
         Args:
@@ -90,7 +91,7 @@ class Collectives(Membership):
             return self._run(nccl.reduce_scatter(exchange, reduction, data, inputs), async_op)
         return self._run(p2p.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
 
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
 
         Over Gloo, `src` sends to each rank by itself.
@@ -107,7 +108,7 @@ class Collectives(Membership):
             receives[src] = data
         return self._move(f"broadcast {data.dtype}", sends, receives, async_op)
 
-    def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work:
+    def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=True)
@@ -116,7 +117,7 @@ class Collectives(Membership):
             return self._run(nccl.all_gather(exchange, outputs, data), async_op)
         return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
 
-    def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work:
+    def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=False)
@@ -125,7 +126,7 @@ class Collectives(Membership):
 
     def gather(
         self, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, async_op: bool = False
-    ) -> Work:
+    ) -> Work[None]:
         """Fills rank `dst`'s `gather_list[r]` with rank r's `tensor`.
 
         Args:
@@ -143,7 +144,7 @@ class Collectives(Membership):
 
     def scatter(
         self, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, async_op: bool = False
-    ) -> Work:
+    ) -> Work[None]:
         """Fills `tensor` with rank `src`'s `scatter_list[rank]`.
 
         Args:
@@ -161,7 +162,7 @@ class Collectives(Membership):
 
     def all_to_all(
         self, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], async_op: bool = False
-    ) -> Work:
+    ) -> Work[None]:
         """Sends `input_tensor_list[r]` to rank r, and fills `output_tensor_list[r]` from there.
 
         Args:
@@ -188,7 +189,7 @@ class Collectives(Membership):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
-    ) -> Work:
+    ) -> Work[None]:
         """Sends each rank its rows of `input`, and fills `output` with each rank's rows, one rank after another.
 
         This is torch's `all_to_all_single`. `thinwire.all_to_all_v` also has displacements, wire formats, and counts
@@ -216,7 +217,7 @@ class Collectives(Membership):
             )
         return self._move(f"all_to_all_v {data.dtype}", data.split(sends), target.split(receives), async_op)
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work:
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Sends `tensor`, of any dtype, to rank `dst`, which calls `recv`. Returns once that rank receives it.
 
         Between two ranks, messages are received in the order in which they are sent, with the same tags.
@@ -226,7 +227,7 @@ class Collectives(Membership):
         sends[self._check_peer("dst", dst)] = data
         return self._move(f"send {_check_tag(tag)} {data.dtype}", sends, self._nothing(), async_op)
 
-    def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work:
+    def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
         data = self._check("tensor", tensor)
         receives = self._nothing()
@@ -275,27 +276,24 @@ class Collectives(Membership):
 
     def _move(
         self, label: str, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], async_op: bool
-    ) -> Work:
+    ) -> Work[None]:
         if _lands_on_what_leaves(self.rank, sends, receives):
             # What arrives early would be sent on, in place of what was there.
             sends = [None if buffer is None else buffer.clone() for buffer in sends]
         return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
 
-    def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work:
+    def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work[None]:
         later = p2p.takes_two_steps(self._exchange, tensor)
         return self._run(p2p.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
 
-    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work:
-        """Posts the first step, and waits for all of them unless `async_op`."""
-        self._require_open()
-        self.check_exchange()
-        self._settle()
-        work = Work(collective)
-        if not async_op:
-            work.wait()
-        elif posts_later:
-            self._unfinished.append(work)
-        return work
+    @abstractmethod
+    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
+        """Posts the first step, and waits for all of them unless `async_op`.
+
+        Args:
+            collective: see :class:`Work`.
+            posts_later: there are steps that are not posted before `wait`.
+        """
 
 
 def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:

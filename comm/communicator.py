@@ -1,34 +1,64 @@
-"""The ranks of a process group, or of one process: exact exchanges in bounded time, and comparison of settings."""
+"""The ranks of a process group, or of one process, and what one rank keeps of its membership."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.exchange import PeerExchange, Pending
-from thinwire.comm.groups import backends_of, choose_backend, choose_device, group_exists, member_group, with_index
-from thinwire.comm.membership import Origin
-from thinwire.comm.settings import Setting, describe_mismatch, describe_settings, digest_of
+from thinwire.comm.exchange import Exchange, PeerExchange, Posted
+from thinwire.comm.groups import (
+    backends_of,
+    choose_backend,
+    choose_device,
+    group_exists,
+    keeps_order,
+    member_group,
+    new_group,
+    with_index,
+)
+from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
-from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.comm.work import Step, Work
+from thinwire.errors import ThinwireError, TransportUnavailable
 
-if TYPE_CHECKING:
-    from thinwire.comm.layout import Layout, TensorLayout
-
-__all__ = ["DEFAULT_TIMEOUT", "Communicator", "Origin", "Setting"]
+__all__ = ["DEFAULT_TIMEOUT", "Attachment", "Communicator", "Origin"]
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
 
-_LARGEST_COUNT = 2**63 - 1
-_T = TypeVar("_T")
+
+class Attachment(Protocol):
+    """What may be kept with a communicator: something with a line for `explain`, and an end.
+
+    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
+    wait here for a peer that waits for the rest of what this rank sends it.
+    """
+
+    def describe(self) -> str: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_A = TypeVar("_A", bound=Attachment)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
+
+    ranks: str
+    device: str
+    owns_group: bool = False
 
 
 class Communicator(Collectives):
@@ -60,7 +90,7 @@ class Communicator(Collectives):
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
         group = member_group(group)
-        timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        timeout = _checked_timeout(timeout)
         backends = backends_of(group)
         chosen, device_reason = choose_device(device, backends)
         exchange = PeerExchange(group, choose_backend(chosen, backends), timeout)
@@ -86,7 +116,7 @@ class Communicator(Collectives):
         >>> Communicator.of_threads(ThreadWorld(2))[1]
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
-        timeout = _checked_timeout(DEFAULT_TIMEOUT if timeout is None else timeout)
+        timeout = _checked_timeout(timeout)
         chosen = with_index(torch.device(device))
         if chosen.type not in ("cpu", "cuda"):
             raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
@@ -98,7 +128,70 @@ class Communicator(Collectives):
             communicators.append(comm)
         return communicators
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def _set_up(
+        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
+    ) -> None:
+        self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
+        self._closed = False
+        self._attachments: dict[str, Attachment] = {}
+        self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group itself.
+
+        Raises:
+            ThinwireError: the ranks are threads of one process, which have none.
+        """
+        if self._group is None:
+            raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
+        return self._group
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may wait for a peer."""
+        return self._exchange.timeout
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator was closed, or its process group destroyed."""
+        return self._closed or (self._group is not None and not group_exists(self._group))
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
+        return isinstance(self._exchange, ThreadExchange)
+
+    def check_device(self, name: str, tensor: Tensor) -> None:
+        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
+
+        Args:
+            name: what the caller knows the tensor by.
+
+        Raises:
+            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
+        """
+        if not isinstance(tensor, Tensor):
+            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+        if tensor.device.type != self._device.type:
+            raise TransportUnavailable(
+                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
+                f"move it, or make a communicator with device={tensor.device.type!r}"
+            )
+
+    def check_exchange(self) -> None:
+        """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
+
+        Raises:
+            TransportUnavailable: naming the backend and the device.
+        """
+        if self._exchange.backend == "gloo" and self._device.type != "cpu":
+            raise TransportUnavailable(
+                f"rows on {self._device} cannot travel through a Gloo group, which moves CPU memory only: make a "
+                "communicator over an NCCL group, or one with device='cpu'"
+            )
+
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -117,96 +210,7 @@ class Communicator(Collectives):
             ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
         """
-        self._require_open()
-        self._settle()
-        return self._exchange.post(sends, receives, label)
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it. Blocks the host, on CUDA too.
-
-        Raises:
-            PeerTimeout: naming the ranks that did not come.
-        """
-        self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8))
-
-    def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
-        """Tells every peer a number of its own, and returns what the peers told this rank.
-
-        One all-to-all of an int64 a pair. On CUDA it waits for the current stream and blocks the host.
-
-        Args:
-            send_counts: `send_counts[r]` is meant for rank r; 0 to 2**63 - 1.
-
-        Returns:
-            `counts[r]`, what rank r's list holds for this rank; the own entry comes back as it is.
-
-        Raises:
-            CountsError: a list of another length, or entries that are no counts; nothing was sent.
-            PeerTimeout: a peer did not answer.
-        """
-        counts = list(send_counts)
-        if len(counts) != self.size:
-            raise CountsError(f"send_counts has {len(counts)} entries, expected one for each of the {self.size} ranks")
-        for peer, count in enumerate(counts):
-            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
-                raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
-        rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
-        received: list[int] = self._exchange_rows(rows).view(torch.int64).view(self.size).tolist()
-        return received
-
-    def all_gather_object(self, obj: object) -> list[Any]:
-        """Every rank's object, in rank order; meant for small settings. Blocks the host.
-
-        The objects travel pickled: use it among ranks that trust each other, as one job's ranks do.
-
-        Raises:
-            PeerTimeout: a peer did not answer.
-            Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
-        """
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        lengths = self.exchange_counts([payload.numel()] * self.size)
-        memory = self._exchange_device
-        outgoing = payload.to(memory)
-        sends = [None if peer == self.rank else outgoing for peer in range(self.size)]
-        receives = [
-            None if peer == self.rank else torch.empty(length, dtype=torch.uint8, device=memory)
-            for peer, length in enumerate(lengths)
-        ]
-        self._synchronise()
-        self.post(sends, receives).wait_on_host()
-        return [pickle.loads((payload if row is None else row.cpu()).numpy().tobytes()) for row in receives]
-
-    def share_objects(self, obj: _T) -> list[_T]:
-        """Every rank's object itself, in rank order, where ranks are threads of one process. Blocks the host.
-
-        Raises:
-            ThinwireError: the ranks are processes, see `in_process`; `all_gather_object` sends copies.
-            PeerTimeout: a peer did not answer.
-        """
-        self._require_open()
-        if not isinstance(self._exchange, ThreadExchange):
-            raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
-        self._settle()
-        return self._exchange.share_objects(obj)
-
-    def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
-        """Compares settings over all ranks, before anything is built on them. 32 bytes a pair unless they differ.
-
-        Args:
-            what: the thing that has these settings, for the message.
-            settings: what must agree; `1`, `1.0` and `True` are three different values.
-
-        Raises:
-            ConfigMismatch: on every rank, with the settings that differ and each rank's value.
-            TypeError: a value of another type.
-        """
-        described = describe_settings(what, settings)
-        digest = digest_of(described)
-        rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
-        if bool((self._exchange_rows(rows) == rows).all()):
-            return
-        # Every rank saw all the digests, so every rank comes here.
-        raise ConfigMismatch(describe_mismatch(what, self.all_gather_object(described)))
+        return self._settled_exchange().post(sends, receives, label)
 
     def split(
         self,
@@ -215,13 +219,104 @@ class Communicator(Collectives):
         *,
         groups: Sequence[Sequence[int]] | None = None,
     ) -> Communicator:
-        """The communicator of the ranks that differ from this one only along `axes`; see `thinwire.comm.split.split`.
+        """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
-        Collective. `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
+        It has this one's device and timeout; what goes wrong in one of the two does not touch the other. `close()`
+        destroys its process group, unless this one leaves out ranks of `torch.distributed`'s default group: that one's
+        name would come again with the next split, and its ranks would find the addresses of the old one.
+        `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
+
+        Args:
+            layout: over the ranks of this communicator.
+            axes: of the layout. Ranks are numbered with the first axis counting most, see :meth:`Layout.ranks_along`.
+            groups: in place of layout and axes: lists of ranks, every rank in one of them; ranks are numbered in the
+                order of their list.
+
+        Raises:
+            LayoutError: axes, a layout or groups that do not fit.
+            ConfigMismatch: ranks that asked for different groups; nothing was made.
+            PeerTimeout: a rank did not take part.
+            TransportUnavailable: between processes, ranks in another order than ascending, on PyTorch before 2.12.
+
+        >>> import thinwire as tw
+        >>> with tw.init() as comm:
+        ...     comm.split(Layout((1, 1), ("dp", "ep")), "ep").size
+        1
         """
-        from thinwire.comm.split import split  # which needs this file
+        wanted = resolve_groups(self.size, layout, axes, groups)
+        self.require_same("split", {"groups": repr(wanted)})
+        origin = Origin("a split of another communicator", "as that one's", owns_group=not self._leaves_ranks_out)
+        return self._derive(wanted, self._device, self.timeout, origin)
 
-        return split(self, layout, axes, groups=groups)
+    def _derive(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
+    ) -> Communicator:
+        """The communicator of this rank's group. Collective; all ranks agree on the groups, which hold each rank once.
+
+        Args:
+            groups: of this communicator's ranks.
+            device, timeout: the new one's. Threads stay on this one's device.
+            origin: the new one's. Threads have their own.
+        """
+        own = next(group for group in groups if self.rank in group)
+        if isinstance(self._exchange, ThreadExchange):
+            made: list[Communicator] = []
+            if self.rank == own[0]:  # the first of each group makes the communicators of all, the others take theirs
+                world = ThreadWorld(len(own), within=self._exchange.world)
+                made = Communicator.of_threads(world, device=self._device, timeout=timeout)
+            return self.share_objects(made)[own[0]][own.index(self.rank)]
+        ranks = dist.get_process_group_ranks(self.group)
+        everyone = {group: [ranks[rank] for rank in group] for group in groups}
+        disordered = [members for members in everyone.values() if members != sorted(members)]
+        if disordered and not keeps_order():
+            raise TransportUnavailable(
+                f"the process group {disordered[0]} would lose its order, as PyTorch before 2.12 sorts the ranks of "
+                "a new group: name the axes in the order of the layout, or list the ranks of each group in ascending "
+                "order"
+            )
+        # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
+        limit = timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
+        # Where the default group is wider, its other ranks do not come here, so only members may take part.
+        local = self._leaves_ranks_out
+        new_groups = {
+            group: new_group(members, self.group, limit, local=local)
+            for group, members in everyone.items()
+            if group == own or not local
+        }
+        try:
+            return Communicator(new_groups[own], device=device, timeout=timeout, _origin=origin)
+        except BaseException:
+            if origin.owns_group:
+                dist.destroy_process_group(new_groups[own])
+            raise
+
+    @property
+    def _leaves_ranks_out(self) -> bool:
+        """Whether torch.distributed's default group has ranks that are not in this one."""
+        return not self.in_process and self.size < dist.get_world_size()
+
+    @overload
+    def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
+
+    @overload
+    def attached(self, key: str) -> Attachment | None: ...
+
+    def attached(self, key: str, make: Callable[[], Attachment] | None = None) -> Attachment | None:
+        """What `make` returned at the first call with this key; closed when the communicator is.
+
+        Without `make`: what there is, or None.
+
+        Raises:
+            ThinwireError: the communicator is closed.
+        """
+        if self._closed:
+            self._require_open()
+        if self._unfinished:  # what uses an attachment waits for peers, which may wait for these
+            self._settle_collectives()
+        attachment = self._attachments.get(key)
+        if attachment is None and make is not None:
+            attachment = self._attachments[key] = make()
+        return attachment
 
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
@@ -233,9 +328,9 @@ class Communicator(Collectives):
                 f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else ""),
                 f"  rank and size: from {self._origin.ranks}",
                 f"  device: {self._device}, {self._origin.device}",
-                f"  backend: {self._backend}",
+                f"  backend: {self._exchange.backend}",
                 f"  process group: {owner}",
-                f"  timeout: {self._timeout:g} s",
+                f"  timeout: {self.timeout:g} s",
                 *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
             )
         )
@@ -264,31 +359,42 @@ class Communicator(Collectives):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={self._backend!r})"
+        backend = self._exchange.backend
+        return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
 
-    @property
-    def _exchange_device(self) -> torch.device:
-        return self._device if self._backend == "nccl" else torch.device("cpu")
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
-    def _synchronise(self) -> None:
-        # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
-        if self._backend == "nccl":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _exchange_rows(self, rows: Tensor) -> Tensor:
-        """Row r of a CPU uint8 matrix [size, bytes] goes to rank r; row r of the result came from there."""
+    def _settled_exchange(self) -> Exchange:
         self._require_open()
-        outgoing = rows.to(self._exchange_device)
-        incoming = outgoing.clone()
-        self._synchronise()
-        peers = [peer != self.rank for peer in range(self.size)]
-        sends = [row if peer else None for row, peer in zip(outgoing, peers, strict=True)]
-        receives = [row if peer else None for row, peer in zip(incoming, peers, strict=True)]
-        self.post(sends, receives).wait_on_host()
-        return incoming.cpu()
+        self._settle()
+        return self._exchange
+
+    def _settle(self) -> None:
+        self._settle_collectives()
+        for attachment in self._attachments.values():
+            attachment.settle()
+
+    def _settle_collectives(self) -> None:
+        unfinished, self._unfinished = self._unfinished, []
+        for work in unfinished:
+            work.settle()
+
+    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
+        self._require_open()
+        self.check_exchange()
+        self._settle()
+        work = Work(collective, lambda: None)
+        if not async_op:
+            work.wait()
+        elif posts_later:
+            self._unfinished.append(work)
+        return work
 
 
-def _checked_timeout(timeout: float) -> float:
+def _checked_timeout(timeout: float | None) -> float:
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     if not 0 < timeout < float("inf"):
         raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
     return float(timeout)

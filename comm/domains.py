@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from thinwire.comm.communicator import Communicator
-from thinwire.comm.groups import backends_of
-from thinwire.comm.membership import Origin
-from thinwire.comm.threads import ThreadExchange, ThreadWorld
+from thinwire.comm.communicator import Communicator, Origin
 from thinwire.errors import ThinwireError
 
 __all__ = ["Domains", "check_name", "current_domains", "open_domain", "rank_thread", "thread_communicator"]
@@ -107,35 +102,10 @@ def check_name(domain: object) -> None:
 
 def open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
-    made = _open(world, name, device, timeout)
+    if world.in_process and device is not None and torch.device(device).type != world.device.type:
+        raise ThinwireError(f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}")
+    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
+    made = world._derive([tuple(range(world.size))], world.device if device is None else device, timeout, origin)
+    made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
     return made
-
-
-def _open(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
-    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
-    exchange = world._exchange
-    if isinstance(exchange, ThreadExchange):
-        if device is not None and torch.device(device).type != world.device.type:
-            raise ThinwireError(
-                f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}"
-            )
-        everyone = None
-        if world.rank == 0:
-            inner = ThreadWorld(world.size, within=exchange.world)
-            everyone = Communicator.of_threads(inner, device=world.device, timeout=timeout)
-        shared = world.share_objects(everyone)[0]
-        assert shared is not None
-        shared[world.rank]._origin = origin
-        return shared[world.rank]
-    # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
-    limit = timedelta(seconds=timeout * (2 if world._backend == "nccl" else 1))
-    config = ",".join(f"{kind}:{backend}" for kind, backend in backends_of(world.group).items())
-    members = dist.get_process_group_ranks(world.group)
-    group = dist.new_group(members, timeout=limit, backend=config)
-    try:
-        chosen = world.device if device is None else device
-        return Communicator(group, device=chosen, timeout=timeout, _origin=origin)
-    except BaseException:
-        dist.destroy_process_group(group)
-        raise

@@ -8,7 +8,7 @@ What the two backends of process groups do, and what follows from it:
   what the caller says it is: ranks that disagree do not match, and both get
   :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
   exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone.
-- **NCCL** ignores tags and puts a batch on a stream of its own; `Pending.wait` orders the current stream after it.
+- **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = ["Exchange", "PeerExchange", "Pending", "check_buffers", "name_ranks"]
+__all__ = ["Exchange", "PeerExchange", "Posted", "check_buffers", "name_ranks"]
 
 _POLL_SECONDS = 20e-6
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
@@ -37,10 +37,10 @@ def _message_tag(sequence: int, num_bytes: int, label: str) -> int:
     return (num_bytes * 0x9E3779B1 + sequence * 0x85EBCA77 + zlib.crc32(label.encode()) + 0x7457) & 0x7FFFFFFF
 
 
-class Pending:
+class Posted:
     """An exchange under way. Made by :meth:`Communicator.post`; call :meth:`wait` before touching its buffers.
 
-    The communicator keeps the buffers alive until then, also when the Pending itself is dropped.
+    The communicator keeps the buffers alive until then, also when this object is dropped.
     """
 
     def __init__(self, exchange: Exchange, buffers: Sequence[Tensor | None], peers: Sequence[int]) -> None:
@@ -80,11 +80,11 @@ class Exchange(Protocol):
     timeout: float
     backend: str
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
 
-    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
-        """Ends `pending`; see :meth:`Pending.wait`."""
+    def complete(self, posted: Posted, *, block_host: bool = False) -> None:
+        """Ends `posted`; see :meth:`Posted.wait`."""
 
     def close(self) -> None:
         """Lets go of the buffers of exchanges that nobody waited for."""
@@ -107,10 +107,10 @@ class PeerExchange:
         self.timeout = timeout
         self._num_sent = [0] * self.size
         self._num_received = [0] * self.size
-        self._outstanding: set[Pending] = set()
+        self._outstanding: set[Posted] = set()
         self._failure: PeerTimeout | None = None
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
         if self._failure is not None:
             raise PeerTimeout(
@@ -123,21 +123,21 @@ class PeerExchange:
         # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
-        pending = Pending(self, [*sends, *receives], active)
+        posted = Posted(self, [*sends, *receives], active)
         if active:
-            self._outstanding.add(pending)
+            self._outstanding.add(posted)
             if self.backend == "nccl":
-                self._start_batch(pending, sends, receives)
+                self._start_batch(posted, sends, receives)
             else:
-                self._start_each(pending, sends, receives, label)
-        return pending
+                self._start_each(posted, sends, receives, label)
+        return posted
 
     def _start_each(
-        self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
+        self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
     ) -> None:
         # Receives first: a send whose receive is known at the other end starts at once.
         for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
-            for peer in pending._peers:
+            for peer in posted._peers:
                 buffer = buffers[peer]
                 if buffer is None or not buffer.numel():
                     continue
@@ -151,16 +151,16 @@ class PeerExchange:
                 except RuntimeError as error:
                     # The connection broke earlier. The other peers still get their part: none of them shall take this
                     # rank for the one that was lost.
-                    pending._lost.setdefault(peer, error)
+                    posted._lost.setdefault(peer, error)
                     continue
                 if work is not None:
-                    pending._works.append((peer, work))
-        if pending._lost:
-            self._complete_each(pending)
+                    posted._works.append((peer, work))
+        if posted._lost:
+            self._complete_each(posted)
 
-    def _start_batch(self, pending: Pending, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+    def _start_batch(self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         operations = []
-        for peer in pending._peers:
+        for peer in posted._peers:
             for function, buffer in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):
                 if buffer is not None and buffer.numel():
                     operations.append(dist.P2POp(function, buffer, group=self.group, group_peer=peer))
@@ -168,31 +168,31 @@ class PeerExchange:
             with torch.cuda.device(operations[0].tensor.device):  # NCCL goes by the current device
                 works = dist.batch_isend_irecv(operations)
         except dist.DistError as error:
-            raise self._fail(f"the exchange with {name_ranks(pending._peers)} failed", {self.rank: error}) from error
-        pending._works = [(self.rank, work) for work in works]
+            raise self._fail(f"the exchange with {name_ranks(posted._peers)} failed", {self.rank: error}) from error
+        posted._works = [(self.rank, work) for work in works]
 
-    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
-        """Ends `pending`; see :meth:`Pending.wait`."""
-        if pending._dropped:
+    def complete(self, posted: Posted, *, block_host: bool = False) -> None:
+        """Ends `posted`; see :meth:`Posted.wait`."""
+        if posted._dropped:
             raise ThinwireError("the communicator was closed while this exchange was under way, before its wait()")
-        if pending not in self._outstanding:
+        if posted not in self._outstanding:
             return
         if self._failure is not None:
             raise PeerTimeout(
                 f"this exchange was given up with its process group: {self._failure}", ranks=self._failure.ranks
             )
         if self.backend == "nccl":
-            self._complete_batch(pending, block_host)
+            self._complete_batch(posted, block_host)
         else:
-            self._complete_each(pending)
-        self._outstanding.discard(pending)
-        pending._buffers, pending._works = (), []
+            self._complete_each(posted)
+        self._outstanding.discard(posted)
+        posted._buffers, posted._works = (), []
 
-    def _complete_each(self, pending: Pending) -> None:
-        deadline = time.monotonic() + (_LOSS_GRACE if pending._lost else self.timeout)
+    def _complete_each(self, posted: Posted) -> None:
+        deadline = time.monotonic() + (_LOSS_GRACE if posted._lost else self.timeout)
         silent: dict[int, RuntimeError] = {}
-        for peer, work in pending._works:
-            if peer in pending._lost:
+        for peer, work in posted._works:
+            if peer in posted._lost:
                 continue
             try:
                 work.wait(max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT))
@@ -202,13 +202,13 @@ class PeerExchange:
                     # once, so going on tells who had not answered.
                     silent.setdefault(peer, error)
                 else:
-                    pending._lost[peer] = error
+                    posted._lost[peer] = error
                     deadline = min(deadline, time.monotonic() + _LOSS_GRACE)
-        if pending._lost:
+        if posted._lost:
             raise self._fail(
-                f"lost the connection to {name_ranks(pending._lost)}, which ended or gave up waiting",
-                pending._lost,
-                pending._lost,
+                f"lost the connection to {name_ranks(posted._lost)}, which ended or gave up waiting",
+                posted._lost,
+                posted._lost,
             )
         if silent:
             raise self._fail(
@@ -218,21 +218,21 @@ class PeerExchange:
                 silent,
             )
 
-    def _complete_batch(self, pending: Pending, block_host: bool) -> None:
+    def _complete_batch(self, posted: Posted, block_host: bool) -> None:
         deadline = time.monotonic() + self.timeout
         try:
-            while block_host and not all(work.is_completed() for _, work in pending._works):
+            while block_host and not all(work.is_completed() for _, work in posted._works):
                 if time.monotonic() > deadline:
                     raise self._fail(
-                        f"the exchange with {name_ranks(pending._peers)} was not done within {self.timeout:g} s: "
+                        f"the exchange with {name_ranks(posted._peers)} was not done within {self.timeout:g} s: "
                         "at least one of them is stuck, gone, or expecting another number of bytes",
                         {},
                     )
                 time.sleep(_POLL_SECONDS)
-            for _, work in pending._works:
+            for _, work in posted._works:
                 work.wait()
         except dist.DistError as error:
-            raise self._fail(f"the exchange with {name_ranks(pending._peers)} failed", {self.rank: error}) from error
+            raise self._fail(f"the exchange with {name_ranks(posted._peers)} failed", {self.rank: error}) from error
 
     def _fail(self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = ()) -> PeerTimeout:
         """The error of a group that is of no use from now on. `ranks` are to blame; NCCL does not say who is."""
@@ -246,9 +246,9 @@ class PeerExchange:
 
     def close(self) -> None:
         """Lets go of the buffers of exchanges that nobody waited for."""
-        for pending in self._outstanding:
-            pending._dropped = True
-            pending._buffers, pending._works = (), []
+        for posted in self._outstanding:
+            posted._dropped = True
+            posted._buffers, posted._works = (), []
         self._outstanding.clear()
 
 

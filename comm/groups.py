@@ -1,13 +1,26 @@
-"""What a process group of `torch.distributed` is good for: whether it exists, its backends, and its tensors' device."""
+"""Process groups of `torch.distributed`: whether one exists, its backends, its tensors' device, and new ones."""
 
 from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ThinwireError, TransportUnavailable
+from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = ["backends_of", "choose_backend", "choose_device", "group_exists", "member_group", "with_index"]
+__all__ = [
+    "backends_of",
+    "choose_backend",
+    "choose_device",
+    "group_exists",
+    "keeps_order",
+    "member_group",
+    "new_group",
+    "with_index",
+]
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -71,3 +84,34 @@ def choose_backend(device: torch.device, backends: dict[str, str]) -> str:
     raise TransportUnavailable(
         f"a process group with {backends} cannot serve {device}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
     )
+
+
+def keeps_order() -> bool:
+    """Whether PyTorch can make a group whose ranks do not ascend."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group(ranks: list[int], like: dist.ProcessGroup, limit: timedelta, *, local: bool) -> dist.ProcessGroup:
+    """A process group of some ranks, with the backends of another one.
+
+    Args:
+        ranks: of torch.distributed's default group, in the new one's order.
+        like: the other group, which this rank belongs to.
+        limit: for Gloo's first connections; with NCCL it is the watchdog's time, which ends the process.
+        local: only the members call this; else all ranks of the default group do.
+
+    Raises:
+        TransportUnavailable: a backend that cannot make such a group.
+        PeerTimeout: a rank did not take part.
+    """
+    backend = dist.get_backend_config(like)
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    try:
+        return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=local, **order)
+    except NotImplementedError as error:
+        raise TransportUnavailable(f"the process group {ranks} cannot be made: {error}") from error
+    except RuntimeError as error:
+        raise PeerTimeout(
+            f"rank {dist.get_rank(like)} of {dist.get_world_size(like)}: the process group {ranks} could not be made "
+            f"within {limit.total_seconds():g} s: {error}"
+        ) from error

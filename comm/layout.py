@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "TensorLayout", "as_tensor_layout"]
+__all__ = ["Layout", "TensorLayout", "as_tensor_layout", "resolve_groups"]
 
 _UNCUT = "None"
 _REPEAT = "repeat"
@@ -342,3 +342,28 @@ def as_tensor_layout(spec: TensorLayout | Sequence[int], size: int) -> TensorLay
     names = tuple(f"dim{dim}" for dim in range(len(spec)))
     layout = Layout((*spec, size // parts), (*names, _REPEAT))
     return layout(*names)
+
+
+def resolve_groups(
+    size: int,
+    layout: Layout | TensorLayout | None,
+    axes: str | Sequence[str] | None,
+    groups: Sequence[Sequence[int]] | None,
+) -> tuple[tuple[int, ...], ...]:
+    """Groups in which each of `size` ranks is once: along axes of a layout, or as listed.
+
+    Raises:
+        LayoutError: neither or both were passed, or what was passed does not fit.
+    """
+    if groups is not None:
+        if layout is not None or axes is not None:
+            raise LayoutError("split takes a layout and axes, or groups, not both")
+        found = tuple(tuple(group) for group in groups if len(group))
+        if sorted(rank for group in found for rank in group) != list(range(size)):
+            raise LayoutError(f"the groups {list(map(list, found))} do not hold each of ranks 0 to {size - 1} once")
+        return found
+    if layout is None or axes is None:
+        raise LayoutError("split needs a layout and axes, or groups")
+    if layout.size != size:
+        raise LayoutError(f"{layout} is for {layout.size} ranks, but the communicator has {size}")
+    return layout.groups(axes)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.arguments import byte_view
 from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.reductions import TORCH_OPERATIONS, Reduction
 from thinwire.comm.work import Step
+from thinwire.octets import as_bytes
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
 
@@ -42,7 +42,7 @@ class _NativeStep:
 def broadcast(exchange: PeerExchange, tensor: Tensor, src: int) -> Iterator[Step]:
     """Its bytes travel, as NCCL does not know every dtype."""
     data = tensor.contiguous()
-    row = byte_view(data)
+    row = as_bytes(data)
     yield _NativeStep(
         exchange,
         "broadcast",
@@ -54,8 +54,8 @@ def broadcast(exchange: PeerExchange, tensor: Tensor, src: int) -> Iterator[Step
 def all_gather(exchange: PeerExchange, outputs: Sequence[Tensor], tensor: Tensor) -> Iterator[Step]:
     """As bytes, too."""
     recv_buffer = [output.contiguous() for output in outputs]
-    rows = [byte_view(output) for output in recv_buffer]
-    sent = byte_view(tensor.contiguous())
+    rows = [as_bytes(output) for output in recv_buffer]
+    sent = as_bytes(tensor.contiguous())
     yield _NativeStep(
         exchange,
         "all_gather",

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.arguments import byte_view
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step
+from thinwire.octets import as_bytes
 
 __all__ = ["ONE_STEP_BYTES", "move", "reduce", "reduce_scatter", "takes_two_steps"]
 
@@ -97,6 +97,6 @@ def _recv_buffer(target: Tensor, fresh: bool = False) -> Tensor:
 
 def _for_peers(exchange: Exchange, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
-        None if peer == exchange.rank or tensor is None else byte_view(tensor.contiguous())
+        None if peer == exchange.rank or tensor is None else as_bytes(tensor.contiguous())
         for peer, tensor in enumerate(tensors)
     ]

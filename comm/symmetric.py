@@ -125,7 +125,7 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
 
     >>> import thinwire as tw
     >>> with tw.init() as comm, allocate(comm, 4096) as memory:
-    ...     memory.kind, memory.local.shape, memory.bases.tolist() == [memory.local.data_ptr()]
+    ...     memory.kind, memory.local.shape, memory.buffer_ptrs.tolist() == [memory.local.data_ptr()]
     ('posix', torch.Size([4096]), True)
     """
     _check_request(comm, num_bytes, generation)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import Pending, check_buffers, name_ranks
+from thinwire.comm.exchange import Posted, check_buffers, name_ranks
 from thinwire.errors import PeerTimeout
 
 __all__ = ["ThreadExchange", "ThreadWorld"]
@@ -199,7 +199,7 @@ class _Transfer:
             self.finished = received.stream.record_event()
 
 
-class _ThreadPending(Pending):
+class _ThreadPosted(Posted):
     """An exchange under way, and its messages."""
 
     def __init__(self, exchange: ThreadExchange, transfers: list[_Transfer]) -> None:
@@ -231,7 +231,7 @@ class ThreadExchange:
         self._num_sent = [0] * self.size
         self._num_received = [0] * self.size
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Pending:
+    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
         self.world.require_present(self.rank)
         device_types = tuple(dict.fromkeys(("cpu", self.device.type)))
@@ -247,12 +247,12 @@ class ThreadExchange:
         self.complete(self._post(sends, receives, lambda _: (_OBJECT, "cpu", "")))
         return [obj if box is None else box[0] for box in receives]
 
-    def complete(self, pending: Pending, *, block_host: bool = False) -> None:
-        """Ends `pending`; see :meth:`Pending.wait`."""
-        assert isinstance(pending, _ThreadPending)
+    def complete(self, posted: Posted, *, block_host: bool = False) -> None:
+        """Ends `posted`; see :meth:`Posted.wait`."""
+        assert isinstance(posted, _ThreadPosted)
         deadline = time.monotonic() + self.timeout
-        self.world.wait(self.rank, pending.transfers, self.timeout)
-        events = {transfer: transfer.finished for transfer in pending.transfers if transfer.finished is not None}
+        self.world.wait(self.rank, posted.transfers, self.timeout)
+        events = {transfer: transfer.finished for transfer in posted.transfers if transfer.finished is not None}
         for event in events.values():
             torch.cuda.current_stream(self.device).wait_event(event)
         while block_host and (slow := [transfer for transfer, event in events.items() if not event.query()]):
@@ -262,7 +262,7 @@ class ThreadExchange:
                 self.world.leave(self.rank, f"{text}{self.timeout:g} s", ())
                 raise PeerTimeout(f"{text}{self.timeout:g} s")
             time.sleep(_POLL_SECONDS)
-        pending.transfers = []
+        posted.transfers = []
 
     def close(self) -> None:
         """Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout."""
@@ -270,7 +270,7 @@ class ThreadExchange:
 
     def _post(
         self, sends: Sequence[Any], receives: Sequence[Any], describe: Callable[[Any], tuple[int, str, str]]
-    ) -> _ThreadPending:
+    ) -> _ThreadPosted:
         transfers = []
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
@@ -283,4 +283,4 @@ class ThreadExchange:
                 key = (*pair, counters[peer], *describe(buffer))
                 counters[peer] += 1
                 transfers.append(self.world.post(key, self.rank, _End.of(buffer)))
-        return _ThreadPending(self, transfers)
+        return _ThreadPosted(self, transfers)

@@ -2,58 +2,75 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Step", "Work"]
+__all__ = ["Step", "Work", "deliver"]
+
+_T = TypeVar("_T")
 
 
 class Step(Protocol):
     """Something that can be waited for, in bounded time."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
-class Work:
-    """A collective, under way after `async_op=True` and else done. Call :meth:`wait` before touching its tensors.
+class Work(Generic[_T]):
+    """A call under way after `async_op=True`, and else done. Call :meth:`wait` before touching its tensors.
 
     Args:
         steps: posts a step each time that it is asked for one, once the one before is done, and does what is left to do
             when it is asked for one more. The first is asked for at once.
+        finish: makes the result, once all steps are done.
+        device: where `finish` works; on CUDA it does so on the stream that is current now. None: on the CPU.
     """
 
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Iterable[Step], finish: Callable[[], _T], device: torch.device | None = None) -> None:
+        self._steps = iter(steps)
+        self._finish: Callable[[], _T] | None = finish
         self._failure: BaseException | None = None
         self._inference = torch.is_inference_mode_enabled()
-        self._step = next(steps, None)
+        self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        self._step = next(self._steps, None)
 
-    def wait(self) -> None:
-        """Until the collective is done on this rank. Calling it again does nothing.
+    def wait(self) -> _T:
+        """Until the call is done on this rank; gives its result, which is the filled output where there is one.
 
-        On CUDA this orders the current stream after it; between processes it does not block the host.
+        May be called again. On CUDA this orders the current stream after it; between processes it does not block the
+        host.
 
         Raises:
             PeerTimeout: a peer had not done its part after the communicator's timeout, or its connection was lost.
+            CountsError: on the direct transport of all_to_all_v, a peer sent something else than was expected.
         """
         if self._failure is not None:
             raise self._failure
-        try:
-            # Tensors that were made in inference mode can be written in it only.
-            with torch.inference_mode() if self._inference else contextlib.nullcontext():
-                while self._step is not None:
-                    self._step.wait()
-                    self._step = next(self._steps, None)
-        except BaseException as error:
-            self._failure = error
-            raise
+        if self._finish is not None:
+            try:
+                # Tensors that were made in inference mode can be written in it only; no stream: no change.
+                mode = torch.inference_mode() if self._inference else torch.no_grad()
+                with mode, torch.cuda.stream(self._stream):
+                    while self._step is not None:
+                        self._step.wait()
+                        self._step = next(self._steps, None)
+                    self._result = self._finish()
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._finish = None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            if isinstance(self._result, torch.Tensor):
+                self._result.record_stream(current)
+        return self._result
 
     def give_up(self, error: Exception) -> None:
-        """Makes `wait` raise the error, unless the collective is done."""
-        if self._step is not None and self._failure is None:
+        """Makes `wait` raise the error, unless the call is done."""
+        if self._finish is not None and self._failure is None:
             self._failure = error
 
     def settle(self) -> None:
@@ -62,3 +79,8 @@ class Work:
             self.wait()
         except Exception as error:
             error.__traceback__ = None  # it would hold the caller's tensors
+
+
+def deliver(finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
+    """What a call returns: with `async_op` the work whose `wait()` finishes it, else the result."""
+    return Work((), finish, device) if async_op else finish()

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from einops import rearrange
 from torch.nn import functional as F
 
 from thinwire.moe.checkpoint import save_checkpoint
@@ -134,7 +135,8 @@ def train(model: TinyMoE, text: bytes, heldout: bytes, args: argparse.Namespace)
         starts = torch.randint(0, len(data) - context, (args.batch, 1), generator=sampler)
         window = data[starts + offsets].long()
         logits, routings = model.forward_with_routing(window[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        logits = rearrange(logits, "windows length bytes -> (windows length) bytes")
+        loss = F.cross_entropy(logits, window[:, 1:].flatten())
         balance = torch.stack([load_balancing_loss(r.router_logits, r.topk_ids, experts) for r in routings])
         optimiser.zero_grad()
         (loss + args.aux_weight * balance.mean()).backward()

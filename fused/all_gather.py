@@ -12,12 +12,12 @@ import math
 import torch
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.partition import gathered_parts
-from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
@@ -34,7 +34,7 @@ def all_gather(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     """The rows of all ranks, in rank order; every rank has the same number of them, and gets the same bits.
 
     Args:
@@ -47,10 +47,10 @@ def all_gather(
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged; see
             `comm.explain()`. Both give the same bits. On CUDA, direct never waits for the device and can be captured in
             a CUDA graph; what goes wrong there is raised by a later call.
-        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before.
+        async_op: return a Work whose `wait()` gives the tensor. x and out must not be touched before.
 
     Returns:
-        The output, [size * rows, ...], or a Pending.
+        The output, [size * rows, ...], or a Work.
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit; on the direct transport also, with `none`, a peer that
@@ -87,7 +87,7 @@ def all_gather_v(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     """As `all_gather`, with a number of rows of its own on every rank.
 
     Args:
@@ -98,7 +98,7 @@ def all_gather_v(
         wire, comm, transport, async_op: see `all_gather`; "auto" is not for messages whose sizes differ.
 
     Returns:
-        The output, [sum of counts, ...], or a Pending.
+        The output, [sum of counts, ...], or a Work.
 
     Raises:
         CountsError: counts that do not fit; else see `all_gather`.
@@ -125,7 +125,7 @@ def _gather(
     comm: Communicator,
     transport: str,
     async_op: bool,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     tail, size, row = x.shape[1:], comm.size, math.prod(x.shape[1:])
     place = sum(counts[: comm.rank]) * row * x.itemsize
     check_out(what, out, x, [sum(counts), *tail], -place)
@@ -140,21 +140,19 @@ def _gather(
     target = x.new_empty(sum(counts), *tail) if out is None else out
     elements = [count * row for count in counts]
     if collectives is None and not sum(elements):
-        return finished(target, async_op)
+        return deliver(lambda: target, comm.device, async_op)
     parts, length = gathered_parts(elements)
     with torch.no_grad():
         own, whole = flat(x.detach()), target.detach().view(-1)
         if collectives is not None:
             exact = WireFormat("none")
             collectives.run(collectives.job(ALL_GATHER, parts, length, exact, wire, x.dtype), own, whole)
-            return finished(target, async_op)
-        else:
-            leg = GatherLeg(comm, parts, length, wire, x.dtype)
-            leg.post_part(own)
+            return deliver(lambda: target, comm.device, async_op)
+        leg = GatherLeg(comm, parts, length, wire, x.dtype)
+        leg.post_part(own)
 
-            def finish() -> torch.Tensor:
-                leg.collect(whole)
-                return target
+        def finish() -> torch.Tensor:
+            leg.recv_into(whole)
+            return target
 
-            pending = Pending(finish, comm.device)
-    return pending if async_op else pending.wait()
+        return deliver(finish, comm.device, async_op)

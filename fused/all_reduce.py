@@ -11,9 +11,9 @@ import torch
 
 from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.reductions import Reduction
+from thinwire.comm.work import Work, deliver
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
 from thinwire.fused.partition import split_parts
-from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
@@ -32,7 +32,7 @@ def all_reduce(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Sums x over the ranks.
 
     Args:
@@ -49,7 +49,7 @@ def all_reduce(
             elements as the slots hold. Staged, an asynchronous call returns when the first leg is over.
 
     Returns:
-        The output, of x's shape, or a Pending.
+        The output, of x's shape, or a Work.
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit.
@@ -81,7 +81,7 @@ def all_reduce(
     collectives = None if exactly else choose_collectives("all_reduce", transport, wires, comm)
     target = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if collectives is None and not x.numel():
-        return finished(target, async_op)
+        return deliver(lambda: target, comm.device, async_op)
     with torch.no_grad():
         source, whole = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -93,22 +93,18 @@ def all_reduce(
                 work.wait()
                 return target
 
-            pending = Pending(finish, comm.device)
-        else:
-            parts, length = split_parts(source.numel(), comm.size)
-            if collectives is not None:
-                job = collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype)
-                collectives.run(job, source, whole)
-                return finished(target, async_op)
-            else:
-                leg = ScatterLeg(comm, source, parts, length, wires[0])
-                gather = GatherLeg(comm, parts, length, wires[1], x.dtype)
-                # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
-                gather.post_sums(leg)
+            return deliver(finish, comm.device, async_op)
+        parts, length = split_parts(source.numel(), comm.size)
+        if collectives is not None:
+            collectives.run(collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype), source, whole)
+            return deliver(lambda: target, comm.device, async_op)
+        leg = ScatterLeg(comm, source, parts, length, wires[0])
+        gather = GatherLeg(comm, parts, length, wires[1], x.dtype)
+        # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
+        gather.post_sums(leg)
 
-                def finish() -> torch.Tensor:
-                    gather.collect(whole)
-                    return target
+        def finish_staged() -> torch.Tensor:
+            gather.recv_into(whole)
+            return target
 
-                pending = Pending(finish, comm.device)
-    return pending if async_op else pending.wait()
+        return deliver(finish_staged, comm.device, async_op)

@@ -14,7 +14,8 @@ import torch
 
 from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.arguments import extent
-from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
+from thinwire.comm.work import Work, deliver
+from thinwire.errors import CountsError, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW
 from thinwire.fused.codec import require_float, resolve_wire
@@ -26,11 +27,11 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import AnyChannel, move_plainly, open_channel, send_rows
-from thinwire.fused.pending import Pending
+from thinwire.fused.direct import move_plainly, open_channel, send_rows
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged import StagedExchange, dense_segments
-from thinwire.fused.transport import Refusal, check_transport
+from thinwire.fused.transport import Refusal, choose
+from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
 __all__ = ["all_to_all_v"]
@@ -51,7 +52,7 @@ def all_to_all_v(
     transport: str = "auto",
     async_op: bool = False,
     check: bool = False,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Sends `send_counts[r]` rows of x to each rank r and returns the rows that all ranks sent here.
 
     Args:
@@ -73,7 +74,7 @@ def all_to_all_v(
             is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
             with recv_counts, direct never waits for the device, and can be captured in a CUDA graph; what goes wrong
             there is raised by a later call.
-        async_op: return a Pending whose `wait()` gives the tensor. x and out must not be touched before. On the direct
+        async_op: return a Work whose `wait()` gives the tensor. x and out must not be touched before. On the direct
             transport long segments move only while their ranks are in `wait()`, or in a later call on the communicator,
             which ends this one first. So all ranks should come to `wait()` at the same place among their calls to
             anything else that waits for peers.
@@ -81,7 +82,7 @@ def all_to_all_v(
             ranks then raise, before a row moves.
 
     Returns:
-        The output, or a Pending.
+        The output, or a Work.
 
     Raises:
         CountsError: counts or displacements that do not fit the tensors or overlap; with check, on every rank, those
@@ -121,22 +122,23 @@ def all_to_all_v(
         placed, rank = place(counts), comm.rank
         if not check and sends.counts[rank] != counts[rank]:
             raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
-    channel = _choose_channel(transport, wire, comm)
+    quantized = [wire] if wire.quantized else []
+    channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
     if check:
         counts = _compare_with_peers(x, sends, counts, wire, comm)
         placed = placed or place(counts)
-    if channel is not None:
+    if not isinstance(channel, Refusal):
         transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
-        return Pending(transfer.wait, comm.device) if async_op else transfer.wait()
+        return deliver(transfer.wait, comm.device, async_op)
     receives, target = placed or place(comm.exchange_counts(sends.counts))
     with torch.no_grad():
         if math.prod(tail) == 0:
-            pending = Pending(lambda: target, comm.device)
-        elif wire.quantized:
-            pending = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
+            return deliver(lambda: target, comm.device, async_op)
+        if wire.quantized:
+            finish = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
         else:
-            pending = _post_exact(x, sends, target, receives, comm)
-        return pending if async_op else pending.wait()
+            finish = _post_exact(x, sends, target, receives, comm)
+        return deliver(finish, comm.device, async_op)
 
 
 def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:
@@ -147,21 +149,6 @@ def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator
 
     alike = send_counts is None
     return resolve_wires(comm, "all_to_all_v", x, [AUTO], transport, call if alike else None)[0]
-
-
-def _choose_channel(transport: str, wire: WireFormat, comm: Communicator) -> AnyChannel | None:
-    """What the direct transport works with; None for the staged one."""
-    check_transport(transport)
-    if transport != "staged":
-        channel = open_channel(comm, wire)
-        if not isinstance(channel, Refusal):
-            return channel
-        if transport == "direct":
-            raise TransportUnavailable(f"all_to_all_v cannot take the direct transport: {channel.reason}")
-    comm.check_exchange()
-    if wire.quantized:
-        select_backend(comm.device, wire)
-    return None
 
 
 def _new_output(x: torch.Tensor, tail: torch.Size, receives: Segments) -> torch.Tensor:
@@ -247,7 +234,9 @@ def _compare_with_peers(
     return [sent[comm.rank] for sent, _, _ in everyone]
 
 
-def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, comm: Communicator) -> Pending:
+def _post_exact(
+    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, comm: Communicator
+) -> Callable[[], torch.Tensor]:
     """Rows travel as the bytes they are, straight out of x and into out."""
     source = x.resolve_conj().resolve_neg().contiguous()
 
@@ -255,7 +244,7 @@ def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: S
         views: list[torch.Tensor | None] = []
         for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
             rows = tensor[displ : displ + count]
-            views.append(rows.view(-1).view(torch.uint8) if count and peer != comm.rank else None)
+            views.append(as_bytes(rows) if count and peer != comm.rank else None)
         return views
 
     own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
@@ -266,12 +255,12 @@ def _post_exact(x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: S
         work.wait()
         return out
 
-    return Pending(finish, out.device)
+    return finish
 
 
 def _post_quantized(
     x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
-) -> Pending:
+) -> Callable[[], torch.Tensor]:
     if x.dim() == 1:
         return _post_flat(x, sends, out, receives, wire, comm)
     hidden = math.prod(x.shape[1:])
@@ -283,7 +272,7 @@ def _post_quantized(
         unpack(out.view(out.shape[0], hidden))
         return out
 
-    return Pending(finish, out.device)
+    return finish
 
 
 def _post_rows(
@@ -311,7 +300,7 @@ def _post_rows(
 
 def _post_flat(
     x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
-) -> Pending:
+) -> Callable[[], torch.Tensor]:
     """A 1-D tensor: each segment travels as rows of FLAT_ROW elements, the last one padded with zeros."""
     row_sends = dense_segments([-(-count // FLAT_ROW) for count in sends.counts])
     row_receives = dense_segments([-(-count // FLAT_ROW) for count in receives.counts])
@@ -327,7 +316,7 @@ def _post_flat(
             out[displ : displ + count] = arrived.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count]
         return out
 
-    return Pending(finish, out.device)
+    return finish
 
 
 def _pairs(segments: Segments) -> list[tuple[int, int]]:

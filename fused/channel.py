@@ -33,28 +33,28 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from thinwire.errors import PeerTimeout, WireFormatError
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import WireFormatError
 from thinwire.fused.counts import Segments
+from thinwire.fused.transport import DirectTransport
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS, REPORT_PHASE
 from thinwire.wire import WireFormat
 
 __all__ = [
     "FLAT_ROW",
     "PIECES",
+    "Channel",
     "RecvBuffer",
     "RowFormat",
+    "Transfer",
     "channel_layout",
     "describe_difference",
     "describe_wire_word",
     "signature_of",
-    "timeout_error",
-    "unusable_after",
     "wire_word",
 ]
 
@@ -64,7 +64,6 @@ FLAT_ROW = 1024
 PIECE_BYTES, PIECES = 1 << 18, 4
 _MOST_BYTES = 64 << 20  # of one rank's memory
 _WIRES = ("none", "int8", "int4", "fp8")
-_PHASES = ("headers", "pieces")
 
 
 def channel_layout(world: int, piece_bytes: int | None = None, pieces: int = PIECES) -> ExchangeLayout:
@@ -107,6 +106,121 @@ class RecvBuffer(NamedTuple):
     finish: Callable[[], torch.Tensor] | None = None
 
 
+class Transfer:
+    """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
+
+    Args:
+        channel: that carries it out.
+        x: read until the call ends.
+        place: makes the buffer from the counts, once they are known.
+        recv_buffer: where the peers' rows go; None where it is not known how many there are.
+    """
+
+    __slots__ = ("channel", "error", "place", "recv_buffer", "result", "x")
+
+    def __init__(
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        place: Callable[[list[int]], RecvBuffer] | None,
+        recv_buffer: RecvBuffer | None,
+    ) -> None:
+        self.channel, self.place, self.recv_buffer = channel, place, recv_buffer
+        self.x: torch.Tensor | None = x
+        self.error: BaseException | None = None
+        self.result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The output, filled; on CUDA in the order of the stream on which the call began.
+
+        Raises:
+            CountsError: what a peer sent is not what was expected. The channel can still be used; but on CUDA, with the
+                receive counts given, it is a later call that raises this, and the channel cannot.
+            PeerTimeout: a peer did not answer within the communicator's timeout. The channel cannot be used any more.
+                On CUDA a later call raises it.
+        """
+        if self.result is None:
+            self.channel.complete(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
+class Channel(DirectTransport):
+    """The memory and the state of one communicator's direct all-to-all-v, at one rank.
+
+    Args:
+        memory, rank, timeout: see `DirectTransport`.
+        layout: of each buffer.
+    """
+
+    phases = ("headers", "pieces")
+
+    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
+        super().__init__("all_to_all_v", memory, rank, timeout)
+        self.layout = layout
+        self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
+        self._under_way: Transfer | None = None
+
+    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
+        """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
+
+        On CUDA the first call with a form copies a few words to the device and waits for that.
+        """
+        key = (tail, dtype, wire)
+        row_format = self._row_formats.get(key)
+        if row_format is None:
+            row_format = self._row_formats[key] = self._new_row_format(*key)
+        return row_format
+
+    def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
+        raise NotImplementedError
+
+    def send(
+        self,
+        row_format: RowFormat,
+        x: torch.Tensor,
+        x_step: int,
+        sends: Segments,
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer],
+        *,
+        wait: bool,
+    ) -> Transfer:
+        """Begins a call; what was under way before is ended first.
+
+        Args:
+            row_format: the rows' form.
+            x: what is sent; the elements of a row lie side by side.
+            x_step: bytes from one of what is counted to the next.
+            sends: the parts of x for each rank, within x.
+            recv_buffer: where the peers' rows go; None where it is not known how many there are.
+            place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
+                alone.
+            wait: end the call right away.
+
+        Raises:
+            PeerTimeout: the channel failed before, or does now.
+            CountsError: with `wait`, as `Transfer.wait`; on CUDA also, by what a peer sent, in an earlier call, or
+                counts that are not given while a CUDA graph is captured, which could not be asked for.
+        """
+        raise NotImplementedError
+
+    def complete(self, transfer: Transfer) -> None:
+        """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
+        if self._under_way is not None:
+            self.complete(self._under_way)
+
+    def details(self) -> str:
+        """What is worth telling of the memory."""
+        return f"pieces of {self.layout.SLOT_BYTES} bytes"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What channels of every backend say alike
 
@@ -144,37 +258,8 @@ def describe_difference(
     return f"rank {peer} sends {_describe_rows(sent)}, but rank {rank} expects {_describe_rows(expected)}{shape}"
 
 
-def timeout_error(report: Any, rank: int, world: int, timeout: float, phases: tuple[str, ...] = _PHASES) -> PeerTimeout:
-    """What a report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
-    blamed, missing, said = (np.flatnonzero(row).tolist() for row in report[REPORT_PEERS:].reshape(3, world))
-    stuck = [peer for peer in said if peer != rank]
-    text = f"rank {rank} of {world}, waiting for {_name_ranks(missing)} in call {report[REPORT_EPOCH]}: "
-    if blamed:
-        text += f"no answer from {_name_ranks(blamed)} within {timeout:g} s: stuck, gone, or not in this call"
-    else:
-        text += "nobody is silent any more"
-    if stuck:
-        text += f"; {_name_ranks(stuck)} gave up too"
-    return PeerTimeout(text, ranks=blamed, epoch=int(report[REPORT_EPOCH]), phase=phases[report[REPORT_PHASE]])
-
-
-def unusable_after(failure: PeerTimeout) -> PeerTimeout:
-    """What calls get after the one that failed."""
-    return PeerTimeout(
-        "the direct transport of this communicator cannot be used any more, make a new communicator; earlier: "
-        f"{failure}",
-        ranks=failure.ranks,
-        epoch=failure.epoch,
-        phase=failure.phase,
-    )
-
-
 def _describe_rows(signature: list[int]) -> str:
     known = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     dtypes = {zlib.crc32(str(dtype).encode()): dtype for dtype in known}
     wire = describe_wire_word(signature[1])
     return f"rows of {signature[2]} elements of {dtypes.get(signature[0], 'an unknown dtype')} as {wire}"
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -11,21 +11,19 @@ raised by the next call or by `check`, and the memory is of no more use, as afte
 from __future__ import annotations
 
 import platform
-import threading
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import timeout_error
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.streams import StreamTurns
-from thinwire.fused.transport import Refusal, open_direct, uses_triton
+from thinwire.fused.transport import DirectTransport, Refusal, open_direct, uses_triton
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -40,27 +38,23 @@ from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MAX_WORLD,
-    MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
-    grace_of,
 )
 from thinwire.wire import WireFormat
 
 __all__ = ["DirectCollectives", "open_collectives"]
 
 _KEY = "collectives"
-_PHASES = ("first leg", "second leg")
 _SLOTS = 2  # of a ring: the second leg's, by parity
 #: Of a slot, and of all of a rank's memory; on a GPU three launches should not cost more than what they move.
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
-_prepare_lock = threading.Lock()
 
 
 def open_collectives(
@@ -111,7 +105,6 @@ def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Ref
         layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
     except CapacityError as error:
         return Refusal(_KEY, str(error))
-    settings: dict[str, Setting] = {"slot_bytes": layout.SLOT_BYTES}
 
     def make(memory: SymmetricMemory) -> DirectCollectives:
         kernels: ModuleType
@@ -121,7 +114,7 @@ def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Ref
             from thinwire.triton_kernels.cpu import collective as kernels
         return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, _num_programs(comm))
 
-    return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+    return open_direct(comm, _KEY, layout.NUM_BYTES, {"slot_bytes": layout.SLOT_BYTES}, make)
 
 
 def _num_programs(comm: Communicator) -> int | None:
@@ -135,17 +128,17 @@ def _num_programs(comm: Communicator) -> int | None:
     return programs_on_shared_gpu(comm.device, ranks) if ranks > 1 else None
 
 
-class DirectCollectives:
+class DirectCollectives(DirectTransport):
     """The memory, the kernels and the state of one communicator's direct collectives, at one rank.
 
     Args:
-        memory: a buffer of `layout.NUM_BYTES` on every rank, zero at first; closed by `close`.
+        memory, rank, timeout: see `DirectTransport`.
         layout: of each buffer.
-        rank: this rank.
-        timeout: seconds that a peer may let this rank wait.
         kernels: the module with the launchers.
         num_programs: of each launch on a GPU; None means enough to fill it.
     """
+
+    phases = ("first leg", "second leg")
 
     def __init__(
         self,
@@ -156,24 +149,18 @@ class DirectCollectives:
         kernels: ModuleType,
         num_programs: int | None = None,
     ) -> None:
-        self.layout, self.rank, self.timeout = layout, rank, timeout
-        self.grace = grace_of(timeout)
-        self._memory, self._kernels, self._num_programs = memory, kernels, num_programs
-        self._device = memory.local.device
-        self._on_gpu = self._device.type == "cuda"
+        super().__init__(_KEY, memory, rank, timeout)
+        self.layout = layout
+        self._kernels, self._num_programs = kernels, num_programs
         self.lane = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
         self._idle = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
-        self._report = self.lane.report.numpy()  # the host's window on what kernels report
-        self._turns = StreamTurns(self._device)
+        self.report = self.lane.report.numpy()
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
-        self._prepared: set[tuple[object, ...]] = set()
-        self._failure: ThinwireError | None = None
-        self._closed = False
-        if self._on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()  # what was zeroed here is used on any stream
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()  # what was zeroed here is used on any stream
 
     def job(
         self, op: int, parts: Segments, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype
@@ -192,15 +179,15 @@ class DirectCollectives:
         key = (op, *parts.counts, row, wire, gather_wire, dtype)
         job = self._jobs.get(key)
         if job is None:
-            if self._turns.capturing:
+            if self.capturing:
                 raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
             if len(self._jobs) >= _MOST_JOBS:
-                if self._on_gpu:
-                    torch.cuda.synchronize(self._device)  # kernels may still read the parts that go
+                if self.on_gpu:
+                    torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
                 self._jobs.clear()
             with torch.inference_mode(False):
                 job = self._jobs[key] = self._new_job(op, parts, row, wire, gather_wire, dtype)
-        elif self._turns.capturing:
+        elif self.capturing:
             self._captured[id(job)] = job
         return job
 
@@ -217,7 +204,7 @@ class DirectCollectives:
         return Job(
             op=op,
             signature=signature_of(op, parts, row, name, wire, gather_wire),
-            parts=torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self._device),
+            parts=torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self.device),
             most_rows=-(-max(parts.counts) // row),
             row=row,
             wire=wire,
@@ -240,16 +227,16 @@ class DirectCollectives:
             PeerTimeout: a peer did not answer within the communicator's timeout. On CUDA a later call raises it.
             ThinwireError: an earlier call failed, or the communicator is closed.
         """
-        self._require_usable()
+        self.require_usable()
         x, out = x.detach(), out.detach()
         self._prepare(job, x, out)
-        self._turns.take()
+        self.take_turn()
         done = False
         try:
             for chunk in range(job.num_chunks):
                 self._launch(self.lane, job, x, out, chunk)
-                if not self._on_gpu:
-                    self._raise_findings()
+                if not self.on_gpu:
+                    self.raise_findings()
             done = True
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # kernels write where autograd does not see it
@@ -257,9 +244,9 @@ class DirectCollectives:
             done = True  # all ranks know where they stand
             raise
         finally:
-            if not done and self._failure is None:
+            if not done and self.failure is None:
                 # Nobody knows which legs were taken; to go on could put one call's rows into another.
-                self._failure = ThinwireError("a collective was interrupted half-way")
+                self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
@@ -268,103 +255,45 @@ class DirectCollectives:
         else:
             kernels.scatter(lane, job, x, chunk, programs)
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
-            if not self._on_gpu and self._report[REPORT_STATUS] != RUNNING:
+            if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
             kernels.gather_recv(lane, job, out, chunk, *times, programs)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Compiles and loads all kernels of a call before any of them waits for a peer.
-
-        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one. It is done on a stream of its own: ahead on the current one there may be a call that waits for a rank that
-        waits for this lock.
-        """
         aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
-        key = (job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned)
-        if key in self._prepared or not self._on_gpu or self._turns.capturing:
-            return
-        stream = torch.cuda.Stream(self._device)
-        with _prepare_lock, torch.cuda.stream(stream):
+
+        def launch() -> None:
             room = torch.empty(out.numel() + 16, dtype=out.dtype, device=out.device)
             first = 0 if aligned[1] else 1
             self._launch(self._idle, job, x, room[first : first + out.numel()], 0)
-            stream.synchronize()
-        self._prepared.add(key)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What went wrong
+        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned), launch)
 
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
-        if self._failure is None:
-            self._raise_findings()
-            return
-        text = f"the direct collectives of this communicator cannot be used any more, make a new one: {self._failure}"
-        if isinstance(self._failure, PeerTimeout):
-            failure = self._failure
-            raise PeerTimeout(text, ranks=failure.ranks, epoch=failure.epoch, phase=failure.phase)
-        raise type(self._failure)(text)
+    def refuse(self, error: ThinwireError) -> NoReturn:
+        """On the CPU the host looks after each wait: all ranks have found it in the same epoch, and may go on."""
+        if self.on_gpu:
+            self.fail(error)
+        self.lane.report.zero_()
+        self.lane.control[CONTROL_STATUS] = RUNNING
+        raise error
 
-    def _raise_findings(self) -> None:
-        """Raises what a kernel reported, if one did."""
-        status = self._report[REPORT_STATUS]
-        if status == TIMED_OUT:
-            failure, raised = (
-                timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout, _PHASES) for _ in range(2)
-            )
-            self._failure = failure  # not the one that is raised: its traceback would hold the tensors
-            raise raised
-        if status == MISMATCHED:
-            error = ConfigMismatch(self._describe_mismatch())
-            if self._on_gpu:
-                self._failure = ConfigMismatch(str(error))
-            else:
-                self.lane.report.zero_()
-                self.lane.control[CONTROL_STATUS] = RUNNING
-            raise error
-
-    def _describe_mismatch(self) -> str:
+    def mismatch(self) -> ConfigMismatch:
         """What each rank was doing. No peer has gone on to this half's next epoch."""
-        world = self.layout.WORLD
+        world = self.world
         first = self.layout.HEADERS + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * SIGNAL_LINE_BYTES
-        words = self._memory.local[first : first + world * SIGNAL_LINE_BYTES].cpu().view(torch.int64).view(world, -1)
-        signatures = words[:, HEADER_SIGNATURE // 2 : HEADER_SIGNATURE // 2 + SIGNATURE_WORDS].tolist()
-        wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
-        lines = [f"in call {self._report[REPORT_EPOCH]} the ranks do different things:"]
-        lines += [f"  rank {self.rank}: {describe_signature(signatures[self.rank])}"]
+        words = self.memory.local[first : first + world * SIGNAL_LINE_BYTES].cpu().view(torch.int64).view(world, -1)
+        first = HEADER_SIGNATURE // 2
+        calls = [describe_signature(line) for line in words[:, first : first + SIGNATURE_WORDS].tolist()]
+        lines = [f"in call {self.report[REPORT_EPOCH]} the ranks do different things:"]
+        lines += [f"  rank {self.rank}: {calls[self.rank]}"]
         for peer in range(world):
-            if wrong[peer]:
-                alike = describe_signature(signatures[peer]) == describe_signature(signatures[self.rank])
+            if self.report[REPORT_PEERS + peer]:
                 lines.append(
-                    f"  rank {peer}: {describe_signature(signatures[peer])}{', divided otherwise' if alike else ''}"
+                    f"  rank {peer}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
                 )
-        return "\n".join(lines)
+        return ConfigMismatch("\n".join(lines))
 
-    def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong on the device.
-
-        Raises:
-            ConfigMismatch, PeerTimeout: see `run`.
-        """
-        if self._on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
-        self._require_usable()
-
-    def settle(self) -> None:
-        """Calls are over when they return: there is nothing under way."""
-
-    def describe(self) -> str:
-        """One line for `Communicator.explain`."""
-        failed = self._failure is not None or self._report[REPORT_STATUS] != RUNNING
-        return (
-            f"{_KEY}: direct, {self.layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, slots of "
-            f"{self.layout.SLOT_BYTES} bytes" + (", failed" if failed else "")
-        )
-
-    def close(self) -> None:
-        """Lets go of the memory. Not collective. On CUDA it waits for what the device was given to do."""
-        if not self._closed:
-            self._closed = True
-            self._memory.close()
+    def details(self) -> str:
+        """What is worth telling of the memory."""
+        return f"slots of {self.layout.SLOT_BYTES} bytes"

@@ -10,10 +10,9 @@ from thinwire.comm import Communicator
 from thinwire.comm.arguments import extent
 from thinwire.comm.reductions import Reduction
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
-from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
-from thinwire.fused.transport import Refusal, check_transport
+from thinwire.fused.transport import Refusal, choose
 from thinwire.wire import WireFormat
 
 __all__ = ["check_input", "check_out", "choose_collectives", "flat", "reduces_exactly"]
@@ -106,15 +105,8 @@ def choose_collectives(
     Raises:
         TransportUnavailable: the transport was asked for and cannot be had, and why.
     """
-    check_transport(transport)
-    if transport != "staged":
-        found = open_collectives(comm, wires=wires)
-        if not isinstance(found, Refusal):
-            comm._settle()  # peers may wait for what is under way here, and this call waits for them
-            return found
-        if transport == "direct":
-            raise TransportUnavailable(f"{what} cannot take the direct transport: {found.reason}")
-    for wire in wires:  # `none` too: its sums take a backend
-        select_backend(comm.device, wire)
-    comm.check_exchange()
-    return None
+    found = choose(what, transport, comm, wires, lambda: open_collectives(comm, wires=wires))
+    if isinstance(found, Refusal):
+        return None
+    comm._settle()  # peers may wait for what is under way here, and this call waits for them
+    return found

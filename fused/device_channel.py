@@ -21,39 +21,34 @@ While a graph is captured, that order is the caller's affair, as is that all ran
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CountsError, PeerTimeout, ThinwireError
+from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
+    Channel,
     RecvBuffer,
     RowFormat,
+    Transfer,
     describe_difference,
     signature_of,
-    timeout_error,
-    unusable_after,
 )
 from thinwire.fused.counts import Segments
-from thinwire.fused.streams import StreamTurns
+from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.exchange_layout import Endpoint, ExchangeLayout
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
-    REPORT_STATUS,
-    RUNNING,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
-    grace_of,
 )
 from thinwire.wire import WireFormat
 
@@ -64,7 +59,6 @@ __all__ = ["DeviceChannel", "DeviceTransfer", "piece_bytes_for"]
 _PIECE_BYTES = 4 << 20
 _MOST_BYTES = 256 << 20  # of one GPU's memory; 8 ranks need 192 MiB
 _ALIGNMENT = 128
-_prepare_lock = threading.Lock()
 
 
 def piece_bytes_for(device: torch.device, world: int, pieces: int) -> int | None:
@@ -80,8 +74,8 @@ def piece_bytes_for(device: torch.device, world: int, pieces: int) -> int | None
 
 
 @dataclass(frozen=True)
-class _Form(RowFormat):
-    """A parcel, and what the kernels know of it.
+class DeviceRowFormat(RowFormat):
+    """A form of rows, and what the kernels know of it.
 
     Attributes:
         layout: of a row's record; None for exact rows.
@@ -115,27 +109,15 @@ class _Form(RowFormat):
         return -(-units // per_item)
 
 
-class DeviceTransfer:
-    """One call on a channel. `wait()` ends it, as far as the host is concerned; the channel's next call does, too."""
+class DeviceTransfer(Transfer):
+    """A call of a device's, which is launched step by step."""
 
-    __slots__ = (
-        "_channel",
-        "error",
-        "form",
-        "recv_buffer",
-        "over",
-        "place",
-        "result",
-        "sends",
-        "stream",
-        "stride",
-        "x",
-    )
+    __slots__ = ("form", "over", "sends", "stream", "stride")
 
     def __init__(
         self,
         channel: DeviceChannel,
-        form: _Form,
+        form: DeviceRowFormat,
         x: torch.Tensor,
         stride: int,
         sends: Segments,
@@ -143,84 +125,42 @@ class DeviceTransfer:
         place: Callable[[list[int]], RecvBuffer],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        self._channel, self.stride = channel, stride
-        self.form, self.sends, self.recv_buffer, self.place, self.stream = form, sends, recv_buffer, place, stream
-        self.x: torch.Tensor | None = x
-        self.error: BaseException | None = None
+        super().__init__(channel, x, place, recv_buffer)
+        self.form, self.stride, self.sends, self.stream = form, stride, sends, stream
         self.over = False  # all steps were launched
-        self.result: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        """The output, filled in the order of the stream on which the call began.
-
-        Raises:
-            CountsError: what a peer sent is not what was expected. With the receive counts given, on CUDA, it is a
-                later call that raises this.
-            PeerTimeout: a peer did not answer within the communicator's timeout. On CUDA a later call raises it.
-        """
-        self._channel.complete(self)
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result
 
 
-class DeviceChannel:
-    """The memory, the kernels and the state of the direct transport of one communicator, at one rank.
+class DeviceChannel(Channel):
+    """A channel whose kernels are Triton's.
 
     Args:
-        memory: a buffer of `layout.NUM_BYTES` on every rank, zero at first; closed by `close`.
-        layout: of each buffer.
-        rank: this rank.
-        timeout: seconds that a peer may let this rank wait.
+        memory, layout, rank, timeout: see `Channel`.
     """
 
     def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
-        self.layout, self.rank, self.timeout = layout, rank, timeout
-        self.grace = grace_of(timeout)
-        self._memory = memory
-        self._device = memory.local.device
-        self._on_gpu = self._device.type == "cuda"
-        self.always_looks = not self._on_gpu  # at headers and reports, after each wait
+        super().__init__(memory, layout, rank, timeout)
+        self.always_looks = not self.on_gpu  # at headers and reports, after each wait
         self._end = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
         self._idle = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
-        # The host's window on what kernels report; it may be read at any time, without asking the device.
-        self._report = self._end.report.numpy()
-        # Never forgotten: captured graphs go on reading their words on the device.
-        self._forms: dict[tuple[torch.Size, torch.dtype, WireFormat], _Form] = {}
-        self._prepared: set[tuple[object, ...]] = set()
-        self._under_way: DeviceTransfer | None = None
-        self._turns = StreamTurns(self._device)
-        self._failure: ThinwireError | None = None
-        self._closed = False
-        if self._on_gpu:
+        self.report = self._end.report.numpy()
+        if self.on_gpu:
             # What was set to zero here is used on whatever stream comes first.
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
-    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
-        """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
-
-        On CUDA the first call with a form copies a few words to the device and waits for that.
-        """
-        key = (tail, dtype, wire)
-        form = self._forms.get(key)
-        if form is None:
-            if self._turns.capturing:
-                raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
-            form = self._forms[key] = self._new_form(*key)
-        return form
-
-    def _new_form(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> _Form:
+    def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> DeviceRowFormat:
+        """Never forgotten: captured graphs go on reading its words on the device."""
+        if self.capturing:
+            raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
         elements = math.prod(tail)
-        signature = torch.tensor(signature_of(tail, dtype, wire), device=self._device)
+        signature = torch.tensor(signature_of(tail, dtype, wire), device=self.device)
         if not wire.quantized or not elements:
-            return _Form(elements * dtype.itemsize, (), signature=signature)
+            return DeviceRowFormat(elements * dtype.itemsize, (), signature=signature)
         layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
         if layout.ROW_BYTES > self.layout.SLOT_BYTES:
-            return _Form(layout.ROW_BYTES, (), layout.ROW_BYTES, signature=signature)
-        return _Form(elements * dtype.itemsize, (), 0, layout, not tail, signature)
+            return DeviceRowFormat(layout.ROW_BYTES, (), layout.ROW_BYTES, signature=signature)
+        return DeviceRowFormat(elements * dtype.itemsize, (), 0, layout, not tail, signature)
 
     def send(
         self,
@@ -233,26 +173,18 @@ class DeviceChannel:
         *,
         wait: bool,
     ) -> DeviceTransfer:
-        """Begins a call; what was under way before is ended first. For the arguments see `Channel.send`.
-
-        Without `wait` the first piece of every pair leaves now, and everything else comes with `DeviceTransfer.wait`.
-
-        Raises:
-            PeerTimeout: the channel failed before.
-            CountsError: the same, on CUDA, by what a peer sent; or counts that are not given while a CUDA graph is
-                captured, which could not be asked for.
-        """
+        """See `Channel.send`. Without `wait` the first pieces leave now, and all else with `Transfer.wait`."""
         if self._under_way is not None:
             self.complete(self._under_way)
-        self._require_usable()
-        assert isinstance(row_format, _Form) and row_format.signature is not None
-        if recv_buffer is None and self._turns.capturing:
+        self.require_usable()
+        assert isinstance(row_format, DeviceRowFormat) and row_format.signature is not None
+        if recv_buffer is None and self.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         x = x.detach()
-        source = x.reshape(-1).view(torch.uint8) if row_format.layout is None else x
+        source = as_bytes(x) if row_format.layout is None else x
         stride = x_step if row_format.layout is None else x_step // x.itemsize
         self._prepare(row_format, source, stride)
-        transfer = DeviceTransfer(self, row_format, source, stride, sends, recv_buffer, place, self._turns.take())
+        transfer = DeviceTransfer(self, row_format, source, stride, sends, recv_buffer, place, self.take_turn())
         nothing = [0] * self.layout.WORLD
         receives = (
             (nothing, nothing) if recv_buffer is None else (recv_buffer.segments.counts, recv_buffer.segments.displs)
@@ -264,11 +196,12 @@ class DeviceChannel:
             self.complete(transfer)
         return transfer
 
-    def complete(self, transfer: DeviceTransfer) -> None:
-        """Ends a call if that has not happened; what it comes to is for `DeviceTransfer.wait` to say."""
+    def complete(self, transfer: Transfer) -> None:
+        """See `Channel.complete`."""
         if transfer is not self._under_way:
             return
-        if self._closed:
+        assert isinstance(transfer, DeviceTransfer)
+        if self.closed:
             transfer.error = ThinwireError("the communicator was closed while this call was under way")
             self._under_way = transfer.x = None
         else:
@@ -277,9 +210,9 @@ class DeviceChannel:
                     transfer.result = self._drain(transfer)
             except BaseException as error:
                 transfer.error = error
-                if not transfer.over and self._failure is None:
+                if not transfer.over and self.failure is None:
                     # Nobody knows which steps were taken; to go on could put one call's rows into another.
-                    self._failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
+                    self.failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
                 if not isinstance(error, Exception):
                     raise
             finally:
@@ -292,13 +225,14 @@ class DeviceChannel:
         error: Exception | None = None
         if looks:
             headers = self._headers()
-            self._raise_timeout()
+            self.raise_findings()
             counts, pieces = headers[:, 1].tolist(), (headers[:, 0] + 1).tolist()
             expected = counts if recv_buffer is None else recv_buffer.segments.counts
             wrong = self._differences(form, headers, expected)
             if wrong:
                 error = CountsError("; ".join(wrong))
             elif recv_buffer is None:
+                assert transfer.place is not None
                 try:
                     recv_buffer = transfer.place(counts)
                 except Exception as problem:
@@ -326,7 +260,7 @@ class DeviceChannel:
         if recv_buffer is not None:
             counts, out, out_stride = recv_buffer.segments.counts, recv_buffer.memory.detach(), form.step
             if form.layout is None:
-                out = out.reshape(-1).view(torch.uint8)
+                out = as_bytes(out)
             else:
                 out_stride = form.step // out.itemsize
         most_out = max(form.pieces(count, piece_bytes) for count in sends.counts)
@@ -351,11 +285,11 @@ class DeviceChannel:
         per_piece = form.per_piece(self.layout.SLOT_BYTES)
         kernels.note(self._end, (transfer.sends.counts, transfer.sends.displs), (counts, displs), form.unit, per_piece)
 
-    def _wait(self, form: _Form, reason: int, number: int, check: bool = False) -> None:
+    def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
         assert form.signature is not None
         kernels.wait(self._end, reason, number, form.signature, check, self.timeout, self.grace)
         if self.always_looks:
-            self._raise_timeout()
+            self.raise_findings()
 
     def _headers(self) -> torch.Tensor:
         """Of every rank's header in the open call: ring pieces, count, and what a row is; int64 [world, 6] on the CPU.
@@ -367,12 +301,12 @@ class DeviceChannel:
             self.layout.HEADERS + half * self.layout.WORLD * SIGNAL_LINE_BYTES,
             self.layout.WORLD * SIGNAL_LINE_BYTES,
         )
-        words = self._memory.local[first : first + size].cpu().view(torch.int64).view(self.layout.WORLD, -1)[:, :6]
+        words = self.memory.local[first : first + size].cpu().view(torch.int64).view(self.layout.WORLD, -1)[:, :6]
         words = words.clone()
         words[:, 0] >>= 32  # behind the flag
         return words
 
-    def _differences(self, form: _Form, headers: torch.Tensor, expected: Sequence[int]) -> list[str]:
+    def _differences(self, form: DeviceRowFormat, headers: torch.Tensor, expected: Sequence[int]) -> list[str]:
         """What is wrong with the headers."""
         assert form.signature is not None
         signature = form.signature.tolist()
@@ -384,22 +318,14 @@ class DeviceChannel:
                 found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
         return found
 
-    def _prepare(self, form: _Form, x: torch.Tensor, stride: int) -> None:
-        """Compiles and loads all kernels of a call before any of them waits for a peer.
-
-        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one. Waits for the current stream, at the first call of its form.
-        """
-        if not self._on_gpu or self._turns.capturing:
-            return
+    def _prepare(self, form: DeviceRowFormat, x: torch.Tensor, stride: int) -> None:
         key: tuple[object, ...] = ()  # kernels for exact rows find out themselves how wide they may copy
         if form.layout is not None:
             key = (form.layout, form.flat, stride == 1, stride % 16 == 0, x.data_ptr() % 16 == 0)
-        if key in self._prepared:
-            return
-        nothing = [0] * self.layout.WORLD
-        with _prepare_lock:
+
+        def launch() -> None:
             assert form.signature is not None
+            nothing = [0] * self.world
             kernels.note(self._idle, (nothing, nothing), (nothing, nothing), 1, 1)
             # The output may begin anywhere; nothing is written to this one.
             outs = (x.new_empty(16), x.new_empty(16)[1:])
@@ -411,69 +337,22 @@ class DeviceChannel:
             for reason in (kernels.HEADERS, kernels.ROOM, kernels.PIECES):
                 for check in (True, False):
                     kernels.wait(self._idle, reason, 0, form.signature, check, self.timeout, self.grace)
-            torch.cuda.current_stream(self._device).synchronize()
-        self._prepared.add(key)
 
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
-        if isinstance(self._failure, PeerTimeout):
-            raise unusable_after(self._failure)
-        if self._failure is not None:
-            raise type(self._failure)(
-                "the direct transport of this communicator cannot be used any more, make a new communicator; earlier: "
-                f"{self._failure}"
-            )
-        self._raise_timeout()
-        if self._report[REPORT_STATUS] == MISMATCHED:
-            self._failure = self._mismatch()
-            raise self._mismatch()
+        self.prepare(key, launch)
 
-    def _raise_timeout(self) -> None:
-        if self._report[REPORT_STATUS] == TIMED_OUT:
-            self._failure = timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout)
-            # Not the one that is kept: its traceback would hold the tensors.
-            raise timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout)
-
-    def _mismatch(self) -> CountsError:
+    def mismatch(self) -> CountsError:
         """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""
         world = self.layout.WORLD
         table = self._end.table.tolist()
         expected, signature = table[3 * world : 4 * world], table[6 * world :]
-        wrong = self._report[REPORT_PEERS : REPORT_PEERS + world].tolist()
+        wrong = self.report[REPORT_PEERS : REPORT_PEERS + world].tolist()
         found = [
             describe_difference(self.rank, peer, count, expected[peer], sent, signature)
             for peer, (_, count, *sent) in enumerate(self._headers().tolist())
             if wrong[peer]
         ]
-        return CountsError(f"in call {self._report[REPORT_EPOCH]}: {'; '.join(found)}")
+        return CountsError(f"in call {self.report[REPORT_EPOCH]}: {'; '.join(found)}")
 
-    def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong on the device.
-
-        Raises:
-            CountsError, PeerTimeout: see `DeviceTransfer.wait`.
-        """
-        if self._on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
-        self._require_usable()
-
-    def settle(self) -> None:
-        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
-        if self._under_way is not None:
-            self.complete(self._under_way)
-
-    def describe(self) -> str:
-        """One line for `Communicator.explain`."""
-        layout = self.layout
-        failed = self._failure is not None or self._report[REPORT_STATUS] != RUNNING
-        return (
-            f"all_to_all_v: direct, {layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, pieces of "
-            f"{layout.SLOT_BYTES} bytes, by Triton's kernels" + (", failed" if failed else "")
-        )
-
-    def close(self) -> None:
-        """Lets go of the memory. Not collective. On CUDA it waits for what the device was given to do."""
-        if not self._closed:
-            self._closed = True
-            self._memory.close()
+    def details(self) -> str:
+        """What is worth telling of the memory."""
+        return f"{super().details()}, by Triton's kernels"

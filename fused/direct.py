@@ -6,32 +6,30 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.comm.communicator import Communicator, Setting
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, PIECES, RecvBuffer, RowFormat, channel_layout
+from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, RowFormat, Transfer, channel_layout
 from thinwire.fused.counts import Segments
-from thinwire.fused.device_channel import DeviceChannel, DeviceTransfer, piece_bytes_for
-from thinwire.fused.host_channel import Channel, Transfer
+from thinwire.fused.device_channel import DeviceChannel, piece_bytes_for
+from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.staged import dense_segments
 from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.wire import WireFormat
 
-__all__ = ["AnyChannel", "AnyTransfer", "move_plainly", "open_channel", "send_rows"]
+__all__ = ["move_plainly", "open_channel", "send_rows"]
 
 _KEY = "all_to_all_v"
 
 #: The output's segments and the output.
 Placed = tuple[Segments, torch.Tensor]
-#: By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
-AnyChannel = Channel | DeviceChannel
-AnyTransfer = Transfer | DeviceTransfer
 
 
 def open_channel(
     comm: Communicator, wire: WireFormat | None = None, piece_bytes: int | None = None, pieces: int = PIECES
-) -> AnyChannel | Refusal:
+) -> Channel | Refusal:
     """The communicator's channel, or why there is none. Made at the first call, which is collective.
 
     Args:
@@ -49,7 +47,7 @@ def open_channel(
 
 def _new_channel(
     comm: Communicator, wire: WireFormat | None, piece_bytes: int | None, pieces: int
-) -> AnyChannel | Refusal:
+) -> Channel | Refusal:
     if wire is not None and wire.quantized:
         select_backend(comm.device, wire)
     if piece_bytes is None:
@@ -57,8 +55,9 @@ def _new_channel(
     layout = channel_layout(comm.size, piece_bytes, pieces)
     settings: dict[str, Setting] = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
 
-    def make(memory: SymmetricMemory) -> AnyChannel:
-        kind = DeviceChannel if uses_triton(comm) else Channel
+    def make(memory: SymmetricMemory) -> Channel:
+        # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
+        kind = DeviceChannel if uses_triton(comm) else HostChannel
         return kind(memory, layout, comm.rank, comm.timeout)
 
     return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
@@ -67,16 +66,16 @@ def _new_channel(
 def move_plainly(
     comm: Communicator, x: object, send_counts: object, recv_counts: object, out: object, wire: WireFormat
 ) -> torch.Tensor | None:
-    """The output of a call that needs no more than `Channel.send_plainly`, where the communicator has such a channel.
+    """The output of a call that needs no more than `HostChannel.send_plainly`, where the communicator has one.
 
     None: nothing was done. The arguments need not have been checked.
     """
     channel = comm.attached(_KEY)
-    return channel.send_plainly(x, send_counts, recv_counts, out, wire) if type(channel) is Channel else None
+    return channel.send_plainly(x, send_counts, recv_counts, out, wire) if type(channel) is HostChannel else None
 
 
 def send_rows(
-    channel: AnyChannel,
+    channel: Channel,
     x: torch.Tensor,
     tail: torch.Size,
     sends: Segments,
@@ -85,7 +84,7 @@ def send_rows(
     wire: WireFormat,
     *,
     wait: bool,
-) -> AnyTransfer:
+) -> Transfer:
     """Begins an all-to-all-v; its arguments have been checked. With `wait` it is over on return.
 
     Args:
@@ -119,7 +118,7 @@ def send_rows(
 
 
 def _send_long_records(
-    channel: AnyChannel,
+    channel: Channel,
     row_format: RowFormat,
     x: torch.Tensor,
     sends: Segments,
@@ -128,7 +127,7 @@ def _send_long_records(
     wire: WireFormat,
     *,
     wait: bool,
-) -> AnyTransfer:
+) -> Transfer:
     """Rows whose records are longer than a piece: made and read here, and sent as the bytes that they are."""
     if x.dim() == 1:
         raise CapacityError(

@@ -17,86 +17,45 @@ import numpy as np
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CountsError, PeerTimeout, ThinwireError
+from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
+    Channel,
     RecvBuffer,
     RowFormat,
+    Transfer,
     describe_difference,
     signature_of,
-    timeout_error,
-    unusable_after,
 )
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT, grace_of
+from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
-__all__ = ["Channel", "Transfer"]
+__all__ = ["HostChannel"]
 
 _INTS = {int}
+_MOST_FORMATS = 1024  # that are remembered
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _PLACED_BY_THE_KERNEL = Segments([], [])
 _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 
 
-class Transfer:
-    """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first."""
-
-    __slots__ = ("_channel", "_error", "_recv_buffer", "_place", "_result", "_x")
-
-    def __init__(
-        self,
-        channel: Channel,
-        x: torch.Tensor,
-        place: Callable[[list[int]], RecvBuffer] | None,
-        recv_buffer: RecvBuffer | None,
-    ) -> None:
-        self._channel = channel
-        self._x: torch.Tensor | None = x  # read until the call ends
-        self._place = place
-        self._recv_buffer = recv_buffer
-        self._error: BaseException | None = None
-        self._result: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        """The output, filled.
-
-        Raises:
-            CountsError: what a peer sent is not what was expected. The channel can still be used.
-            PeerTimeout: a peer did not answer within the communicator's timeout. The channel cannot be used any more.
-        """
-        if self._result is None:
-            self._channel.complete(self)
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-class Channel:
-    """The memory, the kernel and the state of the direct transport of one communicator, at one rank.
+class HostChannel(Channel):
+    """A channel of CPU ranks, with numba's kernel.
 
     Args:
-        memory: a buffer of `layout.NUM_BYTES` on every rank, zero at first; closed by `close`.
-        layout: of each buffer.
-        rank: this rank.
-        timeout: seconds that a peer may let this rank wait.
+        memory, layout, rank, timeout: see `Channel`.
     """
 
     def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
-        self.layout, self.rank, self.timeout = layout, rank, timeout
+        super().__init__(memory, layout, rank, timeout)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
-        self._memory = memory
         self._lines = memory.local.numpy()[: layout.HALVES].view(np.int64)
-        self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
-        self._under_way: Transfer | None = None
-        self._failure: PeerTimeout | None = None
-        self._closed = False
         world, scalars = layout.WORLD, len(kernels.SCALARS)
-        self._report = np.zeros(REPORT_PEERS + 3 * world, np.int32)
+        self.report = np.zeros(REPORT_PEERS + 3 * world, np.int32)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
         self._words = memoryview(words)
         self._call = words[:scalars]
@@ -115,10 +74,10 @@ class Channel:
             "slot_bytes": layout.SLOT_BYTES,
             "slots": layout.SLOTS,
             "timeout": round(timeout * 1e9),
-            "grace": round(grace_of(timeout) * 1e9),
-            "report": self._report.ctypes.data,
+            "grace": round(self.grace * 1e9),
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
             "stuck": layout.STUCK,
+            "report": self.report.ctypes.data,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
@@ -133,18 +92,10 @@ class Channel:
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
         self._kernel(self._call, self._peers, 0)  # compiles, or loads what was compiled: nobody waits for it later
 
-    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
-        """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor."""
-        key = (tail, dtype, wire)
-        row_format = self._row_formats.get(key)
-        if row_format is None:
-            if len(self._row_formats) >= 1024:
-                self._row_formats.clear()
-            row_format = self._row_formats[key] = self._new_row_format(*key)
-        return row_format
-
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         row_elements = math.prod(tail)
+        if len(self._row_formats) >= _MOST_FORMATS:
+            self._row_formats.clear()
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.SLOT_BYTES
@@ -171,25 +122,10 @@ class Channel:
         *,
         wait: bool,
     ) -> Transfer:
-        """Begins a call; what was under way before is ended first.
-
-        Args:
-            parcel: the rows' form.
-            x: what is sent; the elements of a row lie side by side.
-            x_step: bytes from one of what is counted to the next.
-            sends: the parts of x for each rank, within x.
-            landing: where the peers' rows go; None where it is not known how many there are.
-            place: makes the landing from the counts, once they are known; what it raises ends the call on this rank
-                alone.
-            wait: end the call right away.
-
-        Raises:
-            PeerTimeout: the channel failed before, or does now.
-            CountsError: with `wait`, as `Transfer.wait`.
-        """
+        """See `Channel.send`."""
         if self._under_way is not None:
             self.complete(self._under_way)
-        self._require_usable()
+        self.require_usable()
         transfer = Transfer(self, x, place, recv_buffer)
         address, expected = 0, self._expects_anything
         if recv_buffer is not None:
@@ -208,8 +144,8 @@ class Channel:
         elif self._kernel(self._call, self._peers, self._post | self._kernels.DRAIN) != RUNNING:
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
-            self._under_way = transfer._x = None  # the usual case, without the detour
-            transfer._result = recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
+            self._under_way = transfer.x = None  # the usual case, without the detour
+            transfer.result = recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
         return transfer
 
     def send_plainly(
@@ -238,8 +174,8 @@ class Channel:
             or not len(send_counts) == len(recv_counts) == self.layout.WORLD
             or {*map(type, send_counts), *map(type, recv_counts)} != _INTS
             or self._under_way is not None
-            or self._failure is not None
-            or self._closed
+            or self.failure is not None
+            or self.closed
         ):
             return None
         if out is None:
@@ -279,29 +215,29 @@ class Channel:
         """
         if transfer is not self._under_way:
             return
-        if self._closed:
-            transfer._error = ThinwireError("the communicator was closed while this call was under way")
+        if self.closed:
+            transfer.error = ThinwireError("the communicator was closed while this call was under way")
         else:
             try:
-                transfer._result = self._drain(transfer, todo)
+                transfer.result = self._drain(transfer, todo)
             except Exception as error:
-                transfer._error = error
+                transfer.error = error
         # Not after KeyboardInterrupt: whoever comes next goes on where it stopped.
-        self._under_way = transfer._x = None
+        self._under_way = transfer.x = None
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        recv_buffer = transfer._recv_buffer
+        recv_buffer = transfer.recv_buffer
         if recv_buffer is None:
-            assert transfer._place is not None
+            assert transfer.place is not None
             self._move(todo | self._kernels.HEADERS)
             try:
-                recv_buffer = transfer._place(self._peers[_RECV_COUNT].tolist())
+                recv_buffer = transfer.place(self._peers[_RECV_COUNT].tolist())
             except Exception:
                 self._drop()
                 raise
             self._call[self._kernels.SCALARS.index("out")] = recv_buffer.memory.data_ptr()
             self._peers[_RECV_DISPL] = recv_buffer.segments.displs
-            todo, transfer._recv_buffer = 0, recv_buffer
+            todo, transfer.recv_buffer = 0, recv_buffer
         self._move(todo | self._kernels.DRAIN)
         return recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
 
@@ -311,8 +247,7 @@ class Channel:
         while status == self._kernels.PAUSED:
             status = self._resume(todo)
         if status == TIMED_OUT:
-            self._failure = self._timed_out()  # not the one that is raised: its traceback would hold the tensors
-            raise self._timed_out()
+            self.fail(self.timed_out())
         if status == MISMATCHED:
             error = CountsError(self._describe_differences())
             self._drop()
@@ -325,19 +260,10 @@ class Channel:
         while status == self._kernels.PAUSED:
             status = self._resume(self._kernels.DRAIN)
         if status == TIMED_OUT:
-            self._failure = self._timed_out()
+            self.failure = self.timed_out()
 
     def _resume(self, todo: int) -> int:
         return self._kernel(self._call, self._peers, (todo & ~self._post) | self._kernels.RESUME)
-
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
-        if self._failure is not None:
-            raise unusable_after(self._failure)
-
-    def _timed_out(self) -> PeerTimeout:
-        return timeout_error(self._report, self.rank, self.layout.WORLD, self.timeout)
 
     def _describe_differences(self) -> str:
         kernels, world = self._kernels, self.layout.WORLD
@@ -353,22 +279,8 @@ class Channel:
             found.append(describe_difference(self.rank, peer, count, wanted, sent, expected))
         return "; ".join(found)
 
-    def settle(self) -> None:
-        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
-        if self._under_way is not None:
-            self.complete(self._under_way)
-
-    def describe(self) -> str:
-        """One line for `Communicator.explain`."""
-        layout = self.layout
-        return (
-            f"all_to_all_v: direct, {layout.NUM_BYTES / 2**20:.1f} MiB of symmetric memory, pieces of "
-            f"{layout.SLOT_BYTES} bytes" + (", failed" if self._failure else "")
-        )
-
     def close(self) -> None:
-        """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves."""
-        if not self._closed:
-            self._closed = True
+        """See `DirectTransport.close`."""
+        if not self.closed:
             self._lines = self._lines[:0]
-            self._memory.close()
+        super().close()

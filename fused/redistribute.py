@@ -207,6 +207,6 @@ def _within(block: Block, outer: Block) -> Block:
 
 
 def _received(result: Any) -> torch.Tensor:
-    """What a collective that was waited for returns; it would be a Pending otherwise."""
+    """What a collective that was waited for returns; it would be a Work otherwise."""
     assert isinstance(result, torch.Tensor)
     return result

@@ -11,10 +11,10 @@ import torch
 
 from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.reductions import Reduction
+from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
 from thinwire.fused.partition import even_parts
-from thinwire.fused.pending import Pending, finished
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
@@ -32,7 +32,7 @@ def reduce_scatter(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
-) -> torch.Tensor | Pending:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Sums x over the ranks, and gives each rank its share of the rows.
 
     Args:
@@ -45,7 +45,7 @@ def reduce_scatter(
         comm, transport, async_op: see `all_gather`.
 
     Returns:
-        The output, [rows, ...], or a Pending.
+        The output, [rows, ...], or a Work.
 
     Raises:
         CountsError: rows that cannot be shared equally, or an `out` that does not fit.
@@ -82,7 +82,7 @@ def reduce_scatter(
     collectives = None if exactly else choose_collectives("reduce_scatter", transport, [wire], comm)
     target = x.new_empty(shape) if out is None else out
     if collectives is None and not share:
-        return finished(target, async_op)
+        return deliver(lambda: target, comm.device, async_op)
     with torch.no_grad():
         whole, own = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -94,18 +94,15 @@ def reduce_scatter(
                 work.wait()
                 return target
 
-            pending = Pending(finish, comm.device)
-        else:
-            parts, length = even_parts(whole.numel(), comm.size)
-            if collectives is not None:
-                collectives.run(collectives.job(REDUCE_SCATTER, parts, length, wire, wire, x.dtype), whole, own)
-                return finished(target, async_op)
-            else:
-                leg = ScatterLeg(comm, whole, parts, length, wire)
+            return deliver(finish, comm.device, async_op)
+        parts, length = even_parts(whole.numel(), comm.size)
+        if collectives is not None:
+            collectives.run(collectives.job(REDUCE_SCATTER, parts, length, wire, wire, x.dtype), whole, own)
+            return deliver(lambda: target, comm.device, async_op)
+        leg = ScatterLeg(comm, whole, parts, length, wire)
 
-                def finish() -> torch.Tensor:
-                    leg.sum_into(own)
-                    return target
+        def finish_staged() -> torch.Tensor:
+            leg.sum_into(own)
+            return target
 
-                pending = Pending(finish, comm.device)
-    return pending if async_op else pending.wait()
+        return deliver(finish_staged, comm.device, async_op)

@@ -214,7 +214,7 @@ class GatherLeg:
 
             self.post(start, start + step, fill)
 
-    def collect(self, out: torch.Tensor) -> None:
+    def recv_into(self, out: torch.Tensor) -> None:
         """Waits for everything, and dequantises it into the whole tensor, 1-D.
 
         Raises:

@@ -1,35 +1,66 @@
-"""When a communicator takes the direct transport, and why not where it does not: settled alike on all ranks."""
+"""Transports: which one an operation takes, alike on all ranks, and what all users of peers' memory have in common.
+
+*Direct*: kernels store into the peers' memory, where every rank can map every peer's. *Staged*: through the process
+group. `choose` decides for every operation, and a `Refusal` remembers why the direct one is not to be had.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from thinwire.comm.communicator import Communicator, Setting
+import numpy as np
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import name_ranks
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory, allocate
-from thinwire.errors import CapacityError, TransportUnavailable
-from thinwire.fused.backend import BACKEND_VARIABLE
+from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
+from thinwire.triton_kernels.signal import (
+    MISMATCHED,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
+    RUNNING,
+    TIMED_OUT,
+    grace_of,
+)
 from thinwire.version import VERSION
-from thinwire.wire import WIRE_VERSION
+from thinwire.wire import WIRE_VERSION, WireFormat
 
-__all__ = ["TRANSPORTS", "Refusal", "check_transport", "open_direct", "uses_triton"]
+__all__ = ["TRANSPORTS", "DirectTransport", "Refusal", "check_transport", "choose", "open_direct", "uses_triton"]
 
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
 
+_prepare_lock = threading.Lock()
 _T = TypeVar("_T")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which transport
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a communicator does without; the same on every rank."""
+    """Why a communicator does without; the same on every rank.
+
+    Attributes:
+        name: of the operation, for people.
+        no_memory: whether the memory is not to be had, and all else is.
+    """
 
     name: str
     reason: str
+    no_memory: bool = False
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
@@ -52,6 +83,48 @@ def check_transport(transport: str) -> None:
         raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(TRANSPORTS)}")
 
 
+def choose(
+    name: str,
+    transport: str,
+    comm: Communicator,
+    wires: Sequence[WireFormat],
+    open_: Callable[[], _T | Refusal],
+    no_memory: type[ThinwireError] = TransportUnavailable,
+) -> _T | Refusal:
+    """What the direct transport works with, or, for the staged one, why.
+
+    Args:
+        name: of the operation, for people.
+        transport: one of TRANSPORTS.
+        wires: formats whose rows the staged transport needs a backend for.
+        open_: gives what the direct transport works with; collective in its first call.
+        no_memory: what is raised where the direct one was asked for, and only its memory is not to be had.
+
+    Raises:
+        TransportUnavailable: a transport that is not known; the direct one, asked for and not to be had, and why; or
+            neither is there.
+    """
+    check_transport(transport)
+    refusal = Refusal(name, "as asked for")
+    if transport != "staged":
+        found = open_()
+        if not isinstance(found, Refusal):
+            return found
+        if transport == "direct":
+            kind = no_memory if found.no_memory else TransportUnavailable
+            raise kind(f"{name} cannot take the direct transport: {found.reason}")
+        refusal = found
+    for wire in wires:
+        select_backend(comm.device, wire)
+    try:
+        comm.check_exchange()
+    except TransportUnavailable as error:
+        if transport == "staged":
+            raise
+        raise TransportUnavailable(f"no transport is available: direct: {refusal.reason}; staged: {error}") from error
+    return refusal
+
+
 def uses_triton(comm: Communicator) -> bool:
     """Whether this rank's kernels are Triton's. Ranks of either kind may share a group: they write the same bytes."""
     return comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton"
@@ -63,6 +136,7 @@ def open_direct(
     num_bytes: int,
     settings: Mapping[str, Setting],
     make: Callable[[SymmetricMemory], _T],
+    generation: int = 0,
 ) -> _T | Refusal:
     """What an operation needs on the direct transport, or why there is none. Collective.
 
@@ -71,6 +145,7 @@ def open_direct(
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on, beside the library's version.
         make: takes the memory.
+        generation: of the memory.
 
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
@@ -82,9 +157,9 @@ def open_direct(
             return Refusal(name, f"{reason} on rank {rank}")
     comm.require_same(f"the direct transport of {name}", {**settings, "version": VERSION, "wire": WIRE_VERSION})
     try:
-        memory = allocate(comm, num_bytes)
+        memory = allocate(comm, num_bytes, generation)
     except (TransportUnavailable, CapacityError) as error:
-        return Refusal(name, str(error))
+        return Refusal(name, str(error), isinstance(error, CapacityError))
     made = make(memory)
     comm.barrier()  # kernels that one rank still has to compile shall not count as its silence
     return made
@@ -109,3 +184,181 @@ def _why_not(comm: Communicator) -> str | None:
     if not HAS_NUMBA:
         return "numba is not installed"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What all users of peers' memory have in common
+
+
+class DirectTransport:
+    """One rank's end of the direct transport: streams, preparation, what kernels report, and the end of it all.
+
+    Kernels report into host memory that the host may read at any time. On the CPU it looks after each wait; on CUDA
+    nothing waits for the device, so what went wrong is raised by a later call or by `check`.
+
+    Args:
+        operation: what it is for, for people.
+        memory: a buffer on every rank, zero at first; closed by `close`.
+        rank: this rank.
+        timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
+            say that they are stuck as well.
+
+    Attributes:
+        report: int32, what kernels say of a wait; set by who has it.
+    """
+
+    #: What a report's phases are called.
+    phases: tuple[str, ...] = ()
+    report: np.ndarray
+
+    def __init__(self, operation: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
+        self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
+        self.world = memory.buffer_ptrs.numel()
+        self.grace = grace_of(timeout)
+        self.device = memory.local.device
+        self.on_gpu = self.device.type == "cuda"
+        self.failure: ThinwireError | None = None
+        self.closed = False
+        self._prepared: set[Hashable] = set()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def take_turn(self) -> torch.cuda.Stream | None:
+        """The current stream, once it waits for what the last call launched on another; on the CPU there are none.
+
+        While a graph is captured, the order of streams is the caller's affair.
+        """
+        if not self.on_gpu:
+            return None
+        stream = torch.cuda.current_stream(self.device)
+        if self.capturing:
+            return stream  # an eager call that waited for it would join the capture
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+        return stream
+
+    def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
+
+        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
+        one. It is done on a stream of its own: ahead on the current one there may be a call that waits for a rank that
+        waits for this lock.
+
+        Args:
+            launch: launches them on memory that is marked as given up, where kernels do nothing.
+        """
+        if not self.on_gpu or key in self._prepared or self.capturing:
+            return
+        stream = torch.cuda.Stream(self.device)
+        with _prepare_lock, torch.cuda.stream(stream):
+            launch()
+            stream.synchronize()
+        self._prepared.add(key)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What went wrong
+
+    def require_usable(self) -> None:
+        """Raises what keeps this end from being used, and what kernels reported since the last call."""
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+        if self.failure is not None:
+            text = (
+                f"the direct transport of {self.operation} cannot be used any more, make a new communicator; earlier: "
+                f"{self.failure}"
+            )
+            raise _with_text(self.failure, text)
+        self.raise_findings()
+
+    def raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did.
+
+        Raises:
+            PeerTimeout: a wait ended.
+            ThinwireError: `mismatch`.
+        """
+        status = self.report[REPORT_STATUS]
+        if status == TIMED_OUT:
+            self.fail(self.timed_out())
+        if status == MISMATCHED:
+            self.refuse(self.mismatch())
+
+    def fail(self, error: ThinwireError) -> NoReturn:
+        """Raises an error after which this end is of no more use."""
+        self.failure = _with_text(error, str(error))  # not the one that is raised: its traceback would hold the tensors
+        raise error
+
+    def refuse(self, error: ThinwireError) -> NoReturn:
+        """Raises what `mismatch` found: kernels that were launched already cannot be told."""
+        self.fail(error)
+
+    def peers_in(self, report: np.ndarray) -> np.ndarray:
+        """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
+        peers: np.ndarray = report[REPORT_PEERS:].reshape(3, self.world)
+        return peers
+
+    def timed_out(self) -> PeerTimeout:
+        """What the report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
+        blamed, missing, said = (np.flatnonzero(row).tolist() for row in self.peers_in(self.report))
+        stuck = [peer for peer in said if peer != self.rank]
+        epoch = int(self.report[REPORT_EPOCH])
+        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}: "
+        if blamed:
+            text += f"no answer from {name_ranks(blamed)} within {self.timeout:g} s: stuck, gone, or not in this call"
+        else:
+            text += "nobody is silent any more"
+        if stuck:
+            text += f"; {name_ranks(stuck)} gave up too"
+        return PeerTimeout(text, ranks=blamed, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+
+    def mismatch(self) -> ThinwireError:
+        """What the ranks disagree on."""
+        raise NotImplementedError
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a communicator asks of it
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device.
+
+        Raises:
+            PeerTimeout: a peer did not answer in time.
+            ThinwireError: ranks that disagreed.
+        """
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+        self.require_usable()
+
+    def settle(self) -> None:
+        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
+
+    def details(self) -> str:
+        """What is worth telling of the memory."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        failed = ", failed" if self.failure is not None or self.report[REPORT_STATUS] != RUNNING else ""
+        size = self.memory.num_bytes / 2**20
+        return f"{self.operation}: direct, {size:.1f} MiB of symmetric memory, {self.details()}{failed}"
+
+    def close(self) -> None:
+        """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves.
+
+        On CUDA it waits for what the device was given to do.
+        """
+        if not self.closed:
+            self.closed = True
+            self.memory.close()
+
+
+def _with_text(error: ThinwireError, text: str) -> ThinwireError:
+    """An error of the same kind, about the same peers."""
+    if isinstance(error, PeerTimeout):
+        return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
+    return type(error)(text)

@@ -7,17 +7,19 @@ kernels run at once, and their waits block.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import RoundKernels
+from thinwire.fused.transport import DirectTransport
+from thinwire.moe.config import ParallelConfig
+from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
-from thinwire.moe.rounds import Round, Rounds, Traffic
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -33,30 +35,22 @@ from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
     MISMATCHED,
     REPORT_EPOCH,
-    REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
     SIGNAL_FLAG,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
-    grace_of,
 )
-
-if TYPE_CHECKING:
-    from thinwire.moe.parallel import ExpertParallel
 
 __all__ = ["DirectRounds"]
 
-_PHASES = {DISPATCH: "dispatch", COMBINE: "combine"}
-_prepare_lock = threading.Lock()
 
-
-class DirectRounds(Rounds):
+class DirectRounds(DirectTransport, Rounds):
     """Lanes over symmetric memory.
 
     Args:
-        ep: whose rounds they are.
+        config: whose rounds they are.
         layout: of one lane.
         memory: at least `layout.NUM_BYTES` for each lane; closed with this object.
         kernels: that do the work.
@@ -64,51 +58,47 @@ class DirectRounds(Rounds):
     """
 
     name = "direct"
+    phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
 
     def __init__(
-        self, ep: ExpertParallel, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
+        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
     ) -> None:
-        self.ep = ep
-        self.reason = reason
+        DirectTransport.__init__(self, "ExpertParallel", memory, config.comm.rank, config.peer_timeout)
+        Rounds.__init__(self, config, reason)
         self.kernels = kernels
-        self.memory = memory
-        self.timeout = ep.timeout
-        self.grace = grace_of(ep.timeout)
         self.lanes = [
             Lane.of(
                 layout,
-                ep.wire,
-                ep.combine_wire,
-                ep.comm.rank,
-                ep.align,
+                config.wire,
+                config.combine_wire,
+                self.rank,
+                config.align,
                 memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
                 memory.buffer_ptrs + number * layout.NUM_BYTES,
             )
-            for number in range(ep.lanes)
+            for number in range(config.lanes)
         ]
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
-        self._open = [False] * ep.lanes
+        self._open = [False] * config.lanes
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
-        self._stuck: list[bool] = [False] * ep.comm.size
-        self.rounds_begun = [0] * ep.lanes
-        self._prepared: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._stuck: list[bool] = [False] * self.world
+        self.rounds_begun = [0] * config.lanes
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Round:
+    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
         self.raise_failure(lane)
-        if x.is_cuda:
-            self._prepare(x, topk_ids.dtype)
+        self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
         if self._open[lane]:
             self.close_round(lane)
         tensors = self.lanes[lane]
-        self.kernels.send_tokens(tensors, x, topk_ids, topk_weights.float(), self.ep.num_programs)
+        self.kernels.send_tokens(tensors, x, topk_ids, topk_weights.float(), self.config.num_programs)
         self._open[lane] = True
         self.rounds_begun[lane] += 1
         self._wait(lane, DISPATCH)
         self.kernels.route(tensors)
-        return _DirectRound(self, lane, x.dtype, x.shape[0])
+        return _DirectRound(self, lane, x)
 
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
@@ -120,13 +110,13 @@ class DirectRounds(Rounds):
         """Launches the sums to their homes, the wait for all peers, and the sums at home."""
         self.raise_failure(lane)
         self._open[lane] = False
-        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.ep.num_programs)
+        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs)
         self._wait(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
-        if not self.memory.local.is_cuda:
+        if not self.on_gpu:
             if self._reports[lane][REPORT_STATUS] == MISMATCHED:
                 self._refuse_mismatch(lane)
             self.raise_failure(lane)
@@ -156,8 +146,8 @@ class DirectRounds(Rounds):
         if report[REPORT_BAD_IDS]:
             report[REPORT_BAD_IDS] = 0
             raise RoutingError(
-                f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.ep.num_experts - 1}; they "
-                "counted as none"
+                f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.config.num_experts - 1}; "
+                "they counted as none"
             )
 
     def _look_for_timeout(self) -> None:
@@ -169,14 +159,12 @@ class DirectRounds(Rounds):
         timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
         if not timed_out:
             return
-        if self.memory.local.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
-            lines = (
-                tensors.buffer[tensors.layout.STUCK :][: self.ep.comm.size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-            )
-            said = lines.view(self.ep.comm.size, -1)[:, SIGNAL_FLAG].tolist()
+            lines = tensors.buffer[tensors.layout.STUCK :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
+            said = lines.view(self.world, -1)[:, SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][REPORT_STATUS] == RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
@@ -185,20 +173,20 @@ class DirectRounds(Rounds):
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
 
     def _timeout(self, lane: int) -> PeerTimeout:
-        comm, report = self.ep.comm, self._reports[lane]
-        blamed, missing, said = report[REPORT_PEERS:].reshape(3, comm.size)
-        ranks = [rank for rank in range(comm.size) if blamed[rank] and not self._stuck[rank]]
-        stuck_on_us = [rank for rank in range(comm.size) if said[rank] == 2]
-        epoch, phase = int(report[REPORT_EPOCH]), _PHASES[int(report[REPORT_PHASE])]
+        report, everyone = self._reports[lane], range(self.world)
+        blamed, missing, said = self.peers_in(report)
+        ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
+        stuck_on_us = [rank for rank in everyone if said[rank] == 2]
+        epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
         if ranks:
-            reason = f"no answer from {_name_ranks(ranks)} within {self.timeout:g} s"
+            reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
         elif stuck_on_us:
-            reason = f"{_name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
+            reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:
-            late = [rank for rank in range(comm.size) if missing[rank]]
-            reason = f"{_name_ranks(late)} answered too late, or gave up as well"
+            late = [rank for rank in everyone if missing[rank]]
+            reason = f"{name_ranks(late)} answered too late, or gave up as well"
         return PeerTimeout(
-            f"rank {comm.rank} of {comm.size}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
+            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild(group) makes new ones",
             ranks=ranks,
             lane=lane,
@@ -207,9 +195,9 @@ class DirectRounds(Rounds):
         )
 
     def _mismatch(self, lane: int) -> RoutingError:
-        comm, layout = self.ep.comm, self.lanes[lane].layout
-        lines = self.lanes[lane].buffer[layout.SIGNALS :][: comm.size * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-        lines = lines.view(comm.size, -1)
+        layout = self.lanes[lane].layout
+        lines = self.lanes[lane].buffer[layout.SIGNALS :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
+        lines = lines.view(self.world, -1)
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         described = [
             f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
@@ -220,37 +208,23 @@ class DirectRounds(Rounds):
             f"dispatched: {', '.join(described)}"
         )
 
-    def _prepare(self, x: torch.Tensor, id_dtype: torch.dtype) -> None:
-        """Compiles and loads all kernels of a round before any of them waits for a peer.
-
-        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one.
-        """
-        key = (x.dtype, id_dtype)
-        if key in self._prepared or torch.cuda.is_current_stream_capturing():
-            return
-        with _prepare_lock:
-            lane = self.lanes[0]
-            local: dict[str, Any] = {
-                name: torch.zeros_like(getattr(lane, name))
-                for name in ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
-            }
-            # Kernels that find a poisoned lane do nothing, and these are all of them.
-            local["control"][CONTROL_STATUS] = TIMED_OUT
-            idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
-            row = torch.zeros(1, lane.layout.HIDDEN, dtype=x.dtype, device=x.device)
-            ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=x.device)
-            self.kernels.send_tokens(idle, row, ids, ids.float(), self.ep.num_programs)
-            self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
-            self.kernels.route(idle)
-            self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=x.device))
-            for dtype in DTYPE_CODES:
-                self.kernels.send_sums(idle, row.to(dtype), x.dtype, self.ep.num_programs)
-            self.kernels.close_round(idle)
-            self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-            self.kernels.sum_home(idle, row)
-            torch.cuda.current_stream(x.device).synchronize()
-        self._prepared.add(key)
+    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
+        lane = self.lanes[0]
+        names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
+        local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
+        local["control"][CONTROL_STATUS] = TIMED_OUT
+        idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
+        row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=self.device)
+        ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=self.device)
+        self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
+        self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
+        self.kernels.route(idle)
+        self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
+        for out_dtype in DTYPE_CODES:
+            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs)
+        self.kernels.close_round(idle)
+        self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
+        self.kernels.sum_home(idle, row)
 
     @property
     def memory_bytes(self) -> int:
@@ -265,78 +239,73 @@ class DirectRounds(Rounds):
             f"heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
         )
 
-    def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong."""
-        if self.memory.local.is_cuda:
-            torch.cuda.current_stream(self.memory.local.device).synchronize()
+    def require_usable(self) -> None:
+        """Raises what kernels reported on any lane."""
         for lane in range(len(self.lanes)):
             self.raise_failure(lane)
 
     def close(self) -> None:
         """Gives the memory back. Tensors made from it stay readable."""
         self.lanes.clear()
-        self.memory.close()
+        super().close()
 
 
-class _DirectRound(Round):
-    def __init__(self, rounds: DirectRounds, lane: int, dtype: torch.dtype, num_tokens: int) -> None:
-        self._rounds = rounds
-        self._lane = lane
+class _DirectRound(Dispatched):
+    _rounds: DirectRounds
+
+    def __init__(self, rounds: DirectRounds, lane: int, x: torch.Tensor) -> None:
+        super().__init__(rounds, lane, x)
         self._tensors = rounds.lanes[lane]
         self._number = rounds.rounds_begun[lane]
-        self.dtype = dtype
-        self.num_tokens = num_tokens
-        self.rows = self._tensors.records[:, : self._tensors.wire.row_bytes(rounds.ep.hidden_size, dtype)]
+        self.rows = self._tensors.records[:, : self._tensors.wire.row_bytes(rounds.config.hidden_size, x.dtype)]
         self.index = self._tensors.index
         self.expert_counts = self._tensors.expert_counts
         self.expert_offsets = self._tensors.expert_offsets
 
-    def num_rows(self) -> int:
+    def _read_num_rows(self) -> int:
         used = int(self.expert_offsets[-1])  # a host synchronisation on CUDA
-        self._rounds.raise_failure(self._lane)
+        self._rounds.raise_failure(self.lane)
         return used
 
-    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._rounds.raise_failure(self._lane)
+    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._rounds.raise_failure(self.lane)
         device = self.rows.device
-        tokens = torch.empty(capacity, self._rounds.ep.hidden_size, dtype=self.dtype, device=device)
+        tokens = torch.empty(capacity, self._rounds.config.hidden_size, dtype=self._dtype, device=device)
         overflow = torch.empty((), dtype=torch.bool, device=device)
         self._rounds.kernels.gather(self._tensors, tokens, overflow)
         return tokens, overflow
 
-    def combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
-        self._rounds.combine(self._lane, expert_out, self.dtype, out)
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+        self._rounds.combine(self.lane, expert_out, self._dtype, out)
 
-    def abandon(self) -> None:
-        self._rounds.close_round(self._lane)
+    def _abandon(self) -> None:
+        self._rounds.close_round(self.lane)
 
+    @property
     def dispatch_traffic(self) -> Traffic:
         self._require_latest()
-        ep, layout = self._rounds.ep, self._tensors.layout
+        config, layout = self._rounds.config, self._tensors.layout
         plane = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)[: layout.WORLD * self._plane_words]
-        ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[ep.comm.rank, : self.num_tokens]
+        ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[config.comm.rank, : self._num_sent]
         counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
-        rows = sum(counts) - counts[ep.comm.rank]
-        to_each_peer = self.num_tokens * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
-        wire_bytes = rows * ep.wire.row_bytes(ep.hidden_size, self.dtype) + (layout.WORLD - 1) * to_each_peer
-        return Traffic(rows, rows * ep.hidden_size * self.dtype.itemsize, wire_bytes)
+        rows = sum(counts) - counts[config.comm.rank]
+        to_each_peer = self._num_sent * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
+        wire_bytes = rows * config.wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * to_each_peer
+        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
 
+    @property
     def combine_traffic(self) -> Traffic:
         self._require_latest()
-        ep, layout = self._rounds.ep, self._tensors.layout
+        config, layout = self._rounds.config, self._tensors.layout
         sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1)
-        rows = int(sent.sum() - sent[ep.comm.rank])
-        wire_bytes = rows * ep.combine_wire.row_bytes(ep.hidden_size, self.dtype) + (layout.WORLD - 1) * 8
-        return Traffic(rows, rows * ep.hidden_size * self.dtype.itemsize, wire_bytes)
+        rows = int(sent.sum() - sent[config.comm.rank])
+        wire_bytes = rows * config.combine_wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * 8
+        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
 
     @property
     def _plane_words(self) -> int:
         return self._tensors.layout.MAX_TOKENS * self._tensors.layout.TOP_K
 
     def _require_latest(self) -> None:
-        if self._rounds.rounds_begun[self._lane] != self._number:
-            raise LaneError(f"lane {self._lane} has gone on to a later round; what this one sent is not known any more")
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        if self._rounds.rounds_begun[self.lane] != self._number:
+            raise LaneError(f"lane {self.lane} has gone on to a later round; what this one sent is not known any more")

@@ -1,21 +1,34 @@
-"""One round of expert parallelism: tokens that arrived for this rank's experts, between dispatch and combine."""
+"""One round of expert parallelism, between dispatch and combine, and what expert parallelism asks of a transport."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import CapacityError
-from thinwire.moe.rounds import Round, Traffic
+from thinwire.errors import CapacityError, LaneError
+from thinwire.moe.config import ParallelConfig
 
-if TYPE_CHECKING:
-    from thinwire.moe.parallel import ExpertParallel
-
-__all__ = ["Dispatched", "Traffic"]
+__all__ = ["Dispatched", "Rounds", "Traffic"]
 
 
-class Dispatched:
+@dataclass(frozen=True)
+class Traffic:
+    """What one leg of a round sends from this rank to other ranks; rows that stay are not counted.
+
+    Attributes:
+        rows: records sent.
+        logical_bytes: what the rows hold in their own dtype.
+        wire_bytes: what is sent instead: records, and on the dispatch leg expert ids and router weights too.
+    """
+
+    rows: int
+    logical_bytes: int
+    wire_bytes: int
+
+
+class Dispatched(ABC):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
     On the direct transport all tensors are the lane's own: the next dispatch on the lane overwrites them, their shapes
@@ -31,17 +44,19 @@ class Dispatched:
         lane: the lane of the round.
     """
 
-    def __init__(self, ep: ExpertParallel, lane: int, round_: Round) -> None:
-        self._ep = ep
-        self._round = round_
+    rows: torch.Tensor
+    index: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+
+    def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
+        self._rounds = rounds
+        self._dtype = x.dtype
+        self._num_sent = x.shape[0]  # tokens that this rank dispatched
         self._tokens: torch.Tensor | None = None
         self._capacity: int | None = None
-        self._num_rows: int | None = None
+        self._num_rows: int | None = None  # of `tokens`, once the host knows
         self.lane = lane
-        self.rows = round_.rows
-        self.index = round_.index
-        self.expert_counts = round_.expert_counts
-        self.expert_offsets = round_.expert_offsets
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -54,10 +69,10 @@ class Dispatched:
             LaneError: the round is over.
             PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
         """
-        self._ep._require_open(self)
+        self._require_open()
         if self._tokens is None:
-            self._num_rows = self._round.num_rows()
-            self._tokens, _ = self._round.gather(self._num_rows)
+            self._num_rows = self._read_num_rows()
+            self._tokens, _ = self._gather(self._num_rows)
         return self._tokens
 
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,11 +88,11 @@ class Dispatched:
             LaneError: the round is over.
             CapacityError: a negative capacity.
         """
-        self._ep._require_open(self)
+        self._require_open()
         if capacity < 0:
             raise CapacityError(f"capacity {capacity} is negative")
         self._capacity = capacity
-        return self._round.gather(capacity)
+        return self._gather(capacity)
 
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
@@ -88,24 +103,83 @@ class Dispatched:
             LaneError: the round is over.
             PeerTimeout: a peer did not answer in time.
         """
-        self._ep._require_open(self)
-        self._ep._open_rounds[self.lane] = None
-        self._round.abandon()
+        self._require_open()
+        self._rounds.open_rounds[self.lane] = None
+        self._abandon()
 
     @property
+    @abstractmethod
     def dispatch_traffic(self) -> Traffic:
         """What this rank sent to dispatch its tokens. Waits for the device.
 
         Raises:
             LaneError: on the direct transport, when the lane has gone on to a later round.
         """
-        return self._round.dispatch_traffic()
 
     @property
+    @abstractmethod
     def combine_traffic(self) -> Traffic:
         """What this rank sends back for the tokens that it received. Waits for the device.
 
         Raises:
             LaneError: on the direct transport, when the lane has gone on to a later round.
         """
-        return self._round.combine_traffic()
+
+    @abstractmethod
+    def _read_num_rows(self) -> int:
+        """Rows of the experts' input with padding, on the host."""
+
+    @abstractmethod
+    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @abstractmethod
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+        """Sends the weighted sums home, and fills `out` with what comes home here."""
+
+    @abstractmethod
+    def _abandon(self) -> None: ...
+
+    def _require_open(self) -> None:
+        if self._rounds.open_rounds[self.lane] is not self:
+            raise LaneError(
+                f"this round on lane {self.lane} is over: it was combined or abandoned, or a later dispatch took its "
+                "lane"
+            )
+
+
+class Rounds(ABC):
+    """One transport's rounds.
+
+    Attributes:
+        name: the transport's.
+        reason: why it was chosen.
+        open_rounds: the round that may be read and combined on each lane.
+    """
+
+    name: str
+
+    def __init__(self, config: ParallelConfig, reason: str) -> None:
+        self.config = config
+        self.reason = reason
+        self.open_rounds: list[Dispatched | None] = [None] * config.lanes
+
+    @abstractmethod
+    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes held between calls."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it is and why, for `explain`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises what went wrong on the device since the last call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""

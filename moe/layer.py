@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from thinwire.errors import RoutingError
@@ -146,7 +147,7 @@ class MoELayer(nn.Module):
         expert_out = self.experts(x2d.index_select(0, order // self.top_k), counts)
         row_of = torch.empty_like(order)
         row_of[order] = torch.arange(order.numel(), device=order.device)
-        row_of = row_of.view(-1, self.top_k).gather(1, by_expert)
+        row_of = rearrange(row_of, "(tokens choices) -> tokens choices", choices=self.top_k).gather(1, by_expert)
         y = torch.zeros(x2d.shape, dtype=torch.float32, device=x2d.device)
         for choice in range(self.top_k):
             y = y + weights[:, choice, None] * expert_out.index_select(0, row_of[:, choice]).float()

@@ -10,29 +10,29 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import allocate
-from thinwire.errors import CapacityError, LaneError, RoutingError, TransportUnavailable
-from thinwire.fused.backend import RoundKernels, select_backend, select_round_kernels
-from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
+from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.errors import CapacityError, LaneError
+from thinwire.fused.backend import select_backend, select_round_kernels
+from thinwire.fused.codec import resolve_wire
+from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.checks import check_expert_out, check_out, check_tokens
+from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
-from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.rounds import Rounds
-from thinwire.moe.routing import expert_range
+from thinwire.moe.dispatched import Dispatched, Rounds
 from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
-from thinwire.version import VERSION
-from thinwire.wire import WIRE_VERSION, WireFormat
+from thinwire.wire import WireFormat
 
 __all__ = ["ExpertParallel"]
 
-_TRANSPORTS = ("auto", "direct", "staged")
-_MAX_TOP_K = 32
+_DIRECT_REASON = "every rank can map every peer's memory"
 
 
 class ExpertParallel:
@@ -92,96 +92,43 @@ class ExpertParallel:
         timeout: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "lanes": lanes, "align": align}
-        if num_programs is not None:
-            sizes["num_programs"] = num_programs
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise RoutingError(f"{name} is {value!r}; an int of at least 1 is needed")
-        if not isinstance(max_tokens, int) or max_tokens < 0:
-            raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0 is needed")
-        if top_k > _MAX_TOP_K:
-            raise RoutingError(f"top_k is {top_k}; at most {_MAX_TOP_K} experts a token are supported")
-        if timeout is not None and not 0 < timeout < float("inf"):
-            raise RoutingError(f"timeout is {timeout!r}; a finite number of seconds above 0 is needed")
-        if dtype not in (None, *FLOAT_DTYPES):
-            raise RoutingError(f"dtype is {dtype!r}; float32, float16, bfloat16 or None is needed")
-        if transport not in _TRANSPORTS:
-            raise TransportUnavailable(f"transport {transport!r} is not available; accepted: {', '.join(_TRANSPORTS)}")
-        if not isinstance(comm, Communicator):
-            raise TransportUnavailable(f"comm is {comm!r}; a Communicator is needed, such as thinwire.init() returns")
+        wire = resolve_wire(wire)
+        combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
+        config = ParallelConfig(
+            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire,
+            transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
+        )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
-        self.wire = resolve_wire(wire)
-        self.combine_wire = self.wire if combine_wire is None else resolve_wire(combine_wire)
+        self.wire, self.combine_wire = wire, combine_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
-        self._requested = (transport, timeout)
         self._closed = False
-        self._assemble(comm, generation=0)
+        self._assemble(config, generation=0)
 
-    def _assemble(self, comm: Communicator, generation: int) -> None:
+    def _assemble(self, config: ParallelConfig, generation: int) -> None:
         """Everything that depends on the group. Collective."""
-        transport, timeout = self._requested
-        self._generation = generation
-        self.comm = comm
-        self.timeout = comm.timeout if timeout is None else timeout
-        self.local_experts = expert_range(self.num_experts, comm.size, comm.rank)
-        self.dispatch_backend = select_backend(comm.device, self.wire)
-        self.combine_backend = select_backend(comm.device, self.combine_wire)
-        self._open_rounds: list[Dispatched | None] = [None] * self.lanes
-        settings: dict[str, str | int | float | bool | None] = {
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-            "hidden_size": self.hidden_size,
-            "max_tokens": self.max_tokens,
-            "lanes": self.lanes,
-            "align": self.align,
-            "wire": str(self.wire),
-            "wire_alignment": self.wire.alignment,
-            "combine_wire": str(self.combine_wire),
-            "combine_wire_alignment": self.combine_wire.alignment,
-            "wire_version": WIRE_VERSION,
-            "transport": transport,
-            "dtype": str(self.dtype),
-            "generation": generation,
-            "thinwire": VERSION,
-        }
-        comm.require_same("ExpertParallel", settings)
-        self._rounds = self._choose_rounds(transport, generation)
+        self._config, self._generation = config, generation
+        self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
+        self.dispatch_backend = select_backend(self.comm.device, self.wire)
+        self.combine_backend = select_backend(self.comm.device, self.combine_wire)
+        self.comm.require_same("ExpertParallel", config.settings(generation))
+        self._rounds = self._choose_rounds(config.transport, generation)
         self.transport = self._rounds.name
 
     def _choose_rounds(self, transport: str, generation: int) -> Rounds:
-        if transport == "staged":
-            self.comm.check_exchange()
-            return StagedRounds(self, "as asked for")
-        try:
-            reason = "as asked for" if transport == "direct" else "every rank can map every peer's memory"
-            return self._direct_rounds(reason, generation)
-        except (CapacityError, TransportUnavailable) as error:
-            # The same error on every rank, so every rank makes the same choice.
-            if transport == "direct":
-                raise
-            reason = str(error)
-        try:
-            self.comm.check_exchange()
-        except TransportUnavailable as error:
-            raise TransportUnavailable(f"no transport is available: direct: {reason}; staged: {error}") from error
-        return StagedRounds(self, f"direct is not available: {reason}")
+        """The rounds of the transport that all ranks take."""
 
-    def _direct_rounds(self, reason: str, generation: int) -> DirectRounds:
-        """The direct transport, or the same error on every rank."""
-        kernels: RoundKernels | None = None
-        problem = ""
-        try:
-            kernels = select_round_kernels(self.dispatch_backend)
-        except TransportUnavailable as error:
-            problem = str(error)
+        def open_() -> DirectRounds | Refusal:
+            return self._open_direct("as asked for" if transport == "direct" else _DIRECT_REASON, generation)
+
+        found = choose("ExpertParallel", transport, self.comm, [], open_, no_memory=CapacityError)
+        if not isinstance(found, Refusal):
+            return found
+        reason = found.reason if transport == "staged" else f"direct is not available: {found.reason}"
+        return StagedRounds(self._config, reason)
+
+    def _open_direct(self, reason: str, generation: int) -> DirectRounds | Refusal:
         if self.comm.size > MAX_WORLD:
-            problem = f"{self.comm.size} ranks; the direct transport takes up to {MAX_WORLD}"
-        problems = self.comm.all_gather_object(problem)
-        for rank, text in enumerate(problems):
-            if text:
-                raise TransportUnavailable(f"rank {rank}: {text}")
-        assert kernels is not None
+            return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         layout = RoundLayout.of(
             world=self.comm.size,
             num_experts=self.num_experts,
@@ -192,8 +139,12 @@ class ExpertParallel:
             combine_wire=self.combine_wire,
             dtype=self.dtype,
         )
-        memory = allocate(self.comm, self.lanes * layout.NUM_BYTES, generation)
-        return DirectRounds(self, layout, memory, kernels, reason)
+
+        def make(memory: SymmetricMemory) -> DirectRounds:
+            kernels = select_round_kernels(self.dispatch_backend)
+            return DirectRounds(self._config, layout, memory, kernels, reason)
+
+        return open_direct(self.comm, "ExpertParallel", self.lanes * layout.NUM_BYTES, {}, make, generation)
 
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
@@ -220,13 +171,13 @@ class ExpertParallel:
             PeerTimeout: a peer did not answer in time.
         """
         self._check_lane(lane)
-        check_tokens(self, x, topk_ids, topk_weights)
+        check_tokens(self._config, self.transport, x, topk_ids, topk_weights)
         x = x if x.stride(1) == 1 else x.contiguous()
-        self._open_rounds[lane] = None
+        self._rounds.open_rounds[lane] = None
         self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
-        dispatched = Dispatched(self, lane, self._rounds.dispatch(lane, x, topk_ids, topk_weights))
-        self._open_rounds[lane] = dispatched
-        return dispatched
+        d = self._rounds.dispatch(lane, x, topk_ids, topk_weights)
+        self._rounds.open_rounds[lane] = d
+        return d
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
@@ -248,15 +199,14 @@ class ExpertParallel:
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open(d)
-        check_expert_out(self, expert_out, d)
-        tokens, dtype = d._round.num_tokens, d._round.dtype
+        check_expert_out(self._config, self.transport, expert_out, d)
         if out is None:
-            out = torch.empty(tokens, self.hidden_size, dtype=dtype, device=expert_out.device)
+            out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
         else:
-            check_out(self, out, d)
+            check_out(self._config, out, d)
         self.comm._settle()
-        self._open_rounds[d.lane] = None
-        d._round.combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+        self._rounds.open_rounds[d.lane] = None
+        d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
         return out
 
     @property
@@ -295,7 +245,7 @@ class ExpertParallel:
             torch.cuda.synchronize(self.comm.device)
         generation = max(comm.all_gather_object(self._generation)) + 1
         self.close()
-        self._assemble(comm, generation)
+        self._assemble(replace(self._config, comm=comm), generation)
         self._closed = False
 
     def explain(self) -> str:
@@ -316,7 +266,7 @@ class ExpertParallel:
         if self._closed:
             return
         self._closed = True
-        self._open_rounds = [None] * self.lanes
+        self._rounds.open_rounds[:] = [None] * self.lanes
         self._rounds.close()
 
     def __enter__(self) -> ExpertParallel:
@@ -337,9 +287,6 @@ class ExpertParallel:
     def _require_open(self, d: Dispatched) -> None:
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
-        if d._ep is not self:
-            raise LaneError("this round was dispatched by another ExpertParallel")
-        if self._closed or self._open_rounds[d.lane] is not d:
-            raise LaneError(
-                f"this round on lane {d.lane} is over: it was combined or abandoned, or a later dispatch took its lane"
-            )
+        if d._rounds is not self._rounds:
+            raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
+        d._require_open()

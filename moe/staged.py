@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from thinwire.errors import RoutingError
+from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.moe.config import ParallelConfig
+from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
-from thinwire.moe.rounds import Round, Rounds, Traffic
-
-if TYPE_CHECKING:
-    from thinwire.moe.parallel import ExpertParallel
 
 __all__ = ["StagedRounds"]
 
@@ -23,44 +20,45 @@ class StagedRounds(Rounds):
 
     name = "staged"
 
-    def __init__(self, ep: ExpertParallel, reason: str) -> None:
-        self.ep = ep
-        self.reason = reason
+    def __init__(self, config: ParallelConfig, reason: str) -> None:
+        super().__init__(config, reason)
+        self.dispatch_backend = select_backend(config.comm.device, config.wire)
+        self.combine_backend = select_backend(config.comm.device, config.combine_wire)
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Round:
+    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
-        ep = self.ep
+        config = self.config
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
-        sends = SendPlan.of(ids, ep.num_experts, ep.comm.size)
+        sends = SendPlan.of(ids, config.num_experts, config.comm.size)
         recv_counts = self._exchange_counts(sends.counts, x.dtype)
-        row_bytes, record_bytes = ep.wire.row_bytes(ep.hidden_size, x.dtype), self.message_bytes(x.dtype)
-        id_words = slice(row_bytes // 4, row_bytes // 4 + ep.top_k)
-        weight_words = slice(id_words.stop, id_words.stop + ep.top_k)
+        row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
+        id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
+        weight_words = slice(id_words.stop, id_words.stop + config.top_k)
         slots = dense_segments(sends.counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             tokens = sends.tokens[slots.row_index(start, stop, x.device)]
-            ep.dispatch_backend.pack_rows(x, ep.wire, tokens, records[:, :row_bytes])
+            self.dispatch_backend.pack_rows(x, config.wire, tokens, records[:, :row_bytes])
             tail = records.view(torch.int32)
             tail[:, id_words] = ids[tokens]
             tail[:, weight_words] = weights[tokens].view(torch.int32)
             tail[:, weight_words.stop :] = 0
 
-        label = f"dispatch {ep.wire!r} {x.dtype}"
-        arrived = StagedExchange.post(ep.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
+        label = f"dispatch {config.wire!r} {x.dtype}"
+        arrived = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
         words = arrived.view(torch.int32)
         arrival = ArrivalPlan.of(
-            words[:, id_words], words[:, weight_words].view(torch.float32), ep.local_experts, ep.align
+            words[:, id_words], words[:, weight_words].view(torch.float32), config.local_experts, config.align
         )
-        return _StagedRound(self, x.dtype, sends, recv_counts, arrived[:, :row_bytes], arrival)
+        return _StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
 
     def message_bytes(self, dtype: torch.dtype) -> int:
         """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
-        return -(-(self.ep.wire.row_bytes(self.ep.hidden_size, dtype) + 8 * self.ep.top_k) // 16) * 16
+        return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k) // 16) * 16
 
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype, which must be the same."""
-        kinds, comm = len(FLOAT_DTYPES), self.ep.comm
+        kinds, comm = len(FLOAT_DTYPES), self.config.comm
         received = comm.exchange_counts([count * kinds + FLOAT_DTYPES.index(dtype) for count in counts])
         for peer, value in enumerate(received):
             if FLOAT_DTYPES[value % kinds] != dtype:
@@ -86,69 +84,74 @@ class StagedRounds(Rounds):
         return f"transport: staged ({self.reason}); a round waits for peers as long as the communicator does"
 
 
-class _StagedRound(Round):
+class _StagedRound(Dispatched):
+    _rounds: StagedRounds
+
     def __init__(
         self,
         rounds: StagedRounds,
-        dtype: torch.dtype,
+        lane: int,
+        x: torch.Tensor,
         sends: SendPlan,
         recv_counts: list[int],
         rows: torch.Tensor,
         arrival: ArrivalPlan,
     ) -> None:
-        self._rounds = rounds
+        super().__init__(rounds, lane, x)
         self._sends = sends
         self._recv_counts = recv_counts
         self._arrival = arrival
-        self.dtype = dtype
-        self.num_tokens = sends.record_index.shape[0]
         self.rows = rows
         self.index = torch.full((arrival.num_rows,), -1, dtype=torch.int64, device=rows.device)
         self.index[arrival.rows] = arrival.index
         self.expert_counts = arrival.expert_counts
         self.expert_offsets = arrival.expert_offsets
 
-    def num_rows(self) -> int:
+    def _read_num_rows(self) -> int:
         return self._arrival.num_rows
 
-    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ep, arrival = self._rounds.ep, self._arrival
-        tokens = torch.zeros(capacity, ep.hidden_size, dtype=self.dtype, device=self.rows.device)
+    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        config, arrival = self._rounds.config, self._arrival
+        tokens = torch.zeros(capacity, config.hidden_size, dtype=self._dtype, device=self.rows.device)
         fits = arrival.rows < capacity
-        ep.dispatch_backend.unpack_rows(self.rows, ep.wire, arrival.index[fits], arrival.rows[fits], tokens)
+        self._rounds.dispatch_backend.unpack_rows(
+            self.rows, config.wire, arrival.index[fits], arrival.rows[fits], tokens
+        )
         return tokens, torch.tensor(arrival.num_rows > capacity, device=self.rows.device)
 
-    def combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
-        ep, dtype = self._rounds.ep, self.dtype
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+        rounds, config, dtype = self._rounds, self._rounds.config, self._dtype
         positions = torch.where(self._arrival.positions < expert_out.shape[0], self._arrival.positions, -1)
         slots = dense_segments(self._recv_counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen = slots.row_index(start, stop, positions.device)
-            ep.combine_backend.pack_weighted_sums(
-                expert_out, positions[chosen], self._arrival.weights[chosen], ep.combine_wire, dtype, records
+            rounds.combine_backend.pack_weighted_sums(
+                expert_out, positions[chosen], self._arrival.weights[chosen], config.combine_wire, dtype, records
             )
 
-        row_bytes = ep.combine_wire.row_bytes(ep.hidden_size, dtype)
-        label = f"combine {ep.combine_wire!r} {dtype}"
-        home = StagedExchange.post(ep.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label).wait()
-        ep.combine_backend.sum_records(home, self._sends.record_index, ep.combine_wire, out)
+        row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
+        label = f"combine {config.combine_wire!r} {dtype}"
+        home = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label).wait()
+        rounds.combine_backend.sum_records(home, self._sends.record_index, config.combine_wire, out)
 
-    def abandon(self) -> None:
-        ep, device = self._rounds.ep, self.rows.device
-        nothing = torch.empty(0, ep.hidden_size, dtype=self.dtype, device=device)
-        self.combine(nothing, torch.empty(self.num_tokens, ep.hidden_size, dtype=self.dtype, device=device))
+    def _abandon(self) -> None:
+        config, device = self._rounds.config, self.rows.device
+        nothing = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
+        self._combine(nothing, torch.empty(self._num_sent, config.hidden_size, dtype=self._dtype, device=device))
 
+    @property
     def dispatch_traffic(self) -> Traffic:
-        ep = self._rounds.ep
-        rows = sum(self._sends.counts) - self._sends.counts[ep.comm.rank]
-        return Traffic(rows, rows * self._logical_bytes, rows * self._rounds.message_bytes(self.dtype))
+        rows = sum(self._sends.counts) - self._sends.counts[self._rounds.config.comm.rank]
+        return Traffic(rows, rows * self._logical_bytes, rows * self._rounds.message_bytes(self._dtype))
 
+    @property
     def combine_traffic(self) -> Traffic:
-        ep = self._rounds.ep
-        rows = sum(self._recv_counts) - self._recv_counts[ep.comm.rank]
-        return Traffic(rows, rows * self._logical_bytes, rows * ep.combine_wire.row_bytes(ep.hidden_size, self.dtype))
+        config = self._rounds.config
+        rows = sum(self._recv_counts) - self._recv_counts[config.comm.rank]
+        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
+        return Traffic(rows, rows * self._logical_bytes, rows * record_bytes)
 
     @property
     def _logical_bytes(self) -> int:
-        return self._rounds.ep.hidden_size * self.dtype.itemsize
+        return self._rounds.config.hidden_size * self._dtype.itemsize

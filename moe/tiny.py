@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,11 +83,10 @@ class CausalAttention(nn.Module):
         self.out = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, sequence, hidden = x.shape
-        split = (batch, sequence, 3, self.num_heads, hidden // self.num_heads)
-        query, key, value = self.qkv(x).reshape(split).permute(2, 0, 3, 1, 4)
+        split = "batch sequence (three heads width) -> three batch heads sequence width"
+        query, key, value = rearrange(self.qkv(x), split, three=3, heads=self.num_heads)
         attended = F.scaled_dot_product_attention(_rotate(query), _rotate(key), value, is_causal=True)
-        return self.out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+        return self.out(rearrange(attended, "batch heads sequence width -> batch sequence (heads width)"))
 
 
 class Block(nn.Module):
@@ -193,10 +193,11 @@ def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Te
     full = max(len(data) - 1, 0) // context * context
     pairs = []
     if full:
-        pairs.append((data[:full].view(-1, context), data[1 : full + 1].view(-1, context)))
+        pairs.append((data[:full], data[1 : full + 1], context))
     if len(data) - 1 > full:
-        pairs.append((data[full:-1].view(1, -1), data[full + 1 :].view(1, -1)))
-    return pairs
+        pairs.append((data[full:-1], data[full + 1 :], len(data) - 1 - full))
+    cut = "(windows length) -> windows length"
+    return [(rearrange(x, cut, length=length), rearrange(y, cut, length=length)) for x, y, length in pairs]
 
 
 @torch.no_grad()
@@ -219,6 +220,7 @@ def bits_per_byte(model: TinyMoE, text: bytes, *, batch: int = 16) -> float:
         for start in range(0, inputs.shape[0], batch):
             logits = model(inputs[start : start + batch]).double()
             expected = targets[start : start + batch]
-            nats += F.cross_entropy(logits.flatten(0, 1), expected.flatten(), reduction="sum").item()
+            logits = rearrange(logits, "windows length bytes -> (windows length) bytes")
+            nats += F.cross_entropy(logits, expected.flatten(), reduction="sum").item()
     model.train(was_training)
     return nats / math.log(2.0) / (len(text) - 1)

@@ -43,6 +43,7 @@ def test_the_wheel_holds_exactly_the_tracked_package_files(wheel: Path) -> None:
     assert "thinwire/moe/tiny_moe/tiny_moe.safetensors" in held and "thinwire/py.typed" in held
 
 
+@pytest.mark.exhaustive
 def test_the_demo_runs_with_only_the_wheel_from_the_clone_and_from_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -113,6 +114,11 @@ except tw.TransportUnavailable as error:
 def test_without_numba_the_reference_can_be_asked_for() -> None:
     code = "import torch, thinwire as tw; print(tw.dequantize(tw.quantize(torch.ones(1, 8)))[0, 0].item())"
     assert abs(float(_run_blocked(code, THINWIRE_BACKEND="torch")) - 1) < 0.004
+
+
+def test_the_picture_of_the_house_is_what_the_sources_say() -> None:
+    command = [sys.executable, "docs/draw_house.py", "--check"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0, "draw it anew: python docs/draw_house.py"
 
 
 def test_importing_thinwire_loads_no_room() -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.record_demo import recorded_table, with_table
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +23,7 @@ def _example() -> str:
     return block[1]
 
 
+@pytest.mark.exhaustive
 def test_the_usage_example_is_ten_lines_and_runs_alone_and_on_two_ranks(tmp_path: Path) -> None:
     example = _example()
     assert len(example.splitlines()) <= 10

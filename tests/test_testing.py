@@ -112,9 +112,15 @@ def assert_all_end(pids, seconds=10.0):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm_fork_server():
-    """The first call of a process imports torch; the time limits below are meant for the others."""
+def fork_server_of_users():
+    """Ranks as users get them: the other tests' come from a server that has imported more.
+
+    The first call of a process imports torch; the time limits below are meant for the others.
+    """
+    testing.preload()
     run_ranks(die_on, 1, None, "")
+    yield
+    testing.preload("tests.warm")
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ e4m3 would round up from 448.
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 
+from thinwire.octets import as_bytes
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
     ROUND_MAGIC,
@@ -308,26 +310,28 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     if not rows:
         return records
     if not wire.quantized:
-        raw = x.contiguous().view(torch.uint8).reshape(rows, hidden * x.dtype.itemsize)
+        raw = rearrange(as_bytes(x.contiguous()), "(rows bytes) -> rows bytes", rows=rows)
         records[:, : raw.shape[1]] = raw
         return records
     group, groups = wire.group or hidden, wire.num_groups(hidden)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * group - hidden)).view(rows, groups, group)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - hidden))
+    padded = rearrange(padded, "rows (groups elements) -> rows groups elements", groups=groups)
     amax_bits = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     amax = amax_bits.view(torch.float32)
     scale = amax * torch.tensor(1.0 / wire.qmax, dtype=torch.float32, device=x.device)
     scale = scale.to(torch.float32 if wire.row_scale else torch.bfloat16)
     scale = scale.masked_fill(amax < 2.0**-110, 0.0)
     scale = scale.masked_fill(~amax.isfinite(), torch.nan)
-    live = (scale > 0).unsqueeze(-1)
-    scaled = torch.where(live, padded * (1.0 / scale.float()).unsqueeze(-1), 0.0)
+    of_elements = repeat(scale, "rows groups -> rows groups elements", elements=group)
+    scaled = torch.where(of_elements > 0, padded * (1.0 / of_elements.float()), 0.0)
     if wire.name == "fp8":
         payload = scaled.clamp(-wire.qmax, wire.qmax).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         payload = scaled.round().clamp(-wire.qmax, wire.qmax).to(torch.int8).view(torch.uint8)
-    payload = payload.reshape(rows, groups * group)
+    payload = rearrange(payload, "rows groups elements -> rows (groups elements)")
     if wire.name == "int4":
-        payload = (payload[:, 0::2] & 0xF) | (payload[:, 1::2] << 4)
+        even, odd = rearrange(payload, "rows (bytes two) -> two rows bytes", two=2)
+        payload = (even & 0xF) | (odd << 4)
     payload = payload[:, : wire.payload_bytes(hidden)]
     records[:, : payload.shape[1]] = payload
     # A NaN's pattern is fixed on the wire, whatever the hardware's own is.
@@ -353,11 +357,11 @@ def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype
     if wire.name == "fp8":
         q = payload.view(torch.float8_e4m3fn).float()
     elif wire.name == "int4":
-        even = (payload << 4).view(torch.int8) >> 4
-        q = torch.stack((even, payload.view(torch.int8) >> 4), -1).reshape(rows, -1).float()
+        even, odd = (payload << 4).view(torch.int8) >> 4, payload.view(torch.int8) >> 4
+        q = rearrange([even, odd], "two rows bytes -> rows (bytes two)").float()
     else:
         q = payload.view(torch.int8).float()
-    return q[:, :hidden] * scale.repeat_interleave(group, dim=1)[:, :hidden]
+    return q[:, :hidden] * repeat(scale, "rows groups -> rows (groups elements)", elements=group)[:, :hidden]
 
 
 def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:

@@ -13,6 +13,7 @@ from thinwire.version import VERSION as __version__
 if TYPE_CHECKING:
     from thinwire import testing as testing
     from thinwire.comm import Communicator as Communicator
+    from thinwire.comm import Work as Work
     from thinwire.comm import init as init
     from thinwire.comm.layout import Layout as Layout
     from thinwire.errors import ArgumentError as ArgumentError
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from thinwire.fused.ddp import AllReduceState as AllReduceState
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
-    from thinwire.fused.pending import Pending as Pending
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.dispatched import Dispatched as Dispatched
@@ -53,9 +53,9 @@ _PUBLIC = {
     "ExpertParallel": "thinwire.moe.parallel",
     "Layout": "thinwire.comm.layout",
     "MoELayer": "thinwire.moe.layer",
-    "Pending": "thinwire.fused.pending",
     "WireFormat": "thinwire.wire",
     "WireRows": "thinwire.fused.codec",
+    "Work": "thinwire.comm",
     "all_gather": "thinwire.fused.all_gather",
     "all_gather_v": "thinwire.fused.all_gather",
     "all_reduce": "thinwire.fused.all_reduce",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -22,11 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire._rank_server import READ_AT_IMPORT
 from thinwire.errors import ThinwireError
 
 __all__ = ["InheritedFile", "Launch", "Payload", "rank_main"]
-
-_READ_AT_IMPORT = ("triton", "numba")  # packages that read their environment variables when they are imported
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Launch:
     deadline: float  # of time.monotonic(), which all processes of a host share
     stack_margin: float  # seconds
     folder: Path
+    preloaded: tuple[str, ...]  # modules that the server of this process was to import
 
     def file(self, kind: str) -> Path:
         """Where this rank leaves its `kind`."""
@@ -114,6 +115,10 @@ def _leave_failure(launch: Launch) -> None:
 
 
 def _call(launch: Launch) -> bytes:
+    for module in launch.preloaded:
+        if module not in sys.modules:  # a fork server says nothing of an ImportError; this rank, where it meets it too
+            importlib.import_module(module)
+            raise ThinwireError(f"{module} can be imported, but not by the server that ranks are forked from")
     payload: Payload = pickle.loads((launch.folder / "payload").read_bytes())
     _set_environment(payload.environ)
     if payload.main is not None:
@@ -135,7 +140,7 @@ def _call(launch: Launch) -> bytes:
 
 
 def _set_environment(environ: dict[str, str]) -> None:
-    for package in _READ_AT_IMPORT:
+    for package in READ_AT_IMPORT:
         changed = [
             name
             for name in {*environ, *os.environ}

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
+from thinwire._rank_server import ServedProcess
 from thinwire._rank_thread import run_rank_threads
 from thinwire.errors import ThinwireError, TransportUnavailable
 
-__all__ = ["RankError", "RanksTimeout", "run_ranks"]
+__all__ = ["RankError", "RanksTimeout", "preload", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ _GRACE = 2.0  # seconds that the others get once a rank has failed, to fail by t
 _STACK_MARGIN = 0.5  # seconds before the deadline at which stuck ranks write down where they are
 _PRELOAD = ["torch", "torch.distributed"]  # never triton or numba: they read their environment when they are imported
 _main_lock = threading.Lock()
+_preloaded: tuple[str, ...] = ()  # what `preload` was told
 
 
 class RankError(ThinwireError, RuntimeError):
@@ -60,6 +62,26 @@ class RanksTimeout(ThinwireError, TimeoutError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = list(ranks)
+
+
+def preload(*modules: str) -> None:
+    """Has ranks that are CPU processes start with these modules imported, from now on; with none, as without the call.
+
+    Ranks are forked from a server that has imported torch and no more. A test suite that starts ranks a thousand times
+    saves seconds each time with a server that has imported what most of them need, and has loaded what numba keeps in
+    its cache. The modules must not start threads: those do not survive a fork.
+
+    The server imports them once, at the first `run_ranks`, whose time limit begins after that. What they read from the
+    environment meanwhile is what this process has then, other than in a variable that begins with TRITON_ or NUMBA_:
+    where ranks are given another value of one, they come from a second server, which has imported the modules under
+    that value.
+
+    Args:
+        modules: importable from `sys.path` as it is at the first `run_ranks`; a rank whose server could not import them
+            raises.
+    """
+    global _preloaded
+    _preloaded = modules
 
 
 def run_ranks(
@@ -157,16 +179,21 @@ def _run_processes(
     timeout: float,
     env: dict[str, str],
 ) -> list[T]:
-    payload = _pack(fn, args, {**_loopback(), **os.environ, **env})
+    environ = {**_loopback(), **os.environ, **env}
+    payload = _pack(fn, args, environ)
+    preloaded = _preloaded if _start_method(device) == "forkserver" else ()
+    if preloaded:
+        _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
-        launch = Launch(0, world_size, device, store.port, deadline, min(_STACK_MARGIN, timeout / 4), Path(folder))
+        margin = min(_STACK_MARGIN, timeout / 4)
+        launch = Launch(0, world_size, device, store.port, deadline, margin, Path(folder), preloaded)
         (launch.folder / "payload").write_bytes(payload)
         launches = [replace(launch, rank=rank) for rank in range(world_size)]
         processes: list[BaseProcess] = []
         try:
-            _start(launches, processes)
+            _start(launches, environ, processes)
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
@@ -246,21 +273,39 @@ def _main_source() -> tuple[str, str] | None:
 # --- start, watch, end ------------------------------------------------------------------------------------------------
 
 
-def _start(launches: list[Launch], processes: list[BaseProcess]) -> None:
-    # The fork server starts a rank in milliseconds, as it has imported torch; CUDA does not survive a fork.
-    start = "spawn"
-    if launches[0].device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods():
-        start = "forkserver"
-    context: Any = multiprocessing.get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(_PRELOAD)
+def _start(launches: list[Launch], environ: dict[str, str], processes: list[BaseProcess]) -> None:
+    make = _process_maker(launches[0], environ)
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
     outputs = (InheritedFile(1), InheritedFile(2))
     with _without_main():
         for launch in launches:
-            process = context.Process(target=rank_main, args=(launch, *outputs), name=f"rank {launch.rank}")
+            process = make(target=rank_main, args=(launch, *outputs), name=f"rank {launch.rank}")
             process.start()
             processes.append(process)
+
+
+def _start_method(device: str) -> str:
+    """A fork server starts a rank in milliseconds, as it has imported torch; CUDA does not survive a fork."""
+    forks = device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods()
+    return "forkserver" if forks else "spawn"
+
+
+def _process_maker(launch: Launch, environ: dict[str, str]) -> Callable[..., BaseProcess]:
+    if launch.preloaded:
+        return functools.partial(ServedProcess, [*_PRELOAD, *launch.preloaded], environ)
+    context: Any = multiprocessing.get_context(_start_method(launch.device))
+    if _start_method(launch.device) == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
+    return context.Process
+
+
+def _prepare_server(preloaded: tuple[str, ...], environ: dict[str, str]) -> None:
+    with _without_main():
+        first = ServedProcess([*_PRELOAD, *preloaded], environ, target=int)
+        if not first.has_server:
+            first.start()
+            first.join()
+            first.close()
 
 
 @contextlib.contextmanager

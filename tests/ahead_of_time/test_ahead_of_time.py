@@ -26,6 +26,7 @@ from tests.ahead_of_time.matrix import (
     compiled_case,
 )
 from tests.rounds import make_lanes
+from tests.speeds import exhaustive_but
 from thinwire.triton_kernels import dispatch
 
 
@@ -33,7 +34,7 @@ def _row_length(kernel: str) -> int:
     return COLLECTIVE_ROWS[-1] if kernel in COLLECTIVE_KERNELS else 7168
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], ["sm_80", "sm_90", "gfx942"]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, target: str) -> None:
     case = Case(kernel, "int8", _row_length(kernel), target)
@@ -41,6 +42,7 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
     assert not check(case, report), report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", ["int8:row", "int4", "none"])
 @pytest.mark.parametrize("kernel", COLLECTIVE_KERNELS)
 def test_collectives_of_other_wires_neither_spill_nor_fuse_and_move_wide_words(kernel: str, wire: str) -> None:
@@ -49,6 +51,7 @@ def test_collectives_of_other_wires_neither_spill_nor_fuse_and_move_wide_words(k
     assert not check(case, report) and not check_signals(case), report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
 @pytest.mark.parametrize("kernel", CONTROL_KERNELS)
 def test_kernels_that_route_and_wait_do_not_spill(kernel: str, target: str) -> None:
@@ -57,6 +60,7 @@ def test_kernels_that_route_and_wait_do_not_spill(kernel: str, target: str) -> N
     assert not check(case, report), report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kernel", PUBLISHERS)
 def test_a_publication_is_one_fence_behind_a_barrier(kernel: str, target: str) -> None:
@@ -68,6 +72,7 @@ def test_a_wait_reads_flags_in_acquire_order_at_system_scope(kernel: str) -> Non
     assert inspect_signals(compiled_case(Case(kernel, "int8", _row_length(kernel), "sm_90"))).acquires >= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", ["int8:row", "int4", "fp8", "none"])
 def test_every_wire_compiles_for_a_row_that_is_no_multiple_of_anything(wire: str) -> None:
     for kernel in ("pack_weighted_sums", "send_tokens"):
@@ -75,6 +80,7 @@ def test_every_wire_compiles_for_a_row_that_is_no_multiple_of_anything(wire: str
         assert report.spills == 0 and report.fused == 0, (kernel, report)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_120", "gfx942"])
 @pytest.mark.parametrize("kernel", ["quantize", "pack_weighted_sums"])
 def test_one_scale_for_a_row_of_several_tiles_stays_within_a_programs_means(kernel: str, target: str) -> None:

@@ -66,6 +66,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("linked")
 def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "link.json"
@@ -91,6 +92,7 @@ def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[lis
     assert "tw0" not in [name for _, name in socket.if_nameindex()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("linked")
 def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 0 ended with exit code 1"):
@@ -100,6 +102,7 @@ def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
     _await_end(_pids(tmp_path))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("linked")
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_ranks_end_with_the_benchmark(tmp_path: Path, end: signal.Signals) -> None:

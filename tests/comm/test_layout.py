@@ -219,6 +219,7 @@ def compare_with_dtensor(comm: Communicator) -> None:
     assert torch.equal(whole, full)
 
 
+@pytest.mark.exhaustive
 def test_dtensor_holds_the_same_parts() -> None:
     run_ranks(compare_with_dtensor, 4)
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
+from thinwire.comm.groups import keeps_order
 from thinwire.comm.layout import Layout
-from thinwire.comm.split import _keeps_order, shared_split, split
+from thinwire.comm.split import shared_split
 from thinwire.errors import ConfigMismatch, LayoutError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks
@@ -20,14 +21,14 @@ CUBE = Layout((2, 2, 2), ("dp", "sp", "mp"))
 SQUARE = Layout((2, 2), ("dp", "ep"))
 IN_ORDER = ("mp", "dp", ("dp", "mp"), ())
 AXES = (*IN_ORDER, ("mp", "dp"), ("sp", "dp", "mp"))
-KEEPS_ORDER = _keeps_order()
+KEEPS_ORDER = keeps_order()
 
 
 def split_along(comm: Communicator, layout: Layout, axes: tuple[str | tuple[str, ...], ...]) -> list[list[int]]:
     """For each entry of axes the ranks of `comm` that the split has, in its order."""
     found = []
     for along in axes:
-        with split(comm, layout, along) as part:
+        with comm.split(layout, along) as part:
             assert (part.device, part.timeout, part.in_process) == (comm.device, comm.timeout, comm.in_process)
             members = part.all_gather_object(comm.rank)
             assert members[part.rank] == comm.rank and not part.closed
@@ -46,11 +47,11 @@ def test_a_split_has_the_ranks_along_its_axes_with_the_first_counting_most(mode:
 
 def split_where_ranks_are_sorted(comm: Communicator) -> None:
     with (
-        mock.patch("thinwire.comm.split._keeps_order", lambda: False),
+        mock.patch("thinwire.comm.communicator.keeps_order", lambda: False),
         pytest.raises(TransportUnavailable, match=r"the process group \[2, 0\] would lose its order"),
     ):
-        split(comm, groups=[[1, 3], [2, 0]])
-    with split(comm, groups=[[1, 3], [0, 2]]) as half:
+        comm.split(groups=[[1, 3], [2, 0]])
+    with comm.split(groups=[[1, 3], [0, 2]]) as half:
         assert half.all_gather_object(comm.rank) == [comm.rank % 2, comm.rank % 2 + 2]
 
 
@@ -62,13 +63,13 @@ def split_again_and_again(comm: Communicator) -> tuple[int, int]:
     groups = [[2, 0] if KEEPS_ORDER else [0, 2], [1, 3]]
     before = len(dist.distributed_c10d._world.pg_names)
     for _ in range(5):
-        with split(comm, groups=groups) as half:
+        with comm.split(groups=groups) as half:
             assert half.all_gather_object(comm.rank) == groups[comm.rank % 2]
-            with split(half, groups=[[0], [1]]) as alone:  # of a part of the default group
+            with half.split(groups=[[0], [1]]) as alone:  # of a part of the default group
                 assert alone.size == 1 and alone.all_gather_object(comm.rank) == [comm.rank]
-            with split(half, groups=[[0, 1]]) as both, pytest.raises(ThinwireError):
+            with half.split(groups=[[0, 1]]) as both, pytest.raises(ThinwireError):
                 assert both.all_gather_object(comm.rank) == groups[comm.rank % 2]
-                split(both, SQUARE, "ep")  # refused before anything is sent
+                both.split(SQUARE, "ep")  # refused before anything is sent
     first = shared_split(comm, ((0, 1), (2, 3)))
     assert shared_split(comm, ((0, 1), (2, 3))) is first and "split: 2 groups" in comm.explain()
     comm.barrier()
@@ -86,7 +87,7 @@ def test_splits_may_be_closed_made_anew_and_split_themselves() -> None:
 
 def use_experts(comm: Communicator) -> tuple[list[int], torch.Tensor]:
     """Experts over "ep", each replica of "dp" alone: rank r's tokens are all r + 1, and expert e multiplies by e."""
-    with split(comm, SQUARE, "ep") as part, ExpertParallel(part, 4, 1, 64, 8, wire="none") as ep:
+    with comm.split(SQUARE, "ep") as part, ExpertParallel(part, 4, 1, 64, 8, wire="none") as ep:
         ids = torch.arange(4).view(4, 1)
         d = ep.dispatch(torch.full((4, 64), comm.rank + 1.0), ids, torch.ones(4, 1))
         experts = torch.tensor(list(ep.local_experts)).repeat_interleave(d.expert_counts)
@@ -115,9 +116,9 @@ def refuse(comm: Communicator) -> None:
     }
     for message, arguments in refused.items():
         with pytest.raises(LayoutError, match=message):
-            split(comm, **arguments)  # type: ignore[arg-type]
+            comm.split(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigMismatch, match="split: the ranks' settings differ"):
-        split(comm, groups=[[0, 1], [2, 3]] if comm.rank else [[0, 1, 2, 3]])
+        comm.split(groups=[[0, 1], [2, 3]] if comm.rank else [[0, 1, 2, 3]])
     comm.barrier()
 
 
@@ -127,7 +128,7 @@ def test_groups_that_do_not_fit_or_differ_are_refused_and_nothing_hangs(mode: st
 
 
 def lose_one(comm: Communicator) -> str:
-    part = split(Communicator(comm.group, timeout=2.0), SQUARE, "ep")
+    part = Communicator(comm.group, timeout=2.0).split(SQUARE, "ep")
     if comm.rank == 3:
         return ""
     if comm.rank < 2:
@@ -146,7 +147,7 @@ def test_threads_that_wait_within_a_split_are_released_when_a_rank_has_failed() 
     released = threading.Event()
 
     def fail_or_wait(comm: Communicator) -> None:
-        half = split(comm, groups=[[0, 1], [2, 3]])
+        half = comm.split(groups=[[0, 1], [2, 3]])
         if comm.rank == 1:
             raise ValueError("on purpose")
         if comm.rank == 0:

@@ -13,12 +13,12 @@ import torch
 
 from tests.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError
 from thinwire.fused import staged
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.direct import open_channel
-from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -135,7 +135,7 @@ def _exact_moves(comm: Communicator, transport: str) -> None:
             pending = all_to_all_v(
                 x, *mine, **placed, out=out, wire="none", comm=comm, transport=transport, async_op=True
             )
-            assert isinstance(pending, Pending) and pending.wait() is out and pending.wait() is out
+            assert isinstance(pending, Work) and pending.wait() is out and pending.wait() is out
             assert torch.equal(out, want)
 
 

@@ -18,11 +18,11 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError
-from thinwire.fused.channel import channel_layout
+from thinwire.fused.channel import Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import Segments, receive_segments, send_segments
 from thinwire.fused.direct import send_rows
-from thinwire.fused.host_channel import Channel, Transfer
+from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
@@ -35,10 +35,10 @@ MOST = 5.0
 
 
 class Memory:
-    """What `Channel` needs of symmetric memory, in one process."""
+    """What `HostChannel` needs of symmetric memory, in one process."""
 
     def __init__(self, local: torch.Tensor, buffer_ptrs: torch.Tensor) -> None:
-        self.local, self.buffer_ptrs, self.closed = local, buffer_ptrs, False
+        self.local, self.buffer_ptrs, self.num_bytes, self.closed = local, buffer_ptrs, local.numel(), False
 
     def close(self) -> None:
         self.closed = True
@@ -52,7 +52,7 @@ class Group:
         self.buffers = [torch.zeros(self.layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
         buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
         self.channels: list[Any] = [
-            Channel(Memory(buffer, buffer_ptrs), self.layout, rank, timeout)  # type: ignore[arg-type]
+            HostChannel(Memory(buffer, buffer_ptrs), self.layout, rank, timeout)  # type: ignore[arg-type]
             for rank, buffer in enumerate(self.buffers)
         ]
         self.meeting = threading.Barrier(world)
@@ -89,7 +89,7 @@ class Group:
 
 
 def exchange(
-    channel: Channel,
+    channel: HostChannel,
     x: torch.Tensor,
     send_counts: list[int],
     recv_counts: list[int] | None = None,
@@ -190,7 +190,7 @@ def _blank_output(rank: int, problem: Problem, tail: tuple[int, ...], dtype: tor
     return torch.full((rows, *tail), 7).to(dtype)
 
 
-def _moves_of(rank: int, channel: Channel, group: Group, wire: WireFormat, dtype: torch.dtype) -> None:
+def _moves_of(rank: int, channel: HostChannel, group: Group, wire: WireFormat, dtype: torch.dtype) -> None:
     rng = random.Random(7)  # the same on every rank
     generator = torch.Generator().manual_seed(1)
     for hidden in (1, 33, 128, 1500):
@@ -225,7 +225,7 @@ def test_rows_of_every_wire_and_dtype_arrive_where_they_belong(spec: str) -> Non
             group.run(_moves_of, group, WireFormat.parse(spec), dtype)
 
 
-def _flat_moves(rank: int, channel: Channel, group: Group, wire: WireFormat, dtype: torch.dtype) -> None:
+def _flat_moves(rank: int, channel: HostChannel, group: Group, wire: WireFormat, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     for known in (True, False):
         problem = _problem(group.layout.WORLD, rng)
@@ -271,7 +271,7 @@ def test_segments_of_a_flat_tensor_end_anywhere_in_a_row(spec: str, piece_bytes:
         group.run(_flat_moves, group, WireFormat.parse(spec), dtype)
 
 
-def _long_segments(rank: int, channel: Channel) -> None:
+def _long_segments(rank: int, channel: HostChannel) -> None:
     sizes = [[5_000_003, 4_300_001], [4_200_000, 4 << 20]]
     inputs = [torch.arange(sum(row) + 9).mul(37 + source).to(torch.uint8) for source, row in enumerate(sizes)]
     received = [row[rank] for row in sizes]
@@ -289,7 +289,7 @@ def test_segments_of_megabytes_at_odd_addresses() -> None:
     group.run(_long_segments)
 
 
-def _many_calls(rank: int, channel: Channel, group: Group, calls: int, seed: int) -> None:
+def _many_calls(rank: int, channel: HostChannel, group: Group, calls: int, seed: int) -> None:
     world = group.layout.WORLD
     rng = random.Random(seed)  # the same on every rank
     delays = random.Random(100 * seed + rank)
@@ -336,7 +336,7 @@ def test_epochs_and_piece_numbers_wrap() -> None:
 # Calls under way
 
 
-def _overlapping_calls(rank: int, channel: Channel, group: Group) -> None:
+def _overlapping_calls(rank: int, channel: HostChannel, group: Group) -> None:
     size = group.layout.WORLD
     for first_rows, second_rows in ((1, 1), (50, 50), (0, 50), (50, 0)):
         x = torch.arange(size * 50).view(-1, 1) + 1000.0 * rank
@@ -344,7 +344,7 @@ def _overlapping_calls(rank: int, channel: Channel, group: Group) -> None:
         second = exchange(channel, -x, [second_rows] * size, wait=False)  # ends the first
         expected = [torch.arange(rank * n, (rank + 1) * n).view(-1, 1) for n in (first_rows, second_rows)]
         # The first is there already, into an output of its own.
-        assert first._result is not None
+        assert first.result is not None
         for transfer, part, sign in ((second, expected[1], -1), (first, expected[0], 1)):
             want = sign * torch.cat([part + 1000.0 * source for source in range(size)])
             assert torch.equal(transfer.wait(), want)
@@ -356,7 +356,7 @@ def test_a_later_call_ends_the_one_under_way() -> None:
     group.run(_overlapping_calls, group)
 
 
-def _dropped_pending(rank: int, channel: Channel) -> list[float]:
+def _dropped_pending(rank: int, channel: HostChannel) -> list[float]:
     x = torch.full((40, 1), float(rank))
     exchange(channel, x, [20, 20], wait=False)  # nobody ever waits for it, and it is longer than the rings
     return exchange(channel, x + 10, [1, 1]).wait().view(-1).tolist()
@@ -376,7 +376,7 @@ def test_ctrl_c_ends_a_wait_and_the_next_call_ends_what_was_begun() -> None:
         transfer.wait()
     assert time.monotonic() - started < 5.0
 
-    def fn(rank: int, channel: Channel) -> torch.Tensor:
+    def fn(rank: int, channel: HostChannel) -> torch.Tensor:
         if rank == 1:
             assert torch.equal(exchange(channel, -x, [40, 40]).wait(), torch.cat([x[40:], -x[40:]]))
         return exchange(channel, x + rank, [1, 1]).wait()
@@ -391,7 +391,7 @@ def test_a_closed_channel_says_so() -> None:
     pending = exchange(channel, torch.ones(2, 2), [2], wait=False)
     channel.close()
     channel.close()
-    assert channel._memory.closed
+    assert channel.memory.closed
     for call in (pending.wait, lambda: exchange(channel, torch.ones(2, 2), [2])):
         with pytest.raises(ThinwireError, match="closed"):
             call()
@@ -401,7 +401,7 @@ def test_a_closed_channel_says_so() -> None:
 # Ranks that disagree
 
 
-def _disagree(rank: int, channel: Channel, group: Group, size: int) -> list[str]:
+def _disagree(rank: int, channel: HostChannel, group: Group, size: int) -> list[str]:
     """Rank 1 expects something else; `size` rows a pair. Returns what it was told."""
     x = torch.arange(3.0 * size * 64).view(-1, 64)
     counts, told = [size] * 3, []
@@ -460,7 +460,7 @@ def test_ranks_that_disagree_are_told_and_go_on(size: int) -> None:
     assert "received rows overlap" in told[6]
 
 
-def _failing_place(rank: int, channel: Channel) -> list[float]:
+def _failing_place(rank: int, channel: HostChannel) -> list[float]:
     x = torch.full((20, 64), float(rank))
 
     def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
@@ -482,7 +482,7 @@ def test_a_rank_that_cannot_make_its_output_takes_the_rows_in_all_the_same() -> 
 # Ranks that stay away
 
 
-def _waits(rank: int, channel: Channel, rows: int) -> tuple[float, PeerTimeout]:
+def _waits(rank: int, channel: HostChannel, rows: int) -> tuple[float, PeerTimeout]:
     """A call that cannot be completed: how long that took, and what was raised, now and ever after."""
     x = torch.zeros(3 * rows, 64)
     started = time.monotonic()
@@ -512,7 +512,7 @@ def test_survivors_name_a_rank_that_never_comes() -> None:
 def test_survivors_name_a_rank_that_stops_in_the_middle() -> None:
     group = Group(3, timeout=1.0)
 
-    def fn(rank: int, channel: Channel) -> tuple[float, PeerTimeout]:
+    def fn(rank: int, channel: HostChannel) -> tuple[float, PeerTimeout]:
         if rank == 2:  # the parity part leaves, and no more
             exchange(channel, torch.zeros(120, 64), [40] * 3, [40] * 3, wait=False)
             return 1.0, PeerTimeout("", ranks=[2])
@@ -526,7 +526,7 @@ def test_survivors_name_a_rank_that_stops_in_the_middle() -> None:
 def test_a_rank_that_has_done_its_part_and_is_silent_since_is_not_blamed() -> None:
     group = Group(3, timeout=1.0)
 
-    def fn(rank: int, channel: Channel) -> PeerTimeout | None:
+    def fn(rank: int, channel: HostChannel) -> PeerTimeout | None:
         x, counts = torch.zeros(40, 64), [40 if rank == 2 else 0, 0, 0]
         transfer = exchange(channel, x, counts, wait=False)
         if rank == 1:
@@ -553,7 +553,7 @@ def test_what_has_arrived_is_delivered_although_a_peer_gave_up_since() -> None:
     group = Group(3, timeout=1.0)
     x = torch.arange(9.0).view(3, 3)
 
-    def fn(rank: int, channel: Channel) -> Any:
+    def fn(rank: int, channel: HostChannel) -> Any:
         if rank == 0:
             return exchange(channel, x, [1] * 3, wait=False)
         exchange(channel, x, [1] * 3, [1] * 3).wait()

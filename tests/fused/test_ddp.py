@@ -69,6 +69,7 @@ def _compare(comm: Communicator) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_the_hook_stay_together_and_learn_as_without() -> None:
     found = run_ranks(_compare, 2, timeout=180)[0]
     print({name: [round(loss, 5) for loss in losses] for name, losses in found.items()})

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
 from thinwire.fused import all_to_all
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel, send_rows
-from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -136,7 +136,7 @@ def _alone(comm: Communicator) -> None:
             all_to_all_v(x, ones, comm=comm, wire=wire)
             all_to_all_v(x.view(-1), ones, ones, comm=comm, wire=wire)
             pending = all_to_all_v(x, ones, comm=comm, wire=wire, async_op=True)
-            assert isinstance(pending, Pending)
+            assert isinstance(pending, Work)
             pending.wait()
             with pytest.raises(CountsError, match="overlap"):
                 all_to_all_v(x, ones, recv_displs=[0] * comm.size, comm=comm, wire=wire)
@@ -189,7 +189,7 @@ def _overtaken(comm: Communicator) -> None:
     x = torch.arange(comm.size * 200.0).view(-1, 1).expand(-1, 64) + comm.rank
     for other in (comm.barrier, lambda: comm.all_gather_object(comm.rank), lambda: all_to_all_v(x, comm=comm)):
         pending = all_to_all_v(x, [200] * comm.size, wire="none", comm=comm, async_op=True)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, Work)
         if comm.rank % 2:
             other()
         got = pending.wait()

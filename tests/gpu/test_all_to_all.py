@@ -16,11 +16,11 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
-from thinwire.fused.pending import Pending
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
@@ -161,7 +161,7 @@ def _many_calls(comm: Communicator) -> None:
             x, counts[comm.rank], [row[comm.rank] for row in counts], wire="none", comm=comm, transport="direct",
             async_op=call % 3 == 0,
         )  # fmt: skip
-        got = pending.wait() if isinstance(pending, Pending) else pending
+        got = pending.wait() if isinstance(pending, Work) else pending
         results.append((torch.cat(rows[comm.rank :: comm.size]), got))
     channel.check()
     for expected, got in results:
@@ -183,7 +183,7 @@ def _two_under_way(comm: Communicator) -> None:
         second = all_to_all_v(-x, counts, wire="none", comm=comm, transport="direct")
         assert isinstance(second, torch.Tensor)
         host = second.cpu()
-    assert isinstance(first, Pending)
+    assert isinstance(first, Work)
     mine = torch.arange(300.0 * comm.rank, 300.0 * (comm.rank + 1))
     expected = torch.cat([mine + 10000 * source for source in range(comm.size)]).view(-1, 1)
     assert torch.equal(first.wait().cpu(), expected) and torch.equal(host, -expected)
@@ -252,7 +252,7 @@ def _no_synchronisation(comm: Communicator) -> None:
         for wire in ("int8", "none"):
             all_to_all_v(x, counts, counts, wire=wire, comm=comm, transport="direct")
             pending = all_to_all_v(x, counts, counts, wire=wire, comm=comm, transport="direct", async_op=True)
-            assert isinstance(pending, Pending)
+            assert isinstance(pending, Work)
             pending.wait()
 
     step()

@@ -489,7 +489,8 @@ class _Rank:
         if self.pauses.rng.random() < 0.1:
             self._dispatch_nonsense(lane, round_.part)
         if self.schedule.interpreted:
-            self.ep.num_programs = self.pauses.rng.randint(1, 5)
+            num_programs = self.pauses.rng.randint(1, 5)
+            self.ep._rounds.config = replace(self.ep._rounds.config, num_programs=num_programs)
         round_.dispatch(lane)
         self.open[lane] = round_
         if self.pauses.rng.random() < 0.5:

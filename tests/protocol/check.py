@@ -95,50 +95,61 @@ _PUBLISH = [
     Case("publish", "arrivals are not reset", "BROKEN_NO_RESET", DEADLOCK),
 ]
 
-_PARITY = [
-    _holds("parity", "3 ranks, 4 epochs, any rows", "", 1_000_000),
-    Case("parity", "goal: the end, with empty and full epochs", "GOAL_END", GOAL),
-    Case("parity", "goal: signals before a peer has read the last", "GOAL_AHEAD", GOAL),
-    Case("parity", "one buffer", "BROKEN_ONE_BUFFER", "row_first["),
-    Case("parity", "one header for both halves", "BROKEN_ONE_HEADER", "header["),
-    Case("parity", "no signals without rows", "BROKEN_ONLY_ROWS_SIGNAL", "header["),
-    Case("parity", "reads after the next epoch has begun", "BROKEN_LATE_DRAIN", "header["),
-    Case("parity", "waits for an equal flag", "BROKEN_EQUALITY", DEADLOCK),
-    Case("parity", "a flag that is cleared", "BROKEN_CLEARED_FLAG", DEADLOCK),
+_EXCHANGE = [
+    _holds("exchange", "3 ranks, 4 epochs, any rows", "", 800_000),
+    Case("exchange", "goal: the end, with empty and full epochs", "GOAL_END", GOAL),
+    Case("exchange", "goal: signals before a peer has read the last", "GOAL_AHEAD", GOAL),
+    Case("exchange", "one half", "BROKEN_ONE_HALF", "half_first["),
+    Case("exchange", "one header for both halves", "BROKEN_ONE_HEADER", "header_epoch["),
+    Case("exchange", "no headers without rows", "BROKEN_ONLY_ROWS_SIGNAL", "header_epoch["),
+    Case("exchange", "takes in after the next epoch has begun", "BROKEN_LATE_TAKE", "header_epoch["),
 ]
 
 _COLLECTIVE = [
-    _holds("collective", "3 ranks, 4 epochs, any collectives", "", 200_000),
-    _holds("collective", "2 ranks, 8 epochs, any collectives", "RANKS=2 EPOCHS=8", 1_000),
-    _holds("collective", "one rank does what it likes, 3 epochs", "ODD_RANK EPOCHS=3", 1_000_000),
-    Case("collective", "goal: the end, after collectives of every kind", "GOAL_END", GOAL),
-    Case("collective", "goal: the end, after ranks disagreed", "ODD_RANK GOAL_END", GOAL),
-    Case("collective", "goal: signals before a peer has ended the last", "GOAL_AHEAD", GOAL),
-    Case("collective", "one buffer", "BROKEN_ONE_BUFFER", "gathered["),
-    Case("collective", "one first line for both halves", "BROKEN_ONE_LINE", "line_epoch["),
-    Case("collective", "a second flag before the sums are there", "BROKEN_EARLY_SECOND", "gathered["),
-    Case("collective", "second flags stand still between all-reduces", "BROKEN_STALE_SECOND", "gathered["),
-    Case("collective", "who has no part does not wait", "BROKEN_EMPTY_PART_DOES_NOT_WAIT", "scattered["),
-    Case("collective", "only the left neighbour is compared", "ODD_RANK BROKEN_LEFT_ONLY", "differs=="),
-]
+    _holds("exchange", "3 ranks, 4 epochs, any collectives", "COLLECTIVE", 900_000),
+    _holds("exchange", "2 ranks, 8 epochs, any collectives", "COLLECTIVE RANKS=2 EPOCHS=8", 80_000),
+    _holds("exchange", "one rank calls what it likes, 3 epochs", "COLLECTIVE ODD_RANK EPOCHS=3", 2_000_000),
+    Case("exchange", "goal: the end, after collectives of every kind", "COLLECTIVE GOAL_END", GOAL),
+    Case("exchange", "goal: the end, after ranks disagreed", "COLLECTIVE ODD_RANK GOAL_END", GOAL),
+    Case("exchange", "goal: signals before a peer has ended the last", "COLLECTIVE GOAL_AHEAD", GOAL),
+    Case("exchange", "collectives, one half", "COLLECTIVE BROKEN_ONE_HALF", "half_first["),
+    Case("exchange", "collectives, one slot", "COLLECTIVE SLOTS=1", "slot_first["),
+    Case("exchange", "collectives, one header", "COLLECTIVE BROKEN_ONE_HEADER", "header_epoch["),
+    Case("exchange", "a tail before the sums are there", "COLLECTIVE BROKEN_EARLY_TAIL", "slot_first["),
+    Case("exchange", "tails stand still between all-reduces", "COLLECTIVE BROKEN_TAIL_LEFT_BEHIND", "slot_first["),
+    Case("exchange", "who has no part does not wait", "COLLECTIVE BROKEN_EMPTY_PART_DOES_NOT_WAIT", "half_first["),
+    Case("exchange", "only the left neighbour is compared", "COLLECTIVE ODD_RANK BROKEN_LEFT_ONLY", "differs=="),
+    Case("exchange", "the first header that differs is enough", "COLLECTIVE ODD_RANK BROKEN_LEAVES_EARLY",
+         "slot_first["),
+]  # fmt: skip
 
-_PIECES = [
-    _holds("pieces", "2 ranks, any numbers, in steps", "", 200_000),
-    _holds("pieces", "2 ranks, any numbers, by turns", "TURNS", 200_000),
-    _holds("pieces", "3 ranks, all pieces or none", "RANKS=3 ALL_OR_NONE COLLECTIVES=1", 1_000_000),
-    _holds("pieces", "3 ranks, 2 collectives", "RANKS=3 ALL", 50_000),
-    _holds("pieces", "3 ranks, 2 collectives, rings of one slot", "RANKS=3 ALL SLOTS=1", 20_000),
-    Case("pieces", "goal: the end, after a wrap", "GOAL_END", GOAL),
-    Case("pieces", "goal: the end, by turns", "TURNS GOAL_END", GOAL),
-    Case("pieces", "goal: a sender waits for a slot", "GOAL_FULL", GOAL),
-    Case("pieces", "no credits", "BROKEN_NO_CREDITS", "slot_first["),
-    Case("pieces", "no credits, by turns", "TURNS BROKEN_NO_CREDITS", "slot_first["),
-    Case("pieces", "a credit before the slot was read", "BROKEN_EARLY_CREDIT", "slot_first["),
-    Case("pieces", "numbers begin again", "BROKEN_NUMBERS_RESTART", "slot_first["),
-    Case("pieces", "a slot by a number that wraps within a turn", "SLOTS=3 PIECES=4", "slot_first["),
-    Case("pieces", "all is sent before anything is read", "BROKEN_SEND_ALL_FIRST", DEADLOCK),
-    Case("pieces", "one peer after the other", "RANKS=3 ALL COLLECTIVES=1 BROKEN_PEER_BY_PEER", DEADLOCK),
-]
+_TWO = "RANKS=2 EPOCHS=2"
+_RING = [
+    _holds("exchange", "ring: 2 ranks, any pieces, in steps", f"RING_STEPS {_TWO}", 130_000),
+    _holds("exchange", "ring: 2 ranks, any pieces, by turns", f"RING_TURNS {_TWO}", 250_000),
+    _holds("exchange", "ring: 2 ranks, one in steps, one by turns", f"RING_STEPS RING_TURNS {_TWO}", 200_000),
+    _holds("exchange", "ring: 3 ranks, all pieces or no rows", "RING_STEPS ALL_OR_NONE EPOCHS=1", 1_000_000),
+    _holds("exchange", "ring: 3 ranks, 2 epochs", "RING_STEPS ALL EPOCHS=2", 30_000),
+    _holds("exchange", "ring: 3 ranks, 2 epochs, one by turns", "RING_STEPS RING_TURNS ALL EPOCHS=2 PIECES=2", 400_000),
+    _holds("exchange", "ring: 3 ranks, 2 epochs, of one slot", "RING_STEPS ALL EPOCHS=2 SLOTS=1", 20_000),
+    Case("exchange", "ring: goal: the end, after a wrap", f"RING_STEPS {_TWO} GOAL_END", GOAL),
+    Case("exchange", "ring: goal: the end, by turns", f"RING_TURNS {_TWO} GOAL_END", GOAL),
+    Case("exchange", "ring: goal: a sender waits for a slot", f"RING_STEPS {_TWO} GOAL_FULL", GOAL),
+    Case("exchange", "ring: goal: pieces of two epochs in it", f"RING_TURNS {_TWO} GOAL_TWO_EPOCHS", GOAL),
+    Case("exchange", "ring: heads are not looked at", f"RING_STEPS {_TWO} BROKEN_NO_HEADS", "slot_first["),
+    Case("exchange", "ring: the same, by turns", f"RING_TURNS {_TWO} BROKEN_NO_HEADS", "slot_first["),
+    Case("exchange", "ring: a head before the slot was read", f"RING_STEPS {_TWO} BROKEN_EARLY_HEAD", "slot_first["),
+    Case("exchange", "ring: a tail before the piece is there", f"RING_STEPS {_TWO} BROKEN_EARLY_TAIL", "slot_first["),
+    Case("exchange", "ring: numbers begin again", f"RING_STEPS {_TWO} BROKEN_NUMBERS_RESTART", "slot_first["),
+    Case("exchange", "ring: a slot by a number that wraps", f"RING_STEPS {_TWO} SLOTS=3 PIECES=4", "slot_first["),
+    Case("exchange", "ring: waits for an equal tail", f"RING_STEPS {_TWO} BROKEN_EQUALITY", DEADLOCK),
+    Case("exchange", "ring: a tail that is cleared", f"RING_STEPS {_TWO} BROKEN_CLEARED_FLAG", DEADLOCK),
+    Case("exchange", "ring: takes what it expects, not what comes", f"RING_STEPS {_TWO} BROKEN_TAKES_EXPECTED",
+         "slot_first["),
+    Case("exchange", "ring: all is sent before any is taken", "RING_STEPS ALL EPOCHS=1 BROKEN_SEND_ALL_FIRST",
+         DEADLOCK),
+    Case("exchange", "ring: one peer after the other", "RING_STEPS ALL EPOCHS=1 BROKEN_PEER_BY_PEER", DEADLOCK),
+]  # fmt: skip
 
 _EXACT, _NO_INNOCENTS = "blamed==dead", "(blamed& ~(dead))==0"
 _BLAME = [
@@ -176,7 +187,7 @@ _REBUILD = [
     Case("rebuild", "into the old memory", "BROKEN_SAME_MEMORY", "record_first["),
 ]
 
-CASES = [*_ROUND_TRIP, *_PUBLISH, *_PARITY, *_COLLECTIVE, *_PIECES, *_BLAME, *_TIMING, *_REBUILD]
+CASES = [*_ROUND_TRIP, *_PUBLISH, *_EXCHANGE, *_COLLECTIVE, *_RING, *_BLAME, *_TIMING, *_REBUILD]
 
 
 @dataclass(frozen=True)

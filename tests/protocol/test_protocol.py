@@ -17,6 +17,7 @@ _needs_spin = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 @_needs_spin
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{case.model}: {case.variant}") for case in CASES])
 def test_spin_finds_what_is_expected_of(case: Case) -> None:
@@ -25,6 +26,7 @@ def test_spin_finds_what_is_expected_of(case: Case) -> None:
     assert result.states > 0
 
 
+@pytest.mark.exhaustive
 @_needs_spin
 def test_a_rule_that_holds_is_not_taken_for_broken() -> None:
     whole = Case("rebuild", "as it should be", "REJOINS", "record_first[")
@@ -68,7 +70,7 @@ _BEGUN = "Warning: Search not completed\n" + _SEARCH.format(errors=1, states=99,
     ],
 )
 def test_a_verdict_is_read_from_what_the_verifier_prints(expected: str, output: str, surprise: bool) -> None:
-    result = judge(Case("pieces", "", "", expected, 1000 if expected == HOLDS else 0), output)
+    result = judge(Case("exchange", "", "", expected, 1000 if expected == HOLDS else 0), output)
     assert result.surprise == surprise, result
 
 

@@ -19,13 +19,13 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.channel import FLAT_ROW
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
-from thinwire.fused.host_channel import Channel
-from thinwire.fused.pending import Pending
+from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
@@ -129,6 +129,7 @@ def _quantized(comm: Communicator) -> None:
         assert channel._end.counters.tolist()[:2] == [2, 4 + 4 + 1]
 
 
+@pytest.mark.exhaustive
 def test_quantised_rows_arrive_as_the_codec_says_and_where_they_belong() -> None:
     run_ranks(_quantized, 2, env=INTERPRETED, timeout=300)
 
@@ -200,7 +201,7 @@ def _epochs_and_numbers_wrap(comm: Communicator) -> None:
     nearly = 2**31 - 2
     channel._end.control[CONTROL_EPOCH] = nearly
     channel._end.counters.fill_(nearly)
-    lines = channel._memory.local[: channel.layout.HALVES].view(torch.int32).view(-1, SIGNAL_LINE_BYTES // 4)
+    lines = channel.memory.local[: channel.layout.HALVES].view(torch.int32).view(-1, SIGNAL_LINE_BYTES // 4)
     for first in (channel.layout.TAILS, channel.layout.HEADS):
         lines[first // SIGNAL_LINE_BYTES :][:2, 0] = nearly
     comm.barrier()
@@ -225,7 +226,7 @@ def _two_under_way(comm: Communicator) -> None:
     wide = x.repeat(1, 40)  # 160 bytes a row: longer than a ring
     first = all_to_all_v(wide, [30, 30], [30, 30], wire="none", comm=comm, transport="direct", async_op=True)
     second = all_to_all_v(x[:2], [1, 1], wire="none", comm=comm, transport="direct", async_op=True)
-    assert isinstance(first, Pending) and isinstance(second, Pending)
+    assert isinstance(first, Work) and isinstance(second, Work)
     assert channel._end.control[CONTROL_EPOCH] == 2
     mine = 30 * comm.rank
     expected = torch.cat([wide[mine : mine + 30] + 1000 * (source - comm.rank) for source in range(2)])
@@ -351,12 +352,13 @@ def test_a_call_that_was_interrupted_ends_the_channel() -> None:
 def _with_numba(comm: Communicator) -> None:
     os.environ["THINWIRE_BACKEND"] = "numba" if comm.rank == 0 else "triton"
     channel = open_channel(comm, None, TINY, 2)
-    assert isinstance(channel, Channel if comm.rank == 0 else DeviceChannel)
+    assert isinstance(channel, HostChannel if comm.rank == 0 else DeviceChannel)
     for known in (True, False):
         _check(comm, [[2, 45], [30, 0]], (40,), torch.bfloat16, "int8", known=known, spread=True, seed=1)
         _check(comm, [[2, 45], [30, 0]], (33,), torch.bfloat16, "none", known=known, seed=2)
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_the_cpus_kernels_are_peers_like_others() -> None:
     pytest.importorskip("numba", reason="the other rank's kernels need numba")
     run_ranks(_with_numba, 2, env=INTERPRETED, timeout=120)

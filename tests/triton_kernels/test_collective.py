@@ -270,6 +270,7 @@ def _every_wire(comm: Communicator) -> None:
         ranks.check(call)
 
 
+@pytest.mark.exhaustive
 def test_every_wire_and_dtype_gives_the_references_bits() -> None:
     run_ranks(_every_wire, 2, env=INTERPRETED, timeout=120)
 
@@ -286,6 +287,7 @@ def _two_formats(comm: Communicator) -> None:
         ranks.check(Call(ALL_REDUCE, (200, 70), wire, gather_wire, DTYPES[number % 3], num_programs=2, seed=number))
 
 
+@pytest.mark.exhaustive
 def test_sums_travel_in_a_format_of_their_own() -> None:
     run_ranks(_two_formats, 2, env=INTERPRETED, timeout=120)
 
@@ -301,6 +303,7 @@ def _parts(comm: Communicator) -> None:
             ranks.check(replace(call, in_place=(number + op) % 2 == 0, num_programs=1 + (number + op) % 5))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [3, 4])
 def test_ragged_and_empty_parts_in_place_or_not(world: int) -> None:
     run_ranks(_parts, world, env=INTERPRETED, timeout=120)
@@ -324,6 +327,7 @@ def _long_rows(comm: Communicator) -> None:
         ranks.check(Call(op, (9000, 11), wire, "int8:row", row=9000, rows_per_chunk=1))
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_two_tiles_has_one_scale() -> None:
     run_ranks(_long_rows, 2, env=INTERPRETED, timeout=120)
 
@@ -385,6 +389,7 @@ def _many(comm: Communicator, last: int) -> int:
     return ranks.epoch
 
 
+@pytest.mark.exhaustive
 def test_calls_of_all_kinds_follow_one_another() -> None:
     epochs = run_ranks(_many, 3, 9, env=INTERPRETED, timeout=120)
     assert len(set(epochs)) == 1 and epochs[0] > 15
@@ -481,7 +486,8 @@ def test_ranks_that_disagree_all_notice_in_that_epoch_and_can_go_on() -> None:
 def _a_silent_rank(comm: Communicator, leg: int) -> None:
     ranks = Ranks(comm)
     ranks.check(Call(ALL_REDUCE, (100, 100, 100)))
-    ranks.timeout, ranks.grace = (0.4, 0.4)
+    # Ranks of a busy machine may come this much later than each other to their giving up.
+    ranks.timeout, ranks.grace = (0.4, 2.0)
     call = Call(ALL_REDUCE, (300, 300, 300), gap=1)
     job, (x, out) = call.job(), ranks.tensors(call)
     if comm.rank == 2:

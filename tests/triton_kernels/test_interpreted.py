@@ -124,6 +124,7 @@ def test_the_codec_equals_the_reference() -> None:
     run_ranks(_codec_properties, 1, env=INTERPRETED, timeout=300)
 
 
+@pytest.mark.exhaustive
 def test_the_codec_equals_the_reference_on_long_rows() -> None:
     run_ranks(_codec_of_long_rows, 1, env=INTERPRETED, timeout=300)
 

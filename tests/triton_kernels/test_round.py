@@ -160,7 +160,16 @@ def _a_silent_rank(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [_every_wire, _shapes, _epochs_wrap, _some_close, _mismatches, _foreign_ids, _a_silent_rank]
+    "check",
+    [
+        pytest.param(_every_wire, marks=pytest.mark.exhaustive),
+        pytest.param(_shapes, marks=pytest.mark.exhaustive),
+        _epochs_wrap,
+        _some_close,
+        _mismatches,
+        _foreign_ids,
+        _a_silent_rank,
+    ],
 )
 def test_interpreted_rounds(check: object) -> None:
     run_ranks(check, 1, env=INTERPRETED, timeout=300)  # type: ignore[arg-type]

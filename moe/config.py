@@ -1,0 +1,87 @@
+"""Sizes, wires and the group of expert parallelism: what everything in it reads, and nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Setting
+from thinwire.errors import RoutingError, TransportUnavailable
+from thinwire.fused.codec import FLOAT_DTYPES
+from thinwire.fused.transport import check_transport
+from thinwire.moe.routing import expert_range
+from thinwire.version import VERSION
+from thinwire.wire import WIRE_VERSION, WireFormat
+
+__all__ = ["ParallelConfig"]
+
+_MAX_TOP_K = 32
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up.
+
+    Raises:
+        RoutingError: sizes that make no sense.
+        TransportUnavailable: no such transport, or no communicator.
+    """
+
+    comm: Communicator
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens: int
+    wire: WireFormat
+    combine_wire: WireFormat
+    transport: str
+    lanes: int
+    align: int
+    num_programs: int | None
+    timeout: float | None
+    dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
+            value = getattr(self, name)
+            if (value is not None or name != "num_programs") and (not isinstance(value, int) or value < 1):
+                raise RoutingError(f"{name} is {value!r}; an int of at least 1 is needed")
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 0:
+            raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0 is needed")
+        if self.top_k > _MAX_TOP_K:
+            raise RoutingError(f"top_k is {self.top_k}; at most {_MAX_TOP_K} experts a token are supported")
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+            raise RoutingError(f"timeout is {self.timeout!r}; a finite number of seconds above 0 is needed")
+        if self.dtype not in (None, *FLOAT_DTYPES):
+            raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16 or None is needed")
+        check_transport(self.transport)
+        if not isinstance(self.comm, Communicator):
+            raise TransportUnavailable(
+                f"comm is {self.comm!r}; a Communicator is needed, such as thinwire.init() returns"
+            )
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank owns."""
+        return expert_range(self.num_experts, self.comm.size, self.comm.rank)
+
+    @property
+    def peer_timeout(self) -> float:
+        """Seconds that a round of the direct transport may wait for a peer."""
+        return self.comm.timeout if self.timeout is None else self.timeout
+
+    def settings(self, generation: int) -> dict[str, Setting]:
+        """What ranks must agree on."""
+        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "transport")
+        return {name: getattr(self, name) for name in names} | {
+            "wire": str(self.wire),
+            "wire_alignment": self.wire.alignment,
+            "combine_wire": str(self.combine_wire),
+            "combine_wire_alignment": self.combine_wire.alignment,
+            "wire_version": WIRE_VERSION,
+            "dtype": str(self.dtype),
+            "generation": generation,
+            "thinwire": VERSION,
+        }

@@ -1,0 +1,102 @@
+"""Fork servers that have imported more than torch, for programs that start ranks many times: see `testing.preload`.
+
+multiprocessing has one fork server a process. Here there is one for each set of values of the variables that triton and
+numba read when they are imported, so that a rank starts with them imported, and imported under its own environment.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import context, popen_forkserver, reduction, spawn, util
+from multiprocessing.forkserver import ForkServer, read_signed
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from thinwire.errors import ThinwireError
+
+__all__ = ["READ_AT_IMPORT", "ServedProcess"]
+
+#: Packages that read their environment variables, which begin with the package's name, when they are imported.
+READ_AT_IMPORT = ("triton", "numba")
+
+_PREFIXES = tuple(f"{package.upper()}_" for package in READ_AT_IMPORT)
+
+
+class _Server(ForkServer):
+    """A fork server that is told an environment. Programs start it through `ServedProcess` only, one at a time."""
+
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+        super().__init__()
+        self.set_forkserver_preload(list(modules))
+        self._variables = variables
+
+    def ensure_running(self) -> None:
+        """Starts it, again if it has died."""
+        # A server inherits the environment, and there is no other way to tell it one. Some versions of Python do not
+        # tell it the path either.
+        before = dict(os.environ)
+        try:
+            for name in [name for name in before if name.startswith(_PREFIXES)]:
+                del os.environ[name]
+            os.environ.update(self._variables, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+            super().ensure_running()
+        finally:
+            for name in [name for name in os.environ if name not in before]:
+                del os.environ[name]
+            os.environ.update(before)
+
+
+_servers: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Server] = {}
+
+
+class ServedProcess(context.ForkServerProcess):
+    """A process forked from a server that has imported `modules` under what `environ` says to triton and numba."""
+
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.server = tuple(modules), frozenset(item for item in environ.items() if item[0].startswith(_PREFIXES))
+
+    @property
+    def has_server(self) -> bool:
+        """Whether there is a server; otherwise `start` waits until one has imported everything."""
+        return self.server in _servers
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        assert isinstance(process, ServedProcess)
+        modules, variables = process.server
+        server = _servers.setdefault(process.server, _Server(modules, dict(variables)))
+        try:
+            return _Popen(process, server)
+        except EOFError:
+            raise ThinwireError(
+                f"the server that ranks are forked from ended while it imported {', '.join(modules)}; it printed why"
+            ) from None
+
+
+class _Popen(popen_forkserver.Popen):
+    """As its base class, which knows only the one fork server of multiprocessing."""
+
+    def __init__(self, process: BaseProcess, server: ForkServer) -> None:
+        self._server = server
+        super().__init__(process)
+
+    def _launch(self, process: BaseProcess) -> None:
+        sent = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process.name), sent)
+            reduction.dump(process, sent)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, write_end = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        # While this process lives, and holds this end, the child sees that its parent is there.
+        parent_end = os.dup(write_end)
+        close: Any = util.close_fds  # type: ignore[attr-defined]
+        self.finalizer = util.Finalize(self, close, (parent_end, self.sentinel))
+        with open(write_end, "wb") as pipe:
+            pipe.write(sent.getbuffer())
+        self.pid = read_signed(self.sentinel)

@@ -1,0 +1,132 @@
+"""Imported by the servers that tests' ranks are forked from: all that ranks import, and numba's compiled kernels.
+
+A rank of its own would take a second of CPU to import numba, and more to read its kernels from the disk cache and to
+bring numba's registries up to date, for a test that then takes milliseconds. All of that survives a fork; threads do
+not, so nothing here may start one. Where the cache lacks a kernel, as in a fresh clone, a child that may have threads
+compiles all of them, once, however many servers ask.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+# What test modules import at their tops.
+import hypothesis.strategies  # noqa: F401
+import pytest  # noqa: F401
+import torch
+
+import thinwire
+
+__all__ = ["load_kernels", "loaded_kernels"]
+
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+
+
+def _import_everything() -> None:
+    for module in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
+        if module.name != "thinwire.__main__":
+            importlib.import_module(module.name)
+
+
+def _kernels() -> list[Any]:
+    """The functions of thinwire that numba keeps compiled on disk."""
+    from numba.core.caching import FunctionCache
+    from numba.core.registry import CPUDispatcher
+
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("thinwire."):
+            for value in vars(module).values():
+                if isinstance(value, CPUDispatcher) and isinstance(value._cache, FunctionCache):
+                    found[value.py_func] = value
+    return list(found.values())
+
+
+def loaded_kernels() -> list[str]:
+    """The kernels that this process has machine code of."""
+    return [f"{kernel.py_func.__module__}.{kernel.__name__}" for kernel in _kernels() if kernel.overloads]
+
+
+def load_kernels() -> list[str]:
+    """Loads every kernel that is in numba's cache, for all types that it was compiled for, and names the others."""
+    from numba.core.types import Omitted
+
+    missing = []
+    for kernel in _kernels():
+        # A signature ends with the fingerprint of the sources; the index keeps those of older sources too.
+        index = kernel._cache._cache_file._load_index()
+        current = kernel._cache._index_key
+        fingerprint = Omitted(kernel.py_func.__defaults__[-1])
+        for key in index:
+            signature = key[0]
+            if key == current(signature, kernel.targetctx.codegen()) and signature[-1] == fingerprint:
+                kernel.compile(signature)
+        if not kernel.overloads:
+            missing.append(f"{kernel.py_func.__module__}.{kernel.__name__}")
+    return missing
+
+
+def _call_everything() -> None:
+    """Calls of the library that between them call every kernel."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rank_main(comm: thinwire.Communicator) -> None:
+        x = torch.randn(8, 64, generator=generator)
+        thinwire.dequantize(thinwire.quantize(x, "int8"))
+        for transport in ("direct", "staged"):
+            thinwire.all_reduce(x, wire="int8", comm=comm, transport=transport)
+            thinwire.all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
+            with thinwire.ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
+                ids = torch.tensor([[0, 3]]).expand(8, 2).contiguous()
+                for used in (True, False):
+                    dispatched = experts.dispatch(x, ids, torch.ones(8, 2))
+                    if used:
+                        experts.combine(dispatched.tokens, dispatched)
+                    else:
+                        dispatched.abandon()
+
+    thinwire.testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
+
+
+def _in_a_child(function: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise RuntimeError("the kernels could not be compiled; what happened was printed above")
+
+
+def _warm_up() -> None:
+    from numba.core.registry import cpu_target
+
+    # As a first call does, which looks at all that numba has registered since it was imported.
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    if not load_kernels():
+        return
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if load_kernels():
+            _in_a_child(_call_everything)
+            load_kernels()
+
+
+_import_everything()
+# The few ranks that run numba's kernels beside interpreted ones load what they need.
+if HAS_NUMBA and "TRITON_INTERPRET" not in os.environ:
+    _warm_up()
