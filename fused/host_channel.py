@@ -83,8 +83,8 @@ class HostChannel(Channel):
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
         for name, offset, size in (
             ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
-            ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
-            ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),
+            ("tail", layout.TAILS, SIGNAL_LINE_BYTES),
+            ("head", layout.HEADS, SIGNAL_LINE_BYTES),
             ("parity", layout.HALVES, layout.SLOT_BYTES),
             ("ring", layout.RINGS, layout.SLOTS * layout.SLOT_BYTES),
         ):

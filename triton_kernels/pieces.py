@@ -116,29 +116,39 @@ def rows_of(count, FLAT: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def publish_tail(
+    buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
+    """Tells the peers that their pieces are in the ring; to those that got nothing it says what it said before."""
+    world: tl.constexpr = EXCHANGE.WORLD
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    known = peers < world
+    pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0)
+    sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
+    tl.store(counters_ptr + SENT * world + peers, sent, mask=known)
+    publish(buffer_ptrs, rank, EXCHANGE.TAILS, sent.to(tl.int32), EXCHANGE, LAUNCH)
+
+
+@triton.jit
 def publish_pieces(
     buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST: tl.constexpr,
     EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Tells the peers that their pieces are there: the header of a new epoch, or tails."""
-    world: tl.constexpr = EXCHANGE.WORLD
-    peers = tl.arange(0, LAUNCH.BLOCK)
-    known = peers < world
-    pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0)
     if FIRST:
+        world: tl.constexpr = EXCHANGE.WORLD
+        peers = tl.arange(0, LAUNCH.BLOCK)
         epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
         tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
         line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
+        pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=peers < world, other=0)
         rest = (pieces - 1).to(tl.int32)
-        counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=known, other=0)
+        counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=peers < world, other=0)
         store_signal_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_PIECES, rest, EXCHANGE, LAUNCH)
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_COUNT, counts, EXCHANGE, LAUNCH)
         publish_header(buffer_ptrs, rank, epoch, load_signature(signature_ptr), EXCHANGE, LAUNCH)
     else:
-        sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
-        tl.store(counters_ptr + SENT * world + peers, sent, mask=known)
-        # To peers that got nothing it says what it said before.
-        publish(buffer_ptrs, rank, EXCHANGE.TAILS, sent.to(tl.int32), EXCHANGE, LAUNCH)
+        publish_tail(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
 
 
 @triton.jit

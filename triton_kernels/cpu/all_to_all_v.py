@@ -14,8 +14,15 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.codec import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, cgutils, device, intrinsic, ir, kernel, types
-from thinwire.triton_kernels.cpu.exchange import header_count, header_pieces, same_signature, write_header
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
+from thinwire.triton_kernels.cpu.exchange import (
+    header_count,
+    header_pieces,
+    publish_head,
+    publish_header,
+    publish_tail,
+    same_signature,
+)
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     stack_buffer,
@@ -65,13 +72,13 @@ PEERS = (
     "next_out", "end_out", "next_in", "end_in", "answer", "limit", "sent", "received",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
-    "sequence_there", "sequence_here", "consumed_there", "consumed_here",
+    "tail_there", "tail_here", "head_there", "head_here",
 )  # fmt: skip
 (
     _SEND_COUNT, _SEND_DISPL, _RECV_COUNT, _RECV_DISPL,
     _NEXT_OUT, _END_OUT, _NEXT_IN, _END_IN, _ANSWER, _LIMIT, _SENT, _RECEIVED,
     _HEADER_THERE, _HEADER_HERE, _PARITY_THERE, _PARITY_HERE, _RING_THERE, _RING_HERE,
-    _SEQUENCE_THERE, _SEQUENCE_HERE, _HEADS_THERE, _HEADS_HERE,
+    _TAIL_THERE, _TAIL_HERE, _HEAD_THERE, _HEAD_HERE,
 ) = range(len(PEERS))  # fmt: skip
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
@@ -195,14 +202,14 @@ def begin(call, peers):
 @device
 def ring_has_room(call, peers, peer):
     """Whether the peer has taken enough of this rank's pieces that the next one may be stored."""
-    under_way = np.int32(peers[_SENT, peer] - np.int64(load_acquire(peers[_HEADS_HERE, peer])))
+    under_way = np.int32(peers[_SENT, peer] - np.int64(load_acquire(peers[_HEAD_HERE, peer])))
     return np.int64(under_way) < call[_SLOTS]
 
 
 @device
 def ring_has_piece(peers, peer):
     """Whether the peer has stored a piece that this rank has not taken."""
-    return np.int32(np.int64(load_acquire(peers[_SEQUENCE_HERE, peer])) - peers[_RECEIVED, peer]) > _ZERO
+    return np.int32(np.int64(load_acquire(peers[_TAIL_HERE, peer])) - peers[_RECEIVED, peer]) > _ZERO
 
 
 @device
@@ -229,11 +236,11 @@ def send_next(call, peers, peer, draining):
         return True
     if number > 0:
         peers[_SENT, peer] = sent + 1
-        store_release(peers[_SEQUENCE_THERE, peer], np.int32(sent + 1))
+        publish_tail(peers[_TAIL_THERE, peer], np.int32(sent + 1))
         return True
     line = peers[_HEADER_THERE, peer] + half * call[_HALF_LINES]
-    write_header(line, np.int32(peers[_END_OUT, peer] - 1), peers[_SEND_COUNT, peer], call[_SIGNATURE:])
-    store_release(line, np.int32(call[_EPOCH]))
+    pieces = np.int32(peers[_END_OUT, peer] - 1)
+    publish_header(line, np.int32(call[_EPOCH]), pieces, peers[_SEND_COUNT, peer], call[_SIGNATURE:])
     return True
 
 
@@ -283,7 +290,7 @@ def recv_next(call, peers, peer):
     peers[_NEXT_IN, peer] = number + 1
     if number > 0 and not own:
         peers[_RECEIVED, peer] = received + 1
-        store_release(peers[_HEADS_THERE, peer], np.int32(received + 1))
+        publish_head(peers[_HEAD_THERE, peer], np.int32(received + 1))
     return True
 
 

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.triton_kernels.cpu.codec import dtype_code, element_bytes, quantize_row, record_layout
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.exchange import same_signature, write_header
+from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
 from thinwire.triton_kernels.cpu.ir.fields import reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
@@ -182,10 +182,11 @@ def begin_epoch(buffer_ptrs, control, job, epoch):
     if np.int32(own) != np.int32(epoch - 1):
         publish(buffer_ptrs, job.world, job.rank, job.tails, epoch - 1)
     lines = header_lines(job, epoch)
-    for peer in range(job.world):
-        write_header(signal_line(buffer_ptrs, peer, lines, job.rank), 0, 0, signature_of(job))
     store_int32(control + 4 * CONTROL_EPOCH, epoch)
-    publish(buffer_ptrs, job.world, job.rank, lines, epoch)
+    for step in range(1, job.world + 1):
+        # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
+        line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
+        publish_header(line, epoch, 0, 0, signature_of(job))
 
 
 @device
