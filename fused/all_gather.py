@@ -20,7 +20,7 @@ from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg
-from thinwire.triton_kernels.collective_layout import ALL_GATHER
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 
 __all__ = ["all_gather", "all_gather_v"]

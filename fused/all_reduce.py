@@ -16,7 +16,7 @@ from thinwire.fused.collective_arguments import check_input, check_out, choose_c
 from thinwire.fused.partition import split_parts
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
-from thinwire.triton_kernels.collective_layout import ALL_REDUCE
+from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
 
 __all__ = ["all_reduce"]

@@ -1,16 +1,8 @@
 """The direct transport of one-way collectives: ranks store into each other's memory, whole messages or in pieces.
 
-Every rank has one symmetric buffer, and a *line* of 64 bytes is a flag with what the flag publishes behind it. What a
-rank writes lies at that rank's own place in a peer's memory, so no two ranks ever write the same byte::
+What lies where is in `thinwire.triton_kernels.exchange_layout`.
 
-    stuck     [source]            a peer gives up: see thinwire.triton_kernels.cpu.signal
-    headers   [half][source]      flag = epoch; ring pieces that follow, count of rows, what a row is
-    sequences [source]            flag = pieces that the source has ever put into its ring here
-    consumed  [destination]       flag = pieces that the destination has ever taken from this rank's ring there
-    halves    [half][source][piece_bytes]
-    ring      [source][pieces][piece_bytes]
-
-*One call is one epoch.* A rank stores the first `piece_bytes` for every peer into the half of the epoch's parity there,
+*One call is one epoch.* A rank stores the first `slot_bytes` for every peer into the half of the epoch's parity there,
 then the header, whose flag is the epoch: to everyone, also where there are no rows. It then takes in the headers and
 first pieces of all peers, and is done with the epoch when it has taken in everything. Only then does it begin the next.
 Why two halves are enough: who stores epoch e has seen every peer's header of e - 1, and a peer sends that only when it
@@ -18,7 +10,7 @@ has taken in all of e - 2, the last epoch to use this half. This is also why onl
 that posted e + 1 before it had taken in e would tell its peers that they may overwrite e.
 
 *What is longer goes on through a ring* for each ordered pair. The sender stores piece s of the pair's life into slot
-s % pieces once the consumed flag says that the receiver has taken piece s - pieces, then publishes s + 1; the receiver
+s % slots once the head says that the receiver has taken piece s - slots, then publishes s + 1; the receiver
 takes the piece out and publishes that it did. Neither number is ever reset, and both wrap. How many pieces belong to an
 epoch is in its header, so the sender may already be storing the next epoch's pieces behind them.
 
@@ -46,20 +38,20 @@ from typing import NamedTuple
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.errors import WireFormatError
 from thinwire.fused.counts import Segments
 from thinwire.fused.transport import DirectTransport
-from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.wire import WireFormat
 
 __all__ = [
     "FLAT_ROW",
     "PIECES",
     "Channel",
-    "ChannelLayout",
     "RecvBuffer",
     "RowFormat",
     "Transfer",
+    "channel_layout",
     "describe_difference",
     "describe_wire_word",
     "signature_of",
@@ -71,60 +63,23 @@ FLAT_ROW = 1024
 #: Bytes of a piece and slots of a ring, where the group is not too large for them.
 PIECE_BYTES, PIECES = 1 << 18, 4
 _MOST_BYTES = 64 << 20  # of one rank's memory
-_ALIGNMENT = 128
 _WIRES = ("none", "int8", "int4", "fp8")
 
 
-@dataclass(frozen=True)
-class ChannelLayout(SignalLayout):
-    """Sizes and byte offsets of a rank's symmetric buffer; see the top of this file."""
+def channel_layout(world: int, piece_bytes: int | None = None, pieces: int = PIECES) -> ExchangeLayout:
+    """The layout of a channel's memory, before anything is allocated.
 
-    PIECE_BYTES: int
-    PIECES: int
-    HEADERS: int
-    TAILS: int
-    HEADS: int
-    HALVES: int
-    RING: int
-    NUM_BYTES: int
+    Args:
+        world: ranks.
+        piece_bytes: of one piece, a multiple of 128; None means 256 KiB, or less in a large group.
+        pieces: slots of a ring.
 
-    @classmethod
-    def of(cls, world: int, piece_bytes: int | None = None, pieces: int = PIECES) -> ChannelLayout:
-        """The layout, before anything is allocated.
-
-        Args:
-            world: ranks.
-            piece_bytes: of one piece, a multiple of 128; None means 256 KiB, or less in a large group.
-            pieces: slots of a ring.
-
-        >>> layout = ChannelLayout.of(8)
-        >>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
-        (512, 2560, 12585472)
-        >>> ChannelLayout.of(72).PIECE_BYTES
-        155264
-        """
-        if piece_bytes is None:
-            share = _MOST_BYTES // (world * (2 + pieces))
-            piece_bytes = min(PIECE_BYTES, share // _ALIGNMENT * _ALIGNMENT)
-        if piece_bytes < _ALIGNMENT or piece_bytes % _ALIGNMENT or pieces < 1:
-            raise ThinwireError(
-                f"{pieces} pieces of {piece_bytes} bytes: expected at least 1, of a multiple of {_ALIGNMENT} bytes"
-            )
-        row = world * SIGNAL_LINE_BYTES
-        halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
-        ring = halves + 2 * world * piece_bytes
-        return cls(
-            WORLD=world,
-            PIECE_BYTES=piece_bytes,
-            PIECES=pieces,
-            STUCK=0,
-            HEADERS=row,
-            TAILS=3 * row,
-            HEADS=4 * row,
-            HALVES=halves,
-            RING=ring,
-            NUM_BYTES=ring + world * pieces * piece_bytes,
-        )
+    >>> channel_layout(8).NUM_BYTES, channel_layout(72).SLOT_BYTES
+    (12585472, 155264)
+    """
+    if piece_bytes is None:
+        piece_bytes = ExchangeLayout.slot_bytes_within(_MOST_BYTES, world, pieces, PIECE_BYTES)
+    return ExchangeLayout.of(world, piece_bytes, pieces)
 
 
 @dataclass(frozen=True)
@@ -202,7 +157,7 @@ class Channel(DirectTransport):
 
     phases = ("headers", "pieces")
 
-    def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
+    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
         super().__init__("all_to_all_v", memory, rank, timeout)
         self.layout = layout
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
@@ -263,7 +218,7 @@ class Channel(DirectTransport):
 
     def details(self) -> str:
         """What is worth telling of the memory."""
-        return f"pieces of {self.layout.PIECE_BYTES} bytes"
+        return f"pieces of {self.layout.SLOT_BYTES} bytes"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

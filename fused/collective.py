@@ -1,6 +1,6 @@
 """The direct transport of all-reduce, reduce-scatter and all-gather: memory, jobs, and what is launched when.
 
-Memory, legs and epochs are described in `thinwire.triton_kernels.collective_layout`. Numba's kernels and Triton's have
+Memory, legs and epochs are described in `thinwire.triton_kernels.exchange_layout`. Numba's kernels and Triton's have
 the same launchers, so this file serves both. A call longer than a slot goes in chunks, one epoch each.
 
 *Ranks that disagree* all learn it in the same epoch. On the CPU, where the host looks after each wait, all of them
@@ -24,19 +24,20 @@ from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.transport import DirectTransport, Refusal, open_direct, uses_triton
-from thinwire.triton_kernels.collective_layout import (
+from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     HEADER_SIGNATURE,
     REDUCE_SCATTER,
     SIGNATURE_WORDS,
-    CollectiveLane,
-    CollectiveLayout,
+    Endpoint,
+    ExchangeLayout,
     Job,
 )
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
+    MAX_WORLD,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
@@ -49,7 +50,9 @@ from thinwire.wire import WireFormat
 __all__ = ["DirectCollectives", "open_collectives"]
 
 _KEY = "collectives"
-#: Of a slot on a GPU, where three launches should not cost more than what they move; and of all of its slots.
+_SLOTS = 2  # of a ring: the second leg's, by parity
+#: Of a slot, and of all of a rank's memory; on a GPU three launches should not cost more than what they move.
+_SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
 
@@ -61,7 +64,7 @@ def open_collectives(
 
     Args:
         comm: closes it when it is closed.
-        slot_bytes: see `CollectiveLayout.of`; looked at in the first call only. On CUDA None means 4 MiB, or less in a
+        slot_bytes: see `collective_layout`; looked at in the first call only. On CUDA None means 4 MiB, or less in a
             large group.
         wires: what the call at hand wants to send.
 
@@ -76,11 +79,30 @@ def open_collectives(
     return comm.attached(_KEY, lambda: _open(comm, slot_bytes))
 
 
+def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> ExchangeLayout:
+    """The layout of the collectives' memory, before anything is allocated.
+
+    Args:
+        world: ranks, at most 72.
+        slot_bytes: of one slot, a multiple of 128; None means 1 MiB, 4 MiB on a GPU, or less in a large group.
+
+    Raises:
+        CapacityError: for another number.
+
+    >>> collective_layout(8).SLOT_BYTES, collective_layout(72).SLOT_BYTES
+    (1048576, 232960)
+    """
+    if not 1 <= world <= MAX_WORLD:
+        raise CapacityError(f"a group of {world} ranks; the direct collectives take 1 to {MAX_WORLD}")
+    if slot_bytes is None:
+        wanted, memory = (_GPU_SLOT_BYTES, _GPU_MOST_BYTES) if on_gpu else (_SLOT_BYTES, _MOST_BYTES)
+        slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, _SLOTS, wanted)
+    return ExchangeLayout.of(world, slot_bytes, _SLOTS)
+
+
 def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Refusal:
-    if slot_bytes is None and comm.device.type == "cuda":
-        slot_bytes = min(_GPU_SLOT_BYTES, _GPU_MOST_BYTES // (4 * comm.size) // 128 * 128)
     try:
-        layout = CollectiveLayout.of(comm.size, slot_bytes)
+        layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
     except CapacityError as error:
         return Refusal(_KEY, str(error))
 
@@ -99,7 +121,7 @@ def _num_programs(comm: Communicator) -> int | None:
     """Programs of a launch: None, as many as are good, unless ranks share a GPU and could keep each other out of it."""
     if comm.device.type != "cuda":
         return None
-    from thinwire.triton_kernels.collective_wait import programs_on_shared_gpu
+    from thinwire.triton_kernels.exchange import programs_on_shared_gpu
 
     own = platform.node(), str(torch.cuda.get_device_properties(comm.device).uuid)
     ranks = comm.all_gather_object(own).count(own)
@@ -121,7 +143,7 @@ class DirectCollectives(DirectTransport):
     def __init__(
         self,
         memory: SymmetricMemory,
-        layout: CollectiveLayout,
+        layout: ExchangeLayout,
         rank: int,
         timeout: float,
         kernels: ModuleType,
@@ -130,9 +152,9 @@ class DirectCollectives(DirectTransport):
         super().__init__(_KEY, memory, rank, timeout)
         self.layout = layout
         self._kernels, self._num_programs = kernels, num_programs
-        self.lane = CollectiveLane.of(layout, rank, memory.local, memory.buffer_ptrs)
+        self.lane = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
-        self._idle = CollectiveLane.of(layout, rank, memory.local, memory.buffer_ptrs)
+        self._idle = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self.report = self.lane.report.numpy()
         self._jobs: dict[tuple[object, ...], Job] = {}
@@ -226,7 +248,7 @@ class DirectCollectives(DirectTransport):
                 # Nobody knows which legs were taken; to go on could put one call's rows into another.
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
-    def _launch(self, lane: CollectiveLane, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
+    def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
         if job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk, programs)
@@ -259,7 +281,7 @@ class DirectCollectives(DirectTransport):
     def mismatch(self) -> ConfigMismatch:
         """What each rank was doing. No peer has gone on to this half's next epoch."""
         world = self.world
-        first = self.layout.FIRST + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * SIGNAL_LINE_BYTES
+        first = self.layout.HEADERS + (int(self.lane.control[CONTROL_EPOCH]) & 1) * world * SIGNAL_LINE_BYTES
         words = self.memory.local[first : first + world * SIGNAL_LINE_BYTES].cpu().view(torch.int64).view(world, -1)
         first = HEADER_SIGNATURE // 2
         calls = [describe_signature(line) for line in words[:, first : first + SIGNATURE_WORDS].tolist()]

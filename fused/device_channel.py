@@ -1,7 +1,7 @@
 """The channel of the direct all-to-all-v for ranks whose kernels are Triton's: on CUDA, and under its interpreter.
 
-Memory and protocol are those of `thinwire.fused.channel`; `thinwire.triton_kernels.channel` says in which steps the
-kernels go. Here it is decided what to launch.
+The protocol is that of `thinwire.fused.channel`; `thinwire.triton_kernels.all_to_all_v` says in which steps the kernels
+go. Here it is decided what to launch.
 
 *Who looks at the headers.* With the receive counts given, the host knows the number of steps and launches all of them
 without ever asking the device; the kernel that waits for the headers compares them. Without, the host waits for the
@@ -31,7 +31,6 @@ from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
     Channel,
-    ChannelLayout,
     RecvBuffer,
     RowFormat,
     Transfer,
@@ -40,7 +39,8 @@ from thinwire.fused.channel import (
 )
 from thinwire.fused.counts import Segments
 from thinwire.octets import as_bytes
-from thinwire.triton_kernels import channel as kernels
+from thinwire.triton_kernels import all_to_all_v as kernels
+from thinwire.triton_kernels.exchange_layout import Endpoint, ExchangeLayout
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
@@ -62,7 +62,7 @@ _ALIGNMENT = 128
 
 
 def piece_bytes_for(device: torch.device, world: int, pieces: int) -> int | None:
-    """What `ChannelLayout.of` is given where the caller has no wish: None, its own default, unless on CUDA.
+    """What `channel_layout` is given where the caller has no wish: None, its own default, unless on CUDA.
 
     >>> piece_bytes_for(torch.device("cuda"), 8, 4), piece_bytes_for(torch.device("cuda"), 72, 4)
     (4194304, 621312)
@@ -137,12 +137,12 @@ class DeviceChannel(Channel):
         memory, layout, rank, timeout: see `Channel`.
     """
 
-    def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
+    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
         super().__init__(memory, layout, rank, timeout)
         self.always_looks = not self.on_gpu  # at headers and reports, after each wait
-        self._end = kernels.Endpoint.of(layout, rank, memory.buffer_ptrs)
+        self._end = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         # Kernels that find this status do nothing; it is for those that only have to be compiled and loaded.
-        self._idle = kernels.Endpoint.of(layout, rank, memory.buffer_ptrs)
+        self._idle = Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self.report = self._end.report.numpy()
         if self.on_gpu:
@@ -158,7 +158,7 @@ class DeviceChannel(Channel):
         if not wire.quantized or not elements:
             return DeviceRowFormat(elements * dtype.itemsize, (), signature=signature)
         layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
-        if layout.ROW_BYTES > self.layout.PIECE_BYTES:
+        if layout.ROW_BYTES > self.layout.SLOT_BYTES:
             return DeviceRowFormat(layout.ROW_BYTES, (), layout.ROW_BYTES, signature=signature)
         return DeviceRowFormat(elements * dtype.itemsize, (), 0, layout, not tail, signature)
 
@@ -244,7 +244,7 @@ class DeviceChannel(Channel):
                 self._note(transfer, [-number for number in pieces], [0] * world)
         else:
             assert recv_buffer is not None
-            pieces = [form.pieces(count, self.layout.PIECE_BYTES) for count in recv_buffer.segments.counts]
+            pieces = [form.pieces(count, self.layout.SLOT_BYTES) for count in recv_buffer.segments.counts]
         self._move(transfer, None if error is not None else recv_buffer, pieces)
         transfer.over = True
         if error is not None:
@@ -254,7 +254,7 @@ class DeviceChannel(Channel):
 
     def _move(self, transfer: DeviceTransfer, recv_buffer: RecvBuffer | None, pieces: list[int]) -> None:
         """All steps from the taking of the first pieces on; without a buffer nothing is kept."""
-        form, sends, piece_bytes = transfer.form, transfer.sends, self.layout.PIECE_BYTES
+        form, sends, piece_bytes = transfer.form, transfer.sends, self.layout.SLOT_BYTES
         assert transfer.x is not None
         counts, out, out_stride = [0], transfer.x, 0
         if recv_buffer is not None:
@@ -277,12 +277,12 @@ class DeviceChannel(Channel):
     def _launch_send(self, transfer: DeviceTransfer, number: int) -> None:
         form = transfer.form
         assert transfer.x is not None and form.signature is not None
-        items = form.items(transfer.sends.counts, number, self.layout.PIECE_BYTES)
+        items = form.items(transfer.sends.counts, number, self.layout.SLOT_BYTES)
         kernels.send(self._end, transfer.x, transfer.stride, form.layout, form.flat, form.signature, number, items)
 
     def _note(self, transfer: DeviceTransfer, counts: list[int], displs: list[int]) -> None:
         form = transfer.form
-        per_piece = form.per_piece(self.layout.PIECE_BYTES)
+        per_piece = form.per_piece(self.layout.SLOT_BYTES)
         kernels.note(self._end, (transfer.sends.counts, transfer.sends.displs), (counts, displs), form.unit, per_piece)
 
     def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
@@ -314,7 +314,7 @@ class DeviceChannel(Channel):
         for peer, (pieces, count, *sent) in enumerate(headers.tolist()):
             if sent != signature or count != expected[peer]:
                 found.append(describe_difference(self.rank, peer, count, expected[peer], sent, signature))
-            elif pieces + 1 != form.pieces(count, self.layout.PIECE_BYTES):
+            elif pieces + 1 != form.pieces(count, self.layout.SLOT_BYTES):
                 found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
         return found
 

@@ -11,7 +11,7 @@ from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, ChannelLayout, RecvBuffer, RowFormat, Transfer
+from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, RowFormat, Transfer, channel_layout
 from thinwire.fused.counts import Segments
 from thinwire.fused.device_channel import DeviceChannel, piece_bytes_for
 from thinwire.fused.host_channel import HostChannel
@@ -35,7 +35,7 @@ def open_channel(
     Args:
         comm: closes the channel when it is closed.
         wire: what the call at hand wants to send; looked at in the first call only, as are the others.
-        piece_bytes, pieces: see `ChannelLayout.of`; on CUDA None means 4 MiB, or less in a large group.
+        piece_bytes, pieces: see `channel_layout`; on CUDA None means 4 MiB, or less in a large group.
 
     Raises:
         TransportUnavailable: no backend can quantise for this wire, on any transport. Raised before peers are asked.
@@ -52,8 +52,8 @@ def _new_channel(
         select_backend(comm.device, wire)
     if piece_bytes is None:
         piece_bytes = piece_bytes_for(comm.device, comm.size, pieces)
-    layout = ChannelLayout.of(comm.size, piece_bytes, pieces)
-    settings: dict[str, Setting] = {"piece_bytes": layout.PIECE_BYTES, "pieces": layout.PIECES}
+    layout = channel_layout(comm.size, piece_bytes, pieces)
+    settings: dict[str, Setting] = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
 
     def make(memory: SymmetricMemory) -> Channel:
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
@@ -132,7 +132,7 @@ def _send_long_records(
     if x.dim() == 1:
         raise CapacityError(
             f"a record of {FLAT_ROW} elements takes {row_format.record_bytes} bytes in {wire!r}; for 1-D tensors it "
-            f"must fit into a piece of the direct transport, {channel.layout.PIECE_BYTES} bytes: pass "
+            f"must fit into a piece of the direct transport, {channel.layout.SLOT_BYTES} bytes: pass "
             "transport='staged', or a smaller alignment"
         )
     backend = select_backend(x.device, wire)

@@ -1,6 +1,6 @@
 """The channel of the direct all-to-all-v for CPU ranks: memory, numba's kernel, and the state of calls.
 
-Memory and protocol are described in `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.channel`.
+The protocol is that of `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.all_to_all_v`.
 
 A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
 it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
@@ -21,7 +21,6 @@ from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import (
     FLAT_ROW,
     Channel,
-    ChannelLayout,
     RecvBuffer,
     RowFormat,
     Transfer,
@@ -29,6 +28,7 @@ from thinwire.fused.channel import (
     signature_of,
 )
 from thinwire.fused.counts import Segments
+from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
@@ -48,8 +48,8 @@ class HostChannel(Channel):
         memory, layout, rank, timeout: see `Channel`.
     """
 
-    def __init__(self, memory: SymmetricMemory, layout: ChannelLayout, rank: int, timeout: float) -> None:
-        from thinwire.triton_kernels.cpu import channel as kernels  # here, as loading numba takes a while
+    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
+        from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
         super().__init__(memory, layout, rank, timeout)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
@@ -70,9 +70,9 @@ class HostChannel(Channel):
             "world": world,
             "rank": rank,
             "half_lines": world * SIGNAL_LINE_BYTES,
-            "half_bytes": world * layout.PIECE_BYTES,
-            "piece_bytes": layout.PIECE_BYTES,
-            "pieces": layout.PIECES,
+            "half_bytes": world * layout.SLOT_BYTES,
+            "slot_bytes": layout.SLOT_BYTES,
+            "slots": layout.SLOTS,
             "timeout": round(timeout * 1e9),
             "grace": round(self.grace * 1e9),
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
@@ -83,10 +83,10 @@ class HostChannel(Channel):
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
         for name, offset, size in (
             ("header", layout.HEADERS, SIGNAL_LINE_BYTES),
-            ("sequence", layout.TAILS, SIGNAL_LINE_BYTES),
-            ("consumed", layout.HEADS, SIGNAL_LINE_BYTES),
-            ("parity", layout.HALVES, layout.PIECE_BYTES),
-            ("ring", layout.RING, layout.PIECES * layout.PIECE_BYTES),
+            ("tail", layout.TAILS, SIGNAL_LINE_BYTES),
+            ("head", layout.HEADS, SIGNAL_LINE_BYTES),
+            ("parity", layout.HALVES, layout.SLOT_BYTES),
+            ("ring", layout.RINGS, layout.SLOTS * layout.SLOT_BYTES),
         ):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
@@ -98,7 +98,7 @@ class HostChannel(Channel):
             self._row_formats.clear()
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
-        piece_bytes = self.layout.PIECE_BYTES
+        piece_bytes = self.layout.SLOT_BYTES
         if not wire.quantized or not row_elements:
             return RowFormat(step, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout

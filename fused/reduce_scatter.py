@@ -17,7 +17,7 @@ from thinwire.fused.collective_arguments import check_input, check_out, choose_c
 from thinwire.fused.partition import even_parts
 from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import ScatterLeg
-from thinwire.triton_kernels.collective_layout import REDUCE_SCATTER
+from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 
 __all__ = ["reduce_scatter"]

@@ -1,7 +1,7 @@
 """All-reduce, reduce-scatter and all-gather over peers' memory: the kernels, which quantise, move and sum rows.
 
-Memory, legs and epochs are those of `thinwire.triton_kernels.collective_layout`; how a kernel waits is in
-`thinwire.triton_kernels.collective_wait`. An all-reduce of one chunk is three launches::
+Memory is that of `thinwire.triton_kernels.exchange_layout`; how a kernel waits is in
+`thinwire.triton_kernels.exchange`. An all-reduce of one chunk is three launches::
 
     scatter    row i of part p -> the owner of p, as a record             first flag
     reduce     wait; sum over ranks of the dequantised rows of my part,
@@ -23,14 +23,6 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.collective_layout import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    FIRST_LEG,
-    SECOND_LEG,
-    CollectiveLane,
-    Job,
-)
 from thinwire.triton_kernels.collective_rows import (
     first_peer,
     length_and_start,
@@ -41,15 +33,16 @@ from thinwire.triton_kernels.collective_rows import (
     send_row,
     send_sum,
 )
-from thinwire.triton_kernels.collective_wait import await_leg, begin_epoch, num_waiting_programs_for
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange import await_leg, begin_epoch, num_waiting_programs_for
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
 __all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
 
-_FIRST_LEG = tl.constexpr(FIRST_LEG)
+_FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = [
     "rank",
@@ -83,30 +76,30 @@ def scatter_kernel(
     signature_3: tl.int64,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    COLLECTIVE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Rows of every part to its owner, then the first flag."""
-    world: tl.constexpr = COLLECTIVE.WORLD
-    if tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING:
-        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH) + 1
+    world: tl.constexpr = EXCHANGE.WORLD
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         item = tl.program_id(0)
         while item < rows * world:
             row, part = row_and_part(item, rank, world)
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
-                offset = record_offset(COLLECTIVE.SCATTERED, epoch, rank, row, COLLECTIVE, LAYOUT)
+                offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, LAYOUT)
                 send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
             item += tl.num_programs(0)
-        if arrive(control_ptr, COLLECTIVE, LAUNCH):
+        if arrive(control_ptr, EXCHANGE, LAUNCH):
             begin_epoch(
                 buffer_ptrs,
                 control_ptr,
                 rank,
                 epoch,
                 (signature_0, signature_1, signature_2, signature_3),
-                COLLECTIVE,
+                EXCHANGE,
                 LAUNCH,
             )
 
@@ -126,30 +119,30 @@ def send_to_all_kernel(
     signature_3: tl.int64,
     ROWS_PER_CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
-    COLLECTIVE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Rows of the own part, which begins at `x_ptr`, to everyone, then the first flag."""
-    world: tl.constexpr = COLLECTIVE.WORLD
-    if tl.load(control_ptr + COLLECTIVE.STATUS) == COLLECTIVE.RUNNING:
-        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH) + 1
+    world: tl.constexpr = EXCHANGE.WORLD
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
             length, _ = length_and_start(parts_ptr, rank, first + row, world, GATHER.HIDDEN)
             if length > 0:
-                offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
+                offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, GATHER)
                 x_row = x_ptr + (first + row) * GATHER.HIDDEN
                 send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, GATHER)
             row += tl.num_programs(0)
-        if arrive(control_ptr, COLLECTIVE, LAUNCH):
+        if arrive(control_ptr, EXCHANGE, LAUNCH):
             begin_epoch(
                 buffer_ptrs,
                 control_ptr,
                 rank,
                 epoch,
                 (signature_0, signature_1, signature_2, signature_3),
-                COLLECTIVE,
+                EXCHANGE,
                 LAUNCH,
             )
 
@@ -174,25 +167,25 @@ def reduce_kernel(
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    COLLECTIVE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`."""
-    world: tl.constexpr = COLLECTIVE.WORLD
+    world: tl.constexpr = EXCHANGE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, True, COLLECTIVE, LAUNCH,
+        LEG, EXCHANGE, LAUNCH,
     )  # fmt: skip
-    epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
+    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     row = tl.program_id(0)
     while row < rows:
         length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
             out_row = out_ptr + (first + row) * LAYOUT.HIDDEN
-            record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
-            recv_sum(record, out_row, length, running, COLLECTIVE, LAYOUT)
+            record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
+            recv_sum(record, out_row, length, running, EXCHANGE, LAYOUT)
         row += tl.num_programs(0)
 
 
@@ -216,29 +209,29 @@ def reduce_and_send_to_all_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
-    COLLECTIVE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Waits for the first leg; sums of the own part's rows to everyone, then the second flag."""
-    world: tl.constexpr = COLLECTIVE.WORLD
+    world: tl.constexpr = EXCHANGE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, True, COLLECTIVE, LAUNCH,
+        LEG, EXCHANGE, LAUNCH,
     )  # fmt: skip
     if running:
-        epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
+        epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
             length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
-                record = buffer_ptr + record_offset(COLLECTIVE.SCATTERED, epoch, 0, row, COLLECTIVE, LAYOUT)
-                offset = record_offset(COLLECTIVE.GATHERED, epoch, rank, row, COLLECTIVE, GATHER)
-                send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, COLLECTIVE, LAYOUT, GATHER)
+                record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
+                offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
+                send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
             row += tl.num_programs(0)
-        if arrive(control_ptr, COLLECTIVE, LAUNCH):
-            publish(buffer_ptrs, rank, COLLECTIVE.SECOND, epoch, COLLECTIVE, LAUNCH)
+        if arrive(control_ptr, EXCHANGE, LAUNCH):
+            publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -261,24 +254,24 @@ def gather_recv_kernel(
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
-    COLLECTIVE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
-    world: tl.constexpr = COLLECTIVE.WORLD
+    world: tl.constexpr = EXCHANGE.WORLD
     running = await_leg(
         buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
         timeout_ns, grace_ns,
-        LEG, LEG == _FIRST_LEG, COLLECTIVE, LAUNCH,
+        LEG, EXCHANGE, LAUNCH,
     )  # fmt: skip
-    epoch = tl.load(control_ptr + COLLECTIVE.EPOCH)
+    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
     while item < rows * world:
         row, part = row_and_part(item, rank, world)
         length, start = length_and_start(parts_ptr, part, first + row, world, GATHER.HIDDEN)
         if length > 0:
-            offset = record_offset(COLLECTIVE.GATHERED, epoch, part, row, COLLECTIVE, GATHER)
+            offset = record_offset(LEG, epoch, part, row, EXCHANGE, GATHER)
             recv_row(buffer_ptr + offset, out_ptr + start, length, running, GATHER)
         item += tl.num_programs(0)
 
@@ -303,41 +296,41 @@ def _layouts(job: Job) -> tuple[RecordLayout, RecordLayout]:
     return scattered, gathered
 
 
-def _options(lane: CollectiveLane, job: Job, num_warps: int) -> dict[str, Any]:
+def _options(end: Endpoint, job: Job, num_warps: int) -> dict[str, Any]:
     """What all launches have by name."""
     return {
         "ROWS_PER_CHUNK": job.rows_per_chunk,
-        "COLLECTIVE": lane.layout,
-        "LAUNCH": Launch.of(lane.layout, lane.buffer.device),
+        "EXCHANGE": end.layout,
+        "LAUNCH": Launch.of(end.layout, end.buffer.device),
         "num_warps": num_warps,
         "enable_fp_fusion": False,
     }
 
 
-def scatter(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """Begins an epoch: a chunk of rows of every part, quantised into the memory of the part's owner; the first flag.
 
     Args:
-        lane: the lane, whose last epoch is over on this rank's stream. Where it does not run nothing is done.
+        end: of the exchange, whose last epoch is over on this rank's stream. In poisoned memory nothing is done.
         job: of op ALL_REDUCE or REDUCE_SCATTER.
         x: [elements] of `job.dtype`, contiguous, the whole tensor.
         chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
         num_programs: programs of the launch; None means enough to fill the GPU.
     """
     layout, rows = RecordLayout.of(job.wire, job.row, job.dtype), job.rows_in_chunk(chunk)
-    programs = num_programs_for(rows * lane.layout.WORLD, x.device, num_programs)
+    programs = num_programs_for(rows * end.layout.WORLD, x.device, num_programs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         scatter_kernel[(programs,)](
-            x, job.parts, lane.buffer_ptrs, lane.control, lane.rank, chunk, rows, *job.signature, LAYOUT=layout,
-            **_options(lane, job, layout.num_warps),
+            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, LAYOUT=layout,
+            **_options(end, job, layout.num_warps),
         )  # fmt: skip
 
 
-def send_to_all(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """Begins an epoch: a chunk of this rank's own rows, each encoded once and stored at every rank; the first flag.
 
     Args:
-        lane, chunk, num_programs: see `scatter`.
+        end, chunk, num_programs: see `scatter`.
         job: of op ALL_GATHER.
         x: [elements of the own part] of `job.dtype`, contiguous.
     """
@@ -345,13 +338,13 @@ def send_to_all(lane: CollectiveLane, job: Job, x: torch.Tensor, chunk: int, num
     programs = num_programs_for(rows, x.device, num_programs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         send_to_all_kernel[(programs,)](
-            x, job.parts, lane.buffer_ptrs, lane.control, lane.rank, chunk, rows, *job.signature, GATHER=layout,
-            **_options(lane, job, layout.num_warps),
+            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, GATHER=layout,
+            **_options(end, job, layout.num_warps),
         )  # fmt: skip
 
 
 def reduce(
-    lane: CollectiveLane,
+    end: Endpoint,
     job: Job,
     out: torch.Tensor | None,
     chunk: int,
@@ -362,24 +355,24 @@ def reduce(
     """Waits for everyone's first flag and sums a chunk of the own part's rows over all ranks, in float32.
 
     Args:
-        lane, chunk: see `scatter`, which opened the epoch.
+        end, chunk: see `scatter`, which opened the epoch.
         job: of op REDUCE_SCATTER where `out` is a tensor, ALL_REDUCE where it is None.
         out: [elements of the own part] of `job.dtype`, contiguous: sums rounded once, saturating at the largest finite
-            value unless `job.wire` is `none`; NaN where the lane does not run. None: each row of sums is encoded once
+            value unless `job.wire` is `none`; NaN in poisoned memory. None: each row of sums is encoded once
             in `job.gather_wire` (`none` rounds it as above), stored at every rank, and the second flag follows.
-        timeout: seconds until the lane is given up.
+        timeout: seconds until the exchange is given up.
         grace: seconds that peers then get to say that they are stuck as well.
         num_programs: programs of the launch; None means two a multiprocessor. Where ranks share a GPU, see
-            `thinwire.triton_kernels.collective_wait.programs_on_shared_gpu`.
+            `thinwire.triton_kernels.exchange.programs_on_shared_gpu`.
     """
-    rows, device = job.rows_in_chunk(chunk), lane.buffer.device
+    rows, device = job.rows_in_chunk(chunk), end.buffer.device
     programs = num_waiting_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
-    options = _options(lane, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    lines = (lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.report, lane.rank)
+    options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
+    lines = (end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank)
     numbers = (chunk, rows, *job.signature, int(timeout * 1e9), int(grace * 1e9))
     options |= register_limit(device)
-    with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
+    with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         if out is None:
             reduce_and_send_to_all_kernel[(programs,)](
                 job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered, **options
@@ -389,7 +382,7 @@ def reduce(
 
 
 def gather_recv(
-    lane: CollectiveLane,
+    end: Endpoint,
     job: Job,
     out: torch.Tensor,
     chunk: int,
@@ -400,16 +393,16 @@ def gather_recv(
     """Waits for everyone's gathered rows of a chunk and decodes those of all parts.
 
     Args:
-        lane, chunk, timeout, grace, num_programs: see `reduce`.
+        end, chunk, timeout, grace, num_programs: see `reduce`.
         job: of op ALL_REDUCE, after `reduce`: waits for second flags; or ALL_GATHER, after `send_to_all`: for first.
-        out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN where the lane does not run.
+        out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN in poisoned memory.
     """
     layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
-    programs = num_waiting_programs_for(rows * lane.layout.WORLD, out.device, num_programs)
+    programs = num_waiting_programs_for(rows * end.layout.WORLD, out.device, num_programs)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         gather_recv_kernel[(programs,)](
-            out, job.parts, lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.report, lane.rank, chunk,
+            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
             rows, *job.signature, int(timeout * 1e9), int(grace * 1e9),
             LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, GATHER=layout,
-            **_options(lane, job, layout.num_warps),
+            **_options(end, job, layout.num_warps),
         )  # fmt: skip

@@ -14,6 +14,8 @@ from thinwire.triton_kernels.codec import (
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange import half_offset, slot_offset
+from thinwire.triton_kernels.exchange_layout import FIRST_LEG
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE
 
@@ -28,6 +30,7 @@ __all__ = [
     "send_sum",
 ]
 
+_FIRST_LEG = tl.constexpr(FIRST_LEG)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
@@ -65,10 +68,13 @@ def length_and_start(parts_ptr, part, row, WORLD: tl.constexpr, HIDDEN: tl.const
 
 
 @triton.jit
-def record_offset(SLOTS: tl.constexpr, epoch, source, row, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where in a rank's buffer a row of the chunk from rank `source` lies, in the slots from byte SLOTS on."""
-    slot = (epoch & 1).to(tl.int64) * COLLECTIVE.WORLD + source
-    return SLOTS + slot * COLLECTIVE.SLOT_BYTES + row.to(tl.int64) * LAYOUT.ROW_BYTES
+def record_offset(LEG: tl.constexpr, epoch, source, row, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where in a rank's buffer a row of the chunk lies that rank `source` sends in a leg."""
+    if LEG == _FIRST_LEG:
+        offset = half_offset(epoch, source, EXCHANGE)
+    else:
+        offset = slot_offset(epoch & 1, source, EXCHANGE)
+    return offset + row.to(tl.int64) * LAYOUT.ROW_BYTES
 
 
 @triton.jit
@@ -114,12 +120,12 @@ def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORL
 
 
 @triton.jit
-def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+def sum_tile(first_record, tile, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
     """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0."""
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
-    for source in tl.range(COLLECTIVE.WORLD, loop_unroll_factor=4):
-        record = tl.multiple_of(first_record + source * COLLECTIVE.SLOT_BYTES, 16)
+    for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=4):
+        record = tl.multiple_of(first_record + source * EXCHANGE.SLOT_BYTES, 16)
         total = total + load_record_tile(record, tile, LAYOUT)
     if LAYOUT.KIND != NONE:
         # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
@@ -130,22 +136,22 @@ def sum_tile(first_record, tile, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr)
 
 @triton.jit
 def send_sum(
-    first_record, buffer_ptrs, peer, offset, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
+    first_record, buffer_ptrs, peer, offset, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
 ):
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
     It is encoded once, as GATHER.
     """
-    world: tl.constexpr = COLLECTIVE.WORLD
+    world: tl.constexpr = EXCHANGE.WORLD
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:
         for tile in range(GATHER.NUM_TILES):
             columns = tile_columns(tile, GATHER)
-            total = tl.reshape(sum_tile(first_record, tile, COLLECTIVE, LAYOUT), columns.shape)
+            total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
             row_amax = tl.maximum(row_amax, group_amax(total))
     for tile in range(GATHER.NUM_TILES):
         columns = tile_columns(tile, GATHER)
-        total = tl.reshape(sum_tile(first_record, tile, COLLECTIVE, LAYOUT), columns.shape)
+        total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
         if GATHER.KIND == NONE:
             target = peer
             for _ in range(world):
@@ -167,7 +173,7 @@ def send_sum(
 
 @triton.jit
 def recv_row(record, out_row, length, running, LAYOUT: tl.constexpr):
-    """A record into a row of `length` elements, if more are not there; NaN if the lane does not run."""
+    """A record into a row of `length` elements, if more are not there; NaN in poisoned memory."""
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         there = columns < tl.minimum(length, LAYOUT.HIDDEN)
@@ -181,12 +187,12 @@ def recv_row(record, out_row, length, running, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def recv_sum(first_record, out_row, length, running, COLLECTIVE: tl.constexpr, LAYOUT: tl.constexpr):
+def recv_sum(first_record, out_row, length, running, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
     """The sum of a row over all ranks into a row of `length` elements, if more are not there; NaN as above."""
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         total = tl.full(columns.shape, float("nan"), tl.float32)
         if running:
-            total = sum_tile(first_record, tile, COLLECTIVE, LAYOUT)
+            total = sum_tile(first_record, tile, EXCHANGE, LAYOUT)
         there = columns < tl.minimum(length, LAYOUT.HIDDEN)
         store_float32(out_row + columns, total, there, LAYOUT.KIND != NONE)

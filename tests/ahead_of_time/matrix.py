@@ -18,14 +18,15 @@ import torch
 from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, inspect_signals, record_launches
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
-from thinwire.fused.channel import ChannelLayout
-from thinwire.triton_kernels import channel, codec, collective, combine, dispatch, pack, permute, sums
-from thinwire.triton_kernels.collective_layout import (
+from thinwire.fused.channel import channel_layout
+from thinwire.fused.collective import collective_layout
+from thinwire.triton_kernels import all_to_all_v, codec, collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
-    CollectiveLane,
-    CollectiveLayout,
+    SIGNATURE_WORDS,
+    Endpoint,
     Job,
 )
 from thinwire.triton_kernels.record import RecordLayout
@@ -107,33 +108,33 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct all-to-all-v."""
-    end = channel.Endpoint.of(ChannelLayout.of(8, 4 << 20), 0, torch.zeros(8, dtype=torch.int64))
+    end = Endpoint.of(channel_layout(8, 4 << 20), 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
     x, signature = (
         torch.empty(4, case.hidden, dtype=torch.bfloat16),
-        torch.zeros(channel.SIGNATURE_WORDS, dtype=torch.int64),
+        torch.zeros(SIGNATURE_WORDS, dtype=torch.int64),
     )
     octets = x.view(-1).view(torch.uint8)
     step, counts = 2 * case.hidden, ([4] * 8, [0] * 8)
     if case.kernel in CHANNEL_KERNELS:
         layout = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
         if case.kernel == "send_rows":
-            return channel.send, (end, x, case.hidden, layout, False, signature, 0, 4), 0
-        return channel.recv, (end, x, case.hidden, layout, False, 1, 4), 0
+            return all_to_all_v.send, (end, x, case.hidden, layout, False, signature, 0, 4), 0
+        return all_to_all_v.recv, (end, x, case.hidden, layout, False, 1, 4), 0
     function, arguments = {
-        "note": (channel.note, (end, counts, counts, 1, 500)),
-        "wait_headers": (channel.wait, (end, channel.HEADERS, 0, signature, True, 30.0, 1.0)),
-        "wait_room": (channel.wait, (end, channel.ROOM, 1, signature, False, 30.0, 1.0)),
-        "wait_pieces": (channel.wait, (end, channel.PIECES, 1, signature, False, 30.0, 1.0)),
-        "send_bytes": (channel.send, (end, octets, step, None, False, signature, 1, 4)),
-        "recv_bytes": (channel.recv, (end, octets, step, None, False, 1, 4)),
+        "note": (all_to_all_v.note, (end, counts, counts, 1, 500)),
+        "wait_headers": (all_to_all_v.wait, (end, all_to_all_v.HEADERS, 0, signature, True, 30.0, 1.0)),
+        "wait_room": (all_to_all_v.wait, (end, all_to_all_v.ROOM, 1, signature, False, 30.0, 1.0)),
+        "wait_pieces": (all_to_all_v.wait, (end, all_to_all_v.PIECES, 1, signature, False, 30.0, 1.0)),
+        "send_bytes": (all_to_all_v.send, (end, octets, step, None, False, signature, 1, 4)),
+        "recv_bytes": (all_to_all_v.recv, (end, octets, step, None, False, 1, 4)),
     }[case.kernel]
     return function, arguments, 0
 
 
 def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct collectives, whose tensors begin anywhere."""
-    layout, wire = CollectiveLayout.of(8), WireFormat.parse(case.wire)
-    lane = CollectiveLane.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
+    layout, wire = collective_layout(8), WireFormat.parse(case.wire)
+    lane = Endpoint.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
     x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
     ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER}
     job = Job(

@@ -18,12 +18,12 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError
-from thinwire.fused.channel import ChannelLayout, Transfer
+from thinwire.fused.channel import Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import Segments, receive_segments, send_segments
 from thinwire.fused.direct import send_rows
 from thinwire.fused.host_channel import HostChannel
-from thinwire.triton_kernels.cpu import channel as kernels
+from thinwire.triton_kernels.cpu import all_to_all_v as kernels
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
@@ -48,7 +48,7 @@ class Group:
     """Channels of ranks that are threads of this process."""
 
     def __init__(self, world: int, piece_bytes: int = TINY, pieces: int = 2, timeout: float = 20.0) -> None:
-        self.layout = ChannelLayout.of(world, piece_bytes, pieces)
+        self.layout = channel_layout(world, piece_bytes, pieces)
         self.buffers = [torch.zeros(self.layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
         buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
         self.channels: list[Any] = [
@@ -118,7 +118,7 @@ def exchange(
 
 @pytest.mark.parametrize(("world", "piece_bytes", "pieces"), [(1, None, 4), (2, 128, 1), (3, 640, 3), (72, None, 4)])
 def test_no_two_lines_or_slots_share_a_byte(world: int, piece_bytes: int | None, pieces: int) -> None:
-    layout = ChannelLayout.of(world, piece_bytes, pieces)
+    layout = channel_layout(world, piece_bytes, pieces)
     spans = []
     for rank in range(world):
         lines = [
@@ -129,9 +129,9 @@ def test_no_two_lines_or_slots_share_a_byte(world: int, piece_bytes: int | None,
             layout.HEADS,
         ]
         spans += [(line + rank * SIGNAL_LINE_BYTES, SIGNAL_LINE_BYTES) for line in lines]
-        spans += [(layout.HALVES + (half * world + rank) * layout.PIECE_BYTES, layout.PIECE_BYTES) for half in (0, 1)]
-        first = layout.RING + rank * pieces * layout.PIECE_BYTES
-        spans += [(first + piece * layout.PIECE_BYTES, layout.PIECE_BYTES) for piece in range(pieces)]
+        spans += [(layout.HALVES + (half * world + rank) * layout.SLOT_BYTES, layout.SLOT_BYTES) for half in (0, 1)]
+        first = layout.RINGS + rank * pieces * layout.SLOT_BYTES
+        spans += [(first + piece * layout.SLOT_BYTES, layout.SLOT_BYTES) for piece in range(pieces)]
     spans.sort()
     for (start, size), (following, _) in zip(spans, [*spans[1:], (layout.NUM_BYTES, 0)], strict=True):
         assert start % SIGNAL_LINE_BYTES == 0 and start + size <= following
@@ -141,7 +141,7 @@ def test_no_two_lines_or_slots_share_a_byte(world: int, piece_bytes: int | None,
 @pytest.mark.parametrize(("piece_bytes", "pieces"), [(0, 4), (100, 4), (128, 0)])
 def test_a_layout_of_nonsense_is_refused(piece_bytes: int, pieces: int) -> None:
     with pytest.raises(ThinwireError, match="expected at least 1"):
-        ChannelLayout.of(2, piece_bytes, pieces)
+        channel_layout(2, piece_bytes, pieces)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -284,20 +284,20 @@ def _poisoned(comm: Communicator) -> None:
     assert isinstance(opened, DirectCollectives)
     opened.lane.control[CONTROL_EPOCH] = 2**31 - 4  # and the epoch wraps
     for half in range(2):
-        first = opened.layout.FIRST + half * comm.size * 64
+        first = opened.layout.HEADERS + half * comm.size * 64
         opened.lane.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
-    second = opened.layout.SECOND
+    second = opened.layout.TAILS
     opened.lane.buffer[second : second + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
     wire = WireFormat.parse("int8")
     for seed in range(6):
         tensors = _tensors(seed, comm.size, (comm.size * 30, 301), torch.float32)
         comm.barrier()
-        opened.lane.buffer[opened.layout.SCATTERED :] = 0xFF
+        opened.lane.buffer[opened.layout.HALVES :] = 0xFF
         comm.barrier()
         got = all_reduce(tensors[comm.rank], comm=comm)
         assert_same_bits("all_reduce", all_reduced(tensors, wire, wire), got)
         comm.barrier()
-        opened.lane.buffer[opened.layout.SCATTERED :] = 0xFF
+        opened.lane.buffer[opened.layout.HALVES :] = 0xFF
         comm.barrier()
         got = reduce_scatter(tensors[comm.rank], comm=comm)
         assert_same_bits("reduce_scatter", reduce_scattered(tensors, wire, comm.rank), got)

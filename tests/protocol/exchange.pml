@@ -237,7 +237,7 @@ inline store_first_leg() { /* and the header's words */
 #endif
     }
     do
-    :: d_step { /* triton_kernels/channel.py publish_header; triton_kernels/collective_wait.py begin_epoch */
+    :: d_step { /* triton_kernels/exchange.py publish_header; triton_kernels/exchange.py begin_epoch */
         (todo & HEADER) -> todo = todo & ~HEADER;
         for (peer : 0 .. RANKS - 1) {
             header_epoch[IN(HEADER_HALF(epoch), peer, rank)] = epoch;
@@ -248,12 +248,12 @@ inline store_first_leg() { /* and the header's words */
         (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
         store_part(half_first[IN(HALF(epoch), peer, rank)], slot_first[SLOT(peer, rank, epoch)]) }
 #ifndef COLLECTIVE
-    :: d_step { /* triton_kernels/channel.py send_rows_kernel; triton_kernels/cpu/channel.py send_next */
+    :: d_step { /* triton_kernels/pieces.py send_rows_kernel; triton_kernels/cpu/all_to_all_v.py send_next */
         (todo & PART_SECOND) -> todo = todo & ~PART_SECOND;
         store_part(half_second[IN(HALF(epoch), peer, rank)], slot_second[SLOT(peer, rank, epoch)]) }
 #endif
 #if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
-    :: d_step { /* triton_kernels/collective_wait.py begin_epoch: if the epoch before had no second leg */
+    :: d_step { /* triton_kernels/exchange.py begin_epoch: if the epoch before had no second leg */
         (todo & TAIL) -> todo = todo & ~TAIL;
         for (peer : 0 .. RANKS - 1) {
             tail[AT(peer, rank)] = FLAG(epoch - 1)
@@ -299,7 +299,7 @@ inline epoch_is_read() {
 /* Collectives. */
 
 #ifdef COLLECTIVE
-inline compare_with(source) { /* triton_kernels/collective_wait.py differs */
+inline compare_with(source) { /* triton_kernels/exchange.py differing_signatures */
     take(header_epoch[IN(HEADER_HALF(epoch), rank, source)], epoch);
     differs = differs || header_says[IN(HEADER_HALF(epoch), rank, source)] != op;
     header_says[IN(HEADER_HALF(epoch), rank, source)] = 0
@@ -376,7 +376,7 @@ inline publish_epochs_tail() { /* triton_kernels/signal.py publish */
     tail[AT(rank, rank)] = FLAG(epoch)
 }
 
-inline wait_tails() { /* triton_kernels/collective_wait.py await_leg */
+inline wait_tails() { /* triton_kernels/exchange.py await_leg */
     REACHED(tail[AT(rank, RIGHT)], epoch);
 #if RANKS > 2
     REACHED(tail[AT(rank, LEFT)], epoch)
@@ -462,7 +462,7 @@ next:   skip
 #define RING_PIECES(says) ((says) - ((says) > 0))
 #endif
 
-inline take_first_piece(source, reading) { /* triton_kernels/cpu/channel.py read_header */
+inline take_first_piece(source, reading) { /* triton_kernels/cpu/all_to_all_v.py read_header */
     take(header_epoch[IN(HEADER_HALF(reading), rank, source)], reading);
     if
     :: header_says[IN(HEADER_HALF(reading), rank, source)] > 0 ->
@@ -476,7 +476,7 @@ inline take_first_piece(source, reading) { /* triton_kernels/cpu/channel.py read
     header_says[IN(HEADER_HALF(reading), rank, source)] = 0
 }
 
-inline take_first_pieces(reading) { /* triton_kernels/channel.py recv_rows_kernel */
+inline take_first_pieces(reading) { /* triton_kernels/pieces.py recv_rows_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if
@@ -491,7 +491,7 @@ inline take_first_pieces(reading) { /* triton_kernels/channel.py recv_rows_kerne
 #ifdef BROKEN_NO_HEADS
 #define HAS_ROOM(peer) true
 #else
-/* triton_kernels/cpu/channel.py ring_has_room */
+/* triton_kernels/cpu/all_to_all_v.py ring_has_room */
 #define HAS_ROOM(peer) COUNTED(head[AT(rank, peer)], PLUS(sent[peer], 17 - SLOTS))
 #endif
 #ifdef BROKEN_CLEARED_FLAG /* set by its writer, cleared by its reader */
@@ -500,7 +500,7 @@ inline take_first_pieces(reading) { /* triton_kernels/channel.py recv_rows_kerne
 #ifdef BROKEN_EQUALITY
 #define HAS_PIECE(peer) (tail[AT(rank, peer)] == PLUS(taken[peer], 1))
 #else
-/* triton_kernels/cpu/channel.py ring_has_piece */
+/* triton_kernels/cpu/all_to_all_v.py ring_has_piece */
 #define HAS_PIECE(peer) COUNTED(tail[AT(rank, peer)], PLUS(taken[peer], 1))
 #endif
 #endif
@@ -508,7 +508,7 @@ inline take_first_pieces(reading) { /* triton_kernels/channel.py recv_rows_kerne
 #define SENDS(peer) (to_send[peer] > 0)
 #define TAKES(peer) (to_take[peer] > 0 && to_take[peer] != UNHEARD)
 
-inline store_piece(cell, first, last) { /* triton_kernels/channel.py send_rows_kernel */
+inline store_piece(cell, first, last) { /* triton_kernels/pieces.py send_rows_kernel */
     d_step {
         for (peer : first .. last) {
             if
@@ -529,7 +529,7 @@ inline store_pieces(first, last) { /* for all those ranks, in two parts and any 
     fi
 }
 
-inline publish_tail(target) { /* triton_kernels/channel.py publish_header; triton_kernels/cpu/channel.py send_next */
+inline publish_tail(target) { /* triton_kernels/pieces.py publish_tail; triton_kernels/cpu/all_to_all_v.py send_next */
     if
     :: SENDS(target) ->
         d_step {
@@ -557,7 +557,7 @@ inline publish_tail_early(target) {
 }
 
 inline take_pieces(first, last) {
-    d_step { /* triton_kernels/channel.py recv_rows_kernel; triton_kernels/cpu/channel.py recv_next */
+    d_step { /* triton_kernels/pieces.py recv_rows_kernel; triton_kernels/cpu/all_to_all_v.py recv_next */
         for (peer : first .. last) {
             if
             :: TAKES(peer) ->
@@ -573,7 +573,7 @@ inline take_pieces(first, last) {
     }
 }
 
-inline publish_head(target) { /* triton_kernels/channel.py publish_head; triton_kernels/cpu/channel.py recv_next */
+inline publish_head(target) { /* triton_kernels/pieces.py publish_head; triton_kernels/cpu/all_to_all_v.py recv_next */
     if
     :: TAKES(target) ->
         d_step {
@@ -592,7 +592,7 @@ inline publish_head_early(target) {
     fi
 }
 
-inline wait_for_room(target) { /* triton_kernels/channel.py wait_kernel */
+inline wait_for_room(target) { /* triton_kernels/all_to_all_v.py wait_kernel */
 #ifdef GOAL_FULL
     atomic {
         goal_reached = SENDS(target) && !HAS_ROOM(target);
@@ -618,7 +618,7 @@ inline send_step() {
 }
 
 inline take_step() {
-    !TAKES(RIGHT) || HAS_PIECE(RIGHT); /* triton_kernels/channel.py wait_kernel */
+    !TAKES(RIGHT) || HAS_PIECE(RIGHT); /* triton_kernels/all_to_all_v.py wait_kernel */
 #if RANKS > 2
     !TAKES(LEFT) || HAS_PIECE(LEFT);
 #endif
@@ -649,7 +649,7 @@ inline step_with(target) {
     publish_head(target)
 }
 
-inline steps() { /* triton_kernels/channel.py wait_kernel and its neighbours */
+inline steps() { /* triton_kernels/all_to_all_v.py wait_kernel and its neighbours */
     wait_headers();
     take_first_pieces(epoch);
 #ifdef BROKEN_SEND_ALL_FIRST
@@ -680,7 +680,7 @@ inline steps() { /* triton_kernels/channel.py wait_kernel and its neighbours */
 #endif
 }
 
-inline turns() { /* triton_kernels/cpu/channel.py move */
+inline turns() { /* triton_kernels/cpu/all_to_all_v.py move */
     d_step {
         to_take[RIGHT] = UNHEARD;
         to_take[LEFT] = UNHEARD
@@ -694,7 +694,7 @@ inline turns() { /* triton_kernels/cpu/channel.py move */
     :: SENDS(LEFT) && HAS_ROOM(LEFT) -> store_pieces(LEFT, LEFT); publish_tail(LEFT)
     :: TAKES(LEFT) && HAS_PIECE(LEFT) -> take_pieces(LEFT, LEFT); publish_head(LEFT)
 #endif
-    :: ALL_HEARD && !SOMETHING_LEFT -> break /* triton_kernels/cpu/channel.py unfinished */
+    :: ALL_HEARD && !SOMETHING_LEFT -> break /* triton_kernels/cpu/all_to_all_v.py unfinished */
     od
 }
 

@@ -27,7 +27,7 @@ from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import channel as kernels
+from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat

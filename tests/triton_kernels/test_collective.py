@@ -18,6 +18,7 @@ import torch
 
 from tests.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator, SymmetricMemory, allocate
+from thinwire.fused.collective import collective_layout
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec import (
     dequantize_reference,
@@ -26,15 +27,14 @@ from thinwire.triton_kernels.codec import (
     scaled_reference,
 )
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
-from thinwire.triton_kernels.collective_layout import (
+from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     FIRST_LEG,
     HEADER_SIGNATURE,
     REDUCE_SCATTER,
     SECOND_LEG,
-    CollectiveLane,
-    CollectiveLayout,
+    Endpoint,
     Job,
 )
 from thinwire.triton_kernels.signal import (
@@ -147,10 +147,10 @@ class Ranks:
     """This rank's lane, and calls on it."""
 
     def __init__(self, comm: Communicator, slot_bytes: int = 1024) -> None:
-        layout = CollectiveLayout.of(comm.size, slot_bytes)
+        layout = collective_layout(comm.size, slot_bytes)
         self.comm = comm
         self.memory: SymmetricMemory = allocate(comm, layout.NUM_BYTES)
-        self.lane = CollectiveLane.of(layout, comm.rank, self.memory.local, self.memory.buffer_ptrs)
+        self.lane = Endpoint.of(layout, comm.rank, self.memory.local, self.memory.buffer_ptrs)
         self.timeout, self.grace = 20.0, 1.0
 
     @property
@@ -166,7 +166,7 @@ class Ranks:
         """As if as many epochs had gone by; `second` is what the second flags say."""
         lane = self.lane
         lane.control[CONTROL_EPOCH] = epoch
-        lines = lane.buffer[lane.layout.FIRST : lane.layout.SCATTERED].view(torch.int32)
+        lines = lane.buffer[lane.layout.HEADERS : lane.layout.HALVES].view(torch.int32)
         lines = lines[: 3 * self.comm.size * (SIGNAL_LINE_BYTES // 4)].view(3, self.comm.size, -1)
         lines[:2, :, 0] = epoch
         lines[2, :, 0] = epoch if second is None else second
@@ -181,7 +181,7 @@ class Ranks:
 
     def poison_slots(self) -> None:
         self.comm.barrier()
-        self.lane.buffer[self.lane.layout.SCATTERED :] = POISON
+        self.lane.buffer[self.lane.layout.HALVES :] = POISON
         self.comm.barrier()
 
     def tensors(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,22 +224,24 @@ class Ranks:
     def check_slots(self, call: Call, job: Job) -> None:
         """That the last epoch's slots hold the references' records, padding included, and nothing behind them."""
         layout, world, first = self.lane.layout, self.comm.size, (job.num_chunks - 1) * job.rows_per_chunk
+        half = self.epoch & 1
         for source in range(world):
-            slot = ((self.epoch & 1) * world + source) * layout.SLOT_BYTES
-            for begin, part, wire in (
-                (layout.SCATTERED, self.comm.rank, job.wire),
-                (layout.GATHERED, source, job.gather_wire),
+            first_leg = layout.HALVES + (half * world + source) * layout.SLOT_BYTES
+            second_leg = layout.RINGS + (source * layout.SLOTS + half) * layout.SLOT_BYTES
+            for op, begin, wire in (
+                (ALL_GATHER, first_leg, job.gather_wire),
+                (ALL_REDUCE, first_leg, job.wire),
+                (ALL_REDUCE, second_leg, job.gather_wire),
+                (REDUCE_SCATTER, first_leg, job.wire),
             ):
-                if begin == layout.SCATTERED:
-                    if call.op == ALL_GATHER:
-                        continue
-                    records = quantize_reference(call.rows(call.inputs()[source], part), wire)
-                elif call.op == REDUCE_SCATTER:
+                if op != call.op:
                     continue
+                if begin == first_leg and op != ALL_GATHER:
+                    records = quantize_reference(call.rows(call.inputs()[source], self.comm.rank), wire)
                 else:
-                    records = call.gathered(part)
+                    records = call.gathered(source)
                 records = records[first:].reshape(-1)
-                got = self.lane.buffer[begin + slot :][: len(records)]
+                got = self.lane.buffer[begin:][: len(records)]
                 name = f"{call}: records from rank {source}"
                 if wire.quantized:
                     assert torch.equal(records, got), name
@@ -405,7 +407,7 @@ def _one_is_ahead(comm: Communicator) -> None:
             (send_to_all if op == ALL_GATHER else scatter)(ranks.lane, job, x, 0)
             if comm.rank == 1 and number == 0:
                 line = (ranks.epoch + 1) % 2 * comm.size * SIGNAL_LINE_BYTES
-                ranks.await_word(ranks.lane.layout.FIRST + line, ranks.epoch + 1)
+                ranks.await_word(ranks.lane.layout.HEADERS + line, ranks.epoch + 1)
             (gather_recv if op == ALL_GATHER else reduce)(ranks.lane, job, out, 0, 20.0, 1.0)
             assert_same_bits(str(call), expected, out)
 
@@ -437,7 +439,7 @@ def _stale_second_flags(comm: Communicator) -> None:
     ranks.poison_slots()
     scatter(ranks.lane, job, x, 0)
     if comm.rank == 1:
-        ranks.await_word(ranks.lane.layout.SECOND, ranks.epoch)
+        ranks.await_word(ranks.lane.layout.TAILS, ranks.epoch)
         time.sleep(0.3)
     reduce(ranks.lane, job, None, 0, 20.0, 1.0)
     gather_recv(ranks.lane, job, out, 0, 20.0, 1.0)
@@ -528,7 +530,7 @@ def _late_but_alive(comm: Communicator) -> None:
     for number in range(3):
         time.sleep(0.3 * (comm.rank == number % 2))
         ranks.check(Call(OPS[number], (100, 3), seed=number), poison=False)
-    line = ranks.lane.buffer[ranks.lane.layout.FIRST :][: 2 * 2 * SIGNAL_LINE_BYTES].view(torch.int64).view(2, 2, -1)
+    line = ranks.lane.buffer[ranks.lane.layout.HEADERS :][: 2 * 2 * SIGNAL_LINE_BYTES].view(torch.int64).view(2, 2, -1)
     words = line[ranks.epoch & 1, :, HEADER_SIGNATURE // 2 : HEADER_SIGNATURE // 2 + 4]
     assert words.tolist() == [list(Call(OPS[2], (100, 3), seed=2).job().signature)] * 2
 

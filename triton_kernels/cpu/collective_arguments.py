@@ -8,25 +8,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.collective_layout import (
-    HEADER_SIGNATURE,
-    SIGNATURE_WORDS,
-    CollectiveLane,
-    CollectiveLayout,
-    Job,
-)
 from thinwire.triton_kernels.cpu.codec import dtype_code, element_bytes, quantize_row, record_layout
 from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
 from thinwire.triton_kernels.cpu.ir.fields import reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     load_int32,
     load_int64,
     store_int32,
-    store_int64,
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.signal import publish, signal_line
+from thinwire.triton_kernels.exchange_layout import FIRST_LEG, Endpoint, ExchangeLayout, Job
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_PEERS, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
@@ -35,8 +29,8 @@ __all__ = [
     "all_do_the_same",
     "begin_epoch",
     "copy_to_peers",
-    "first_lines",
     "gathered_layout",
+    "header_lines",
     "numbers_at",
     "numbers_of",
     "pack_row",
@@ -54,17 +48,17 @@ class CollectiveNumbers(NamedTuple):
     rank: int
     slot_bytes: int
     stuck: int
-    first: int
-    second: int
-    scattered: int
-    gathered: int
+    headers: int
+    tails: int
+    halves: int
+    rings: int
     row: int
     dtype: int
     rows_per_chunk: int
     signature0: int
-    what1: int
-    what2: int
-    what3: int
+    signature1: int
+    signature2: int
+    signature3: int
     kind: int  # the layout of a scattered record, as the codec has it
     group: int
     row_scale: int
@@ -84,7 +78,7 @@ numbers_at = reader_of(CollectiveNumbers)
 
 @lru_cache(maxsize=512)
 def _numbers(
-    layout: CollectiveLayout,
+    layout: ExchangeLayout,
     rank: int,
     signature: tuple[int, int, int, int],
     row: int,
@@ -94,8 +88,8 @@ def _numbers(
     rows_per_chunk: int,
 ) -> tuple[np.ndarray, int]:
     numbers = CollectiveNumbers(
-        layout.WORLD, rank, layout.SLOT_BYTES, layout.STUCK, layout.FIRST, layout.SECOND, layout.SCATTERED,
-        layout.GATHERED, row, dtype_code(dtype), rows_per_chunk, *signature, *record_layout(wire, row, dtype),
+        layout.WORLD, rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
+        layout.RINGS, row, dtype_code(dtype), rows_per_chunk, *signature, *record_layout(wire, row, dtype),
         *record_layout(gather_wire, row, dtype),
     )  # fmt: skip
     words = np.array(numbers, dtype=np.int64)
@@ -103,10 +97,10 @@ def _numbers(
     return words, words.ctypes.data
 
 
-def numbers_of(lane: CollectiveLane, job: Job) -> tuple[np.ndarray, int]:
+def numbers_of(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
     """The numbers, and their address. The caller holds on to both while a kernel reads from there."""
     return _numbers(
-        lane.layout, lane.rank, job.signature, job.row, job.wire, job.gather_wire, job.dtype, job.rows_per_chunk
+        end.layout, end.rank, job.signature, job.row, job.wire, job.gather_wire, job.dtype, job.rows_per_chunk
     )
 
 
@@ -134,15 +128,23 @@ def gathered_layout(job):
 
 
 @device
-def slot_of(buffer_ptrs, job, peer, slots, epoch, source):
-    """Address, at `peer`, of the slot of `source` in the half of an epoch; `slots` is the offset of all."""
-    return load_int64(buffer_ptrs + 8 * peer) + slots + ((epoch & 1) * job.world + source) * job.slot_bytes
+def slot_of(buffer_ptrs, job, peer, leg, epoch, source):
+    """Address, at `peer`, of what `source` sends in a leg of an epoch: in a half, or in the ring of two slots."""
+    half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
+    slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
+    return load_int64(buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
 
 
 @device
-def first_lines(job, epoch):
-    """Offset of the first lines of an epoch's half."""
-    return job.first + (epoch & 1) * job.world * SIGNAL_LINE_BYTES
+def header_lines(job, epoch):
+    """Offset of the headers of an epoch's half."""
+    return job.headers + (epoch & 1) * job.world * SIGNAL_LINE_BYTES
+
+
+@device
+def signature_of(job):
+    """The four numbers that say what this rank is doing."""
+    return job.signature0, job.signature1, job.signature2, job.signature3
 
 
 @device
@@ -174,41 +176,33 @@ def pack_row(x, job, elements, record, layout, padded):
 @device
 def begin_epoch(buffer_ptrs, control, job, epoch):
     """Says what this rank is doing, and signals the first leg."""
-    # Collectives of one leg leave the second flag behind. Nobody looks at it now, and it shall never be half of all
-    # numbers behind, or a later all-reduce would take it for one that is ahead.
-    own = load_int32(signal_line(buffer_ptrs, job.rank, job.second, job.rank))
+    # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
+    # `docs/protocol.md`.
+    own = load_int32(signal_line(buffer_ptrs, job.rank, job.tails, job.rank))
     if np.int32(own) != np.int32(epoch - 1):
-        publish(buffer_ptrs, job.world, job.rank, job.second, epoch - 1)
-    lines = first_lines(job, epoch)
-    for peer in range(job.world):
-        line = signal_line(buffer_ptrs, peer, lines, job.rank) + 4 * HEADER_SIGNATURE
-        store_int64(line, job.signature0)
-        store_int64(line + 8, job.what1)
-        store_int64(line + 16, job.what2)
-        store_int64(line + 24, job.what3)
+        publish(buffer_ptrs, job.world, job.rank, job.tails, epoch - 1)
+    lines = header_lines(job, epoch)
     store_int32(control + 4 * CONTROL_EPOCH, epoch)
-    publish(buffer_ptrs, job.world, job.rank, lines, epoch)
+    for step in range(1, job.world + 1):
+        # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
+        line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
+        publish_header(line, epoch, 0, 0, signature_of(job))
 
 
 @device
 def all_do_the_same(buffer_ptrs, job, lines, report):
     """Whether all ranks said what this one says; notes those that did not."""
     agree = True
-    own = signal_line(buffer_ptrs, job.rank, lines, job.rank) + 4 * HEADER_SIGNATURE
     for peer in range(job.world):
-        line = signal_line(buffer_ptrs, job.rank, lines, peer) + 4 * HEADER_SIGNATURE
-        differs = 0
-        for word in range(SIGNATURE_WORDS):
-            if load_int64(line + 8 * word) != load_int64(own + 8 * word):
-                differs = 1
-        store_int32(report + 4 * (REPORT_PEERS + peer), differs)
-        agree = agree and differs == 0
+        same = same_signature(signal_line(buffer_ptrs, job.rank, lines, peer), signature_of(job))
+        store_int32(report + 4 * (REPORT_PEERS + peer), 0 if same else 1)
+        agree &= same
     return agree
 
 
 @device
-def copy_to_peers(buffer_ptrs, job, epoch, record, place):
-    """A record of this rank's own gathered slot, `place` bytes from its beginning, into those at the peers."""
+def copy_to_peers(buffer_ptrs, job, leg, epoch, record, place):
+    """A record of what this rank sends itself in a leg, `place` bytes from its beginning, to the peers."""
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
-        copy_bytes(slot_of(buffer_ptrs, job, peer, job.gathered, epoch, job.rank) + place, record, job.gather_row_bytes)
+        copy_bytes(slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + place, record, job.gather_row_bytes)

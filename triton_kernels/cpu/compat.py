@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import collective_layout, round_layout, signal
+from thinwire.triton_kernels import exchange_layout, round_layout, signal
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 __all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "ir", "kernel", "types"]
@@ -21,7 +21,7 @@ __all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "
 def _hash_sources() -> int:
     digest = hashlib.sha256()
     # Their words are compiled into kernels too.
-    words = [Path(module.__file__) for module in (signal, round_layout, collective_layout) if module.__file__]
+    words = [Path(module.__file__) for module in (signal, round_layout, exchange_layout) if module.__file__]
     for path in [*sorted(Path(__file__).parent.rglob("*.py")), *words]:
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:6], "little")

@@ -1,8 +1,8 @@
-"""Moving the rows of an all-to-all-v straight between the ranks' memories: the kernel of `thinwire.fused.channel`.
+"""The direct all-to-all-v on the CPU: rows straight from one rank's memory into another's.
 
-`move` is the only entry. What it must know of the channel and of a call lies in two int64 arrays, `call` and `peers`,
+`move` is the only entry. What it must know of the exchange and of a call lies in two int64 arrays, `call` and `peers`,
 and so does what it notes for itself: it may return to the host half-way (for instance, once all counts have come in)
-and go on later. The protocol is described in `thinwire.fused.channel`.
+and go on later. `docs/protocol.md` has the argument, "The exchange" and "The ring".
 
 One thread sends and receives by turns, a piece at a time, and never waits for one peer alone: whatever the order in
 which ranks reach their calls and fill each other's memory, someone can always go on.
@@ -14,14 +14,18 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.codec import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, cgutils, device, intrinsic, ir, kernel, types
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
+from thinwire.triton_kernels.cpu.exchange import (
+    header_count,
+    header_pieces,
+    publish_head,
+    publish_header,
+    publish_tail,
+    same_signature,
+)
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
-    load_int32,
-    load_int64,
     stack_buffer,
-    store_int32,
-    store_int64,
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
@@ -42,7 +46,7 @@ _SLICE_NS = 100_000_000
 
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
-    "world", "rank", "half_lines", "half_bytes", "piece_bytes", "pieces",
+    "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
     "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch",
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
     # (for CHECK) how many there are,
@@ -50,15 +54,15 @@ SCALARS = (
     # the form of the rows, and what the header says of it.
     "exact", "counts_per_row", "unit_bytes", "units_per_piece", "dtype",
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
-    "signature0", "what1", "what2", "what3",
+    "signature0", "signature1", "signature2", "signature3",
 )  # fmt: skip
 (
-    _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _PIECE_BYTES, _PIECES,
+    _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _SLOT_BYTES, _SLOTS,
     _TIMEOUT, _GRACE, _REPORT, _BUFFER_PTRS, _STUCK, _STATUS, _EPOCH,
     _DISCARD, _X, _X_STEP, _OUT, _OUT_STEP, _X_ROWS, _OUT_ROWS,
     _EXACT, _COUNTS_PER_ROW, _UNIT_BYTES, _UNITS_PER_PIECE, _DTYPE,
     _KIND, _GROUP, _ROW_SCALE, _HIDDEN, _SCALES_OFFSET, _RECORD_BYTES,
-    _WHAT, _, _, _,
+    _SIGNATURE, _, _, _,
 ) = range(len(SCALARS))  # fmt: skip
 
 #: Rows of `peers`, which has a column for each rank: what a call brings, ...
@@ -68,22 +72,19 @@ PEERS = (
     "next_out", "end_out", "next_in", "end_in", "answer", "limit", "sent", "received",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
-    "sequence_there", "sequence_here", "consumed_there", "consumed_here",
+    "tail_there", "tail_here", "head_there", "head_here",
 )  # fmt: skip
 (
     _SEND_COUNT, _SEND_DISPL, _RECV_COUNT, _RECV_DISPL,
     _NEXT_OUT, _END_OUT, _NEXT_IN, _END_IN, _ANSWER, _LIMIT, _SENT, _RECEIVED,
     _HEADER_THERE, _HEADER_HERE, _PARITY_THERE, _PARITY_HERE, _RING_THERE, _RING_HERE,
-    _SEQUENCE_THERE, _SEQUENCE_HERE, _HEADS_THERE, _HEADS_HERE,
+    _TAIL_THERE, _TAIL_HERE, _HEAD_THERE, _HEAD_HERE,
 ) = range(len(PEERS))  # fmt: skip
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
 # comes from this peer in this call is taken in and dropped.
 SILENT, AGREES, DIFFERS = 0, 1, 2
 
-# The header line, in bytes: flag, ring pieces that follow, count, and what a row is.
-_HEADER_PIECES, _HEADER_COUNT, _HEADER_WHAT = 4, 8, 16
-_SIGNATURE_WORDS = 4
 _PHASE_HEADERS, _PHASE_PIECES = np.int32(0), np.int32(1)
 _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
 _STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
@@ -201,14 +202,14 @@ def begin(call, peers):
 @device
 def ring_has_room(call, peers, peer):
     """Whether the peer has taken enough of this rank's pieces that the next one may be stored."""
-    under_way = np.int32(peers[_SENT, peer] - np.int64(load_acquire(peers[_HEADS_HERE, peer])))
-    return np.int64(under_way) < call[_PIECES]
+    under_way = np.int32(peers[_SENT, peer] - np.int64(load_acquire(peers[_HEAD_HERE, peer])))
+    return np.int64(under_way) < call[_SLOTS]
 
 
 @device
 def ring_has_piece(peers, peer):
     """Whether the peer has stored a piece that this rank has not taken."""
-    return np.int32(np.int64(load_acquire(peers[_SEQUENCE_HERE, peer])) - peers[_RECEIVED, peer]) > _ZERO
+    return np.int32(np.int64(load_acquire(peers[_TAIL_HERE, peer])) - peers[_RECEIVED, peer]) > _ZERO
 
 
 @device
@@ -225,7 +226,7 @@ def send_next(call, peers, peer, draining):
     elif number == 0:
         target = peers[_PARITY_THERE, peer] + half * call[_HALF_BYTES]
     elif ring_has_room(call, peers, peer):
-        target = peers[_RING_THERE, peer] + sent % call[_PIECES] * call[_PIECE_BYTES]
+        target = peers[_RING_THERE, peer] + sent % call[_SLOTS] * call[_SLOT_BYTES]
     else:
         return False
     if not own or not (call[_EXACT] or call[_DISCARD]):
@@ -235,14 +236,11 @@ def send_next(call, peers, peer, draining):
         return True
     if number > 0:
         peers[_SENT, peer] = sent + 1
-        store_release(peers[_SEQUENCE_THERE, peer], np.int32(sent + 1))
+        publish_tail(peers[_TAIL_THERE, peer], np.int32(sent + 1))
         return True
     line = peers[_HEADER_THERE, peer] + half * call[_HALF_LINES]
-    store_int32(line + _HEADER_PIECES, np.int32(peers[_END_OUT, peer] - 1))
-    store_int64(line + _HEADER_COUNT, peers[_SEND_COUNT, peer])
-    for word in range(_SIGNATURE_WORDS):
-        store_int64(line + _HEADER_WHAT + 8 * word, call[_WHAT + word])
-    store_release(line, np.int32(call[_EPOCH]))
+    pieces = np.int32(peers[_END_OUT, peer] - 1)
+    publish_header(line, np.int32(call[_EPOCH]), pieces, peers[_SEND_COUNT, peer], call[_SIGNATURE:])
     return True
 
 
@@ -258,11 +256,8 @@ def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     line = header_line(call, peers, peer)
     if not signalled(line, call[_EPOCH]):
         return False
-    pieces, count = np.int64(load_int32(line + _HEADER_PIECES)) + 1, load_int64(line + _HEADER_COUNT)
-    answer = AGREES
-    for word in range(_SIGNATURE_WORDS):
-        if load_int64(line + _HEADER_WHAT + 8 * word) != call[_WHAT + word]:
-            answer = DIFFERS
+    pieces, count = header_pieces(line) + 1, header_count(line)
+    answer = AGREES if same_signature(line, call[_SIGNATURE:]) else DIFFERS
     if peers[_RECV_COUNT, peer] < 0:
         peers[_RECV_COUNT, peer] = count
     # The number of pieces follows from the rest; it is told for the sake of those that expect something else.
@@ -287,7 +282,7 @@ def recv_next(call, peers, peer):
     elif number == 0:
         source = peers[_PARITY_HERE, peer] + (call[_EPOCH] & 1) * call[_HALF_BYTES]
     elif ring_has_piece(peers, peer):
-        source = peers[_RING_HERE, peer] + received % call[_PIECES] * call[_PIECE_BYTES]
+        source = peers[_RING_HERE, peer] + received % call[_SLOTS] * call[_SLOT_BYTES]
     else:
         return False
     if peers[_ANSWER, peer] == AGREES and not call[_DISCARD]:
@@ -295,7 +290,7 @@ def recv_next(call, peers, peer):
     peers[_NEXT_IN, peer] = number + 1
     if number > 0 and not own:
         peers[_RECEIVED, peer] = received + 1
-        store_release(peers[_HEADS_THERE, peer], np.int32(received + 1))
+        publish_head(peers[_HEAD_THERE, peer], np.int32(received + 1))
     return True
 
 

@@ -1,0 +1,294 @@
+"""The direct all-to-all-v on GPUs: rows straight into the peers' memory, whole or in pieces.
+
+Memory is that of `thinwire.triton_kernels.exchange_layout`; ranks with these kernels and ranks with the CPU's can share
+a group. A rank's own rows take the way of all others, through its own memory.
+
+*A call is steps*, each of them kernels on one stream; `docs/protocol.md`, "The ring", says why no step waits for
+itself. A GPU's kernels cannot take turns as the CPU's one thread does: a program that spins may keep another from ever
+starting. So each wait is a kernel of one program of one warp, and the next kernel does what it waited for::
+
+    step 0   store the first piece of every pair and its header; wait for all headers; take the first pieces in
+    step i   wait for room for piece i at each peer that gets one; store these pieces and publish the tails;
+             wait for piece i of each peer that sends one; take these pieces in and publish the heads
+
+*Everything that advances lies in device memory*: the epoch, how many pieces each ring has ever held, the status. What a
+call brings from the host comes as kernel arguments. So a CUDA graph of a call can be replayed.
+
+A rank that has given up, or that found a header which says something else than it expected, is poisoned: its kernels
+store nothing to peers and fill the rows that they should have taken with bytes 0xFF, which as a float are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange import differing_signatures, header_lines, load_numbers
+from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint
+from thinwire.triton_kernels.pieces import (
+    EXPECTED,
+    RECEIVED,
+    RECV_COUNT,
+    RECV_DISPL,
+    RECV_PIECES,
+    SEND_COUNT,
+    SEND_DISPL,
+    SEND_PIECES,
+    SENT,
+    load_signature,
+    recv_bytes_kernel,
+    recv_rows_kernel,
+    send_bytes_kernel,
+    send_rows_kernel,
+)
+from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.signal import (
+    Launch,
+    give_up,
+    num_programs_for,
+    poison,
+    publish,
+    signal_words,
+    store_signal_words,
+    wait_for_all,
+)
+
+__all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "note", "recv", "send", "wait"]
+
+#: What a wait is for: every peer's header, room in the rings of those that get a piece, a piece of those that send one.
+HEADERS, ROOM, PIECES = 0, 1, 2
+#: Exact rows are copied in chunks of this many bytes, one a program at a time.
+CHUNK_BYTES = 16384
+_COPY_WARPS = 4
+_NOTED_PEERS = 8  # that one launch of `note` tells of
+
+_HEADERS, _ROOM, _SIGNATURE_WORDS = tl.constexpr(HEADERS), tl.constexpr(ROOM), tl.constexpr(SIGNATURE_WORDS)
+
+
+@triton.jit
+def note_peer(table_ptr, peer, send_count, send_displ, recv_count, recv_displ, unit, per_piece, WORLD: tl.constexpr):
+    """Writes one peer's column of the table."""
+    if peer < WORLD:
+        sent, received = send_count.to(tl.int64), recv_count.to(tl.int64)
+        dropped = received < 0  # so many pieces are to come, and none of them is kept
+        kept = tl.where(dropped, 0, received)
+        send_pieces = tl.maximum((sent * unit + (per_piece - 1)) // per_piece, 1)
+        recv_pieces = tl.maximum((kept * unit + (per_piece - 1)) // per_piece, 1)
+        column = table_ptr + peer
+        tl.store(column + SEND_COUNT * WORLD, sent)
+        tl.store(column + SEND_DISPL * WORLD, send_displ.to(tl.int64))
+        tl.store(column + SEND_PIECES * WORLD, send_pieces)
+        tl.store(column + RECV_COUNT * WORLD, kept)
+        tl.store(column + RECV_DISPL * WORLD, recv_displ.to(tl.int64))
+        tl.store(column + RECV_PIECES * WORLD, tl.where(dropped, 0 - received, recv_pieces))
+
+
+_NUMBERS = [f"{letter}{peer}" for peer in range(_NOTED_PEERS) for letter in "abcd"]
+
+
+@triton.jit(do_not_specialize=["first", "unit", "per_piece", *_NUMBERS])
+def note_kernel(
+    table_ptr,
+    control_ptr,
+    first,
+    unit,
+    per_piece,
+    # Of eight peers: rows to send, the first of them, rows to receive, where the first of them goes.
+    a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
+    a4, b4, c4, d4, a5, b5, c5, d5, a6, b6, c6, d6, a7, b7, c7, d7,
+    EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """Writes eight peers' columns of the table. One program.
+
+    The numbers are arguments, since a copy from the host would need memory there that lasts for as long as a graph.
+    """
+    # What made the rank give up is left to be read.
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        wide_unit, wide_piece = unit.to(tl.int64), per_piece.to(tl.int64)
+        note_peer(table_ptr, first, a0, b0, c0, d0, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 1, a1, b1, c1, d1, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 2, a2, b2, c2, d2, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 3, a3, b3, c3, d3, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 4, a4, b4, c4, d4, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 5, a5, b5, c5, d5, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 6, a6, b6, c6, d6, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first + 7, a7, b7, c7, d7, wide_unit, wide_piece, EXCHANGE.WORLD)
+
+
+@triton.jit(do_not_specialize=["rank", "number", "timeout_ns", "grace_ns"])
+def wait_kernel(
+    buffer_ptrs,
+    control_ptr,
+    counters_ptr,
+    table_ptr,
+    signature_ptr,
+    report_ptr,
+    rank,
+    number,
+    timeout_ns,
+    grace_ns,
+    FOR: tl.constexpr,
+    CHECK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Until every peer has done what this rank needs for step `number`. One program of one warp."""
+    world: tl.constexpr = EXCHANGE.WORLD
+    phase: tl.constexpr = 0 if FOR == _HEADERS else 1
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        base = tl.load(buffer_ptrs + rank)
+        epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+        peers = tl.arange(0, LAUNCH.BLOCK)
+        known = peers < world
+        # Of peers that nothing is missing from the flag is never behind its target.
+        if FOR == _HEADERS:
+            lines = header_lines(epoch, EXCHANGE)
+            targets = epoch + tl.zeros_like(peers)
+        elif FOR == _ROOM:
+            lines = tl.full((), EXCHANGE.HEADS, tl.int64)
+            more = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0) > number
+            sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0)
+            targets = (sent - EXCHANGE.SLOTS + tl.where(more, 1, 0)).to(tl.int32)
+        else:
+            lines = tl.full((), EXCHANGE.TAILS, tl.int64)
+            more = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=0) > number
+            received = tl.load(counters_ptr + RECEIVED * world + peers, mask=known, other=0)
+            targets = (received + tl.where(more, 1, 0)).to(tl.int32)
+        late = wait_for_all(base, rank, lines, targets, timeout_ns, EXCHANGE, LAUNCH)
+        if late > 0:
+            give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, EXCHANGE, LAUNCH)
+            poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE)
+        elif CHECK:
+            signature = load_signature(signature_ptr)
+            wrong = differing_signatures(base, lines, signature, EXCHANGE, LAUNCH)
+            counts = load_numbers(base, lines, EXCHANGE.HEADER_COUNT, EXCHANGE, LAUNCH)
+            expected = tl.load(table_ptr + RECV_COUNT * world + peers, mask=known, other=0)
+            wrong = tl.where(counts != expected, 1, wrong)
+            rest = tl.load(signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE), mask=known, other=0)
+            expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
+            wrong = tl.where(rest + 1 != expected, 1, wrong)
+            if tl.sum(wrong) > 0:
+                tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=known)
+                for word in tl.static_range(_SIGNATURE_WORDS):
+                    tl.store(table_ptr + EXPECTED * world + word, signature[word])
+                # This rank takes part no more; nobody shall wait for it until time is up.
+                store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_EPOCH, epoch, EXCHANGE, LAUNCH)
+                publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
+                poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+def note(
+    end: Endpoint,
+    sends: tuple[Sequence[int], Sequence[int]],
+    receives: tuple[Sequence[int], Sequence[int]],
+    unit: int,
+    per_piece: int,
+) -> None:
+    """Tells the kernels that follow what passes between this rank and each peer.
+
+    Args:
+        sends, receives: counts and displacements for each rank. A receive count of -n stands for n pieces, the first
+            one among them, none of which is kept.
+        unit, per_piece: `count * unit` in steps of `per_piece` are pieces.
+    """
+    world = end.layout.WORLD
+    columns = [*zip(*sends, *receives, strict=True)]
+    for first in range(0, world, _NOTED_PEERS):
+        chosen = columns[first : first + _NOTED_PEERS]
+        numbers = [number for column in chosen for number in column] + [0] * (4 * (_NOTED_PEERS - len(chosen)))
+        with torch.cuda.device_of(end.table):  # Triton launches on the current device
+            note_kernel[(1,)](
+                end.table, end.control, first, unit, per_piece, *numbers, EXCHANGE=end.layout, num_warps=1
+            )
+
+
+def send(
+    end: Endpoint,
+    x: torch.Tensor,
+    step: int,
+    layout: RecordLayout | None,
+    flat: bool,
+    signature: torch.Tensor,
+    number: int,
+    items: int,
+) -> None:
+    """Stores piece `number` of what goes to each peer, and tells the peers.
+
+    Args:
+        x: exact rows as one row of uint8; else what is quantised, whose elements of a row lie side by side.
+        step: from one row to the next: in bytes for exact rows, else in elements.
+        layout: of the rows' records; None for exact rows.
+        flat: quantise elements of a 1-D tensor in rows of `layout.HIDDEN`.
+        signature: int64 [SIGNATURE_WORDS] on the device, what a row is.
+        number: 0 opens a new epoch.
+        items: at most so many rows, or chunks of CHUNK_BYTES, has a piece.
+    """
+    device = end.buffer_ptrs.device
+    launch = Launch.of(end.layout, device)
+    programs = num_programs_for(items * end.layout.WORLD, device, None)
+    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, signature, end.rank, number, items)
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
+        if layout is None:
+            send_bytes_kernel[(programs,)](
+                x, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, EXCHANGE=end.layout, LAUNCH=launch,
+                num_warps=_COPY_WARPS,
+            )  # fmt: skip
+        else:
+            send_rows_kernel[(programs,)](
+                x, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, EXCHANGE=end.layout, LAUNCH=launch,
+                num_warps=layout.num_warps, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def wait(
+    end: Endpoint, reason: int, number: int, signature: torch.Tensor, check: bool, timeout: float, grace: float
+) -> None:
+    """Waits until all peers have done what step `number` needs.
+
+    Args:
+        reason: HEADERS, ROOM or PIECES.
+        signature: see `send`.
+        check: compare headers with what was noted, and poison the memory where they differ.
+        timeout: seconds until the exchange is given up.
+        grace: seconds that peers then get to say that they are stuck as well.
+    """
+    if reason not in (HEADERS, ROOM, PIECES):
+        raise ValueError(f"reason is {reason!r}; accepted: {HEADERS} (headers), {ROOM} (room), {PIECES} (pieces)")
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
+        wait_kernel[(1,)](
+            end.buffer_ptrs, end.control, end.counters, end.table, signature, end.report, end.rank, number,
+            int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, EXCHANGE=end.layout,
+            LAUNCH=Launch.of(end.layout, end.buffer_ptrs.device), num_warps=1,
+        )  # fmt: skip
+
+
+def recv(
+    end: Endpoint, out: torch.Tensor, step: int, layout: RecordLayout | None, flat: bool, number: int, items: int
+) -> None:
+    """Puts piece `number` of what each peer sent into its rows of the output, and gives the ring's slots back.
+
+    Args:
+        out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
+        step, layout, flat, number, items: see `send`.
+    """
+    device = end.buffer_ptrs.device
+    launch = Launch.of(end.layout, device)
+    programs = num_programs_for(items * end.layout.WORLD, device, None)
+    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, end.rank, number, items)
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
+        if layout is None:
+            recv_bytes_kernel[(programs,)](
+                out, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, EXCHANGE=end.layout, LAUNCH=launch,
+                num_warps=_COPY_WARPS,
+            )  # fmt: skip
+        else:
+            recv_rows_kernel[(programs,)](
+                out, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, EXCHANGE=end.layout, LAUNCH=launch,
+                num_warps=layout.num_warps, enable_fp_fusion=False,
+            )  # fmt: skip

@@ -1,0 +1,199 @@
+"""What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a grid of programs waits.
+
+`docs/protocol.md`, "The exchange", has the argument. The epoch lives in device memory and is advanced by the last
+program of the kernel that opens it, so that CUDA graphs of a call can be replayed.
+
+*Inside a grid* whichever program comes first waits for the flags of all ranks, gives up, or compares what they are
+doing. Then it stores the epoch into a word of the control block, and all others, which look at that word, go on. So a
+leg costs no launch of its own, and hundreds of programs do not ask for every peer's flag. It is the first to come and
+not program 0, as nothing says that program 0 starts first: if the others filled the GPU before it, they would spin for
+a program that has no room.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SIGNATURE_WORDS
+from thinwire.triton_kernels.signal import (
+    num_multiprocessors,
+    num_programs_for,
+    poison,
+    publish,
+    signal_words,
+    store_signal_number,
+    store_signal_words,
+    wait_or_give_up,
+)
+
+__all__ = [
+    "await_leg",
+    "begin_epoch",
+    "differing_signatures",
+    "half_offset",
+    "header_lines",
+    "load_numbers",
+    "num_waiting_programs_for",
+    "programs_on_shared_gpu",
+    "publish_header",
+    "slot_offset",
+]
+
+_FIRST_LEG, _SIGNATURE_WORDS = tl.constexpr(FIRST_LEG), tl.constexpr(SIGNATURE_WORDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@triton.jit
+def header_lines(epoch, EXCHANGE: tl.constexpr):
+    """Byte offset of the headers of an epoch's half."""
+    return EXCHANGE.HEADERS + (epoch & 1).to(tl.int64) * (EXCHANGE.WORLD * EXCHANGE.LINE_BYTES)
+
+
+@triton.jit
+def half_offset(epoch, source, EXCHANGE: tl.constexpr):
+    """Byte offset of what a source stores into the half of an epoch."""
+    return EXCHANGE.HALVES + ((epoch & 1).to(tl.int64) * EXCHANGE.WORLD + source) * EXCHANGE.SLOT_BYTES
+
+
+@triton.jit
+def slot_offset(number, source, EXCHANGE: tl.constexpr):
+    """Byte offset of the slot of a source's ring for piece `number`."""
+    return EXCHANGE.RINGS + (source.to(tl.int64) * EXCHANGE.SLOTS + number % EXCHANGE.SLOTS) * EXCHANGE.SLOT_BYTES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Headers
+
+
+@triton.jit
+def publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing."""
+    line = (epoch & 1) * EXCHANGE.WORLD + rank  # the two halves' lines lie one behind the other
+    for word in tl.static_range(_SIGNATURE_WORDS):
+        place = EXCHANGE.HEADER_SIGNATURE + 2 * word
+        store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, place, signature[word], EXCHANGE, LAUNCH)
+    publish(buffer_ptrs, line, EXCHANGE.HEADERS, epoch, EXCHANGE, LAUNCH)
+
+
+@triton.jit
+def load_numbers(base, lines, WORD: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """An int64 number of all lines in a row: [BLOCK], 0 past the last."""
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    numbers = signal_words(base, lines, WORD, peers, EXCHANGE).to(tl.pointer_type(tl.int64))
+    return tl.load(numbers, mask=peers < EXCHANGE.WORLD, other=0)
+
+
+@triton.jit
+def differing_signatures(base, lines, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """1 for each rank that is doing something else than the signature says, else 0: int32 [BLOCK]."""
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    wrong = tl.zeros_like(peers)
+    for word in tl.static_range(_SIGNATURE_WORDS):
+        numbers = load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 2 * word, EXCHANGE, LAUNCH)
+        wrong = tl.where(numbers != signature[word], 1, wrong)
+    return tl.where(peers < EXCHANGE.WORLD, wrong, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Epochs of one leg or two
+
+
+@triton.jit
+def begin_epoch(
+    buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
+    """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
+    tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
+    for leg in tl.static_range(2):
+        tl.store(control_ptr + EXCHANGE.FIRST_SEEN + leg, epoch - 1)
+        tl.store(control_ptr + EXCHANGE.FIRST_TAKEN + leg, epoch - 1)
+    # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
+    # `docs/protocol.md`.
+    own = tl.load(signal_words(tl.load(buffer_ptrs + rank), EXCHANGE.TAILS, 0, rank, EXCHANGE))
+    if own != epoch - 1:
+        store_signal_words(buffer_ptrs, rank, EXCHANGE.TAILS, 0, epoch - 1, EXCHANGE, LAUNCH)
+    publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE, LAUNCH)
+
+
+@triton.jit
+def wait_alone(
+    base, buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns, grace_ns,
+    LEG: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Until every rank has signalled a leg; the first compares what the ranks are doing. One program."""
+    if LEG == _FIRST_LEG:
+        lines = header_lines(epoch, EXCHANGE)
+    else:
+        lines = EXCHANGE.TAILS + (epoch & 0).to(tl.int64)
+    status = wait_or_give_up(
+        base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH, True
+    )
+    if LEG == _FIRST_LEG:
+        if status == EXCHANGE.RUNNING:
+            wrong = differing_signatures(base, lines, signature, EXCHANGE, LAUNCH)
+            if tl.sum(wrong) > 0:
+                peers = tl.arange(0, LAUNCH.BLOCK)
+                tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
+                status = status * 0 + EXCHANGE.MISMATCHED
+    if status != EXCHANGE.RUNNING:
+        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE)
+
+
+@triton.jit
+def await_leg(
+    buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
+    LEG: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Until every rank has signalled a leg of the open epoch, or it is given up. Returns whether the kernels run.
+
+    Every program calls it, and all get the same. In poisoned memory it returns at once.
+    """
+    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+    taken = tl.atomic_xchg(control_ptr + EXCHANGE.FIRST_TAKEN + LEG, epoch, sem="relaxed", scope="gpu")
+    seen_ptr = control_ptr + EXCHANGE.FIRST_SEEN + LEG
+    if taken != epoch:
+        # Nobody else changes the status meanwhile, and nobody else reads it: threads of a program that found different
+        # values would go different ways, and wait for each other at different barriers.
+        if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+            wait_alone(
+                buffer_ptr.to(tl.int64), buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns,
+                grace_ns, LEG, EXCHANGE, LAUNCH,
+            )  # fmt: skip
+        tl.debug_barrier()
+        if LAUNCH.PLATFORM == "hip":
+            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="sys")
+        else:
+            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="gpu")
+    else:
+        seen = epoch - 1
+        while seen != epoch:
+            if LAUNCH.PLATFORM == "hip":
+                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="sys")
+            else:
+                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    return tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grids
+
+
+def programs_on_shared_gpu(device: torch.device, ranks: int) -> int:
+    """The most programs of a kernel that waits, where `ranks` ranks of the group have kernels on one GPU.
+
+    All ranks' together are at most half as many as there are multiprocessors. A program fits on a multiprocessor, so
+    they leave half of them to the kernels that are waited for.
+    """
+    return max(1, num_multiprocessors(device) // (2 * ranks))
+
+
+def num_waiting_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
+    """The grid for `work` independent rows of a kernel that waits: as the caller says, else two a multiprocessor."""
+    if num_programs is None and device.type == "cuda":
+        num_programs = 2 * num_multiprocessors(device)  # what waits should leave room for the user's own kernels
+    return num_programs_for(work, device, num_programs)

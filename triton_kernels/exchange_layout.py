@@ -1,0 +1,200 @@
+"""What lies where in the memory of an exchange: of all-to-all-v, and of all-reduce, reduce-scatter and all-gather.
+
+Every rank has one symmetric buffer with the same offsets everywhere::
+
+    stuck   [source]                       a line: a peer gives up, see thinwire.triton_kernels.signal
+    headers [half][source]                 a line: flag = epoch; pieces, count, and what the source is doing
+    tails   [source]                       a line: flag = pieces that the source has ever put into its ring here
+    heads   [destination]                  a line: flag = pieces that the destination has ever taken from its ring there
+    halves  [half][source][slot_bytes]     the first of the rows, in the half of the epoch's parity
+    rings   [source][slots][slot_bytes]    what follows
+
+A *line* is 64 bytes that one peer writes. What a peer writes lies at that peer's own place, so no two ranks ever write
+the same byte. In all-to-all-v rings carry the pieces behind the first. Of the others one chunk is one epoch: what the
+first leg brings lies in a half, and what the second brings in the ring of two slots, epoch e in slot e % 2; the tail
+then holds an epoch, and heads are not used. `docs/protocol.md`, "The exchange" and "The ring", has the rules.
+
+>>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=2)
+>>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
+(512, 2560, 33556992)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import CapacityError
+from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.wire import WireFormat
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "CONTROL_FIRST_SEEN",
+    "CONTROL_FIRST_TAKEN",
+    "FIRST_LEG",
+    "HEADER_COUNT",
+    "HEADER_PIECES",
+    "HEADER_SIGNATURE",
+    "REDUCE_SCATTER",
+    "SECOND_LEG",
+    "SIGNATURE_WORDS",
+    "Endpoint",
+    "ExchangeLayout",
+    "Job",
+]
+
+# What a rank can be doing.
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
+
+# Legs of an epoch, in the order in which they are signalled; a report calls them phases.
+FIRST_LEG, SECOND_LEG = 0, 1
+
+# int32 words of a header, behind its flag: ring pieces that follow, and from here on int64 numbers: the count of rows,
+# and so many that say what the source is doing.
+HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE = 1, 2, 4
+SIGNATURE_WORDS = 4
+
+# int32 words of the control block, beside those of `thinwire.triton_kernels.signal`, two each, for the two legs: the
+# epoch whose flags this rank has seen, or given up on, and the one for which some program waits.
+CONTROL_FIRST_SEEN, CONTROL_FIRST_TAKEN = 5, 7
+
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class ExchangeLayout(SignalLayout):
+    """Sizes and byte offsets of a rank's symmetric buffer; kernels get it whole, as one compile-time constant."""
+
+    SLOT_BYTES: int
+    SLOTS: int  # of a ring
+    HEADERS: int  # byte offsets from here on
+    TAILS: int
+    HEADS: int
+    HALVES: int
+    RINGS: int
+    NUM_BYTES: int
+    HEADER_PIECES: int = HEADER_PIECES
+    HEADER_COUNT: int = HEADER_COUNT
+    HEADER_SIGNATURE: int = HEADER_SIGNATURE
+    FIRST_SEEN: int = CONTROL_FIRST_SEEN
+    FIRST_TAKEN: int = CONTROL_FIRST_TAKEN
+
+    @classmethod
+    def of(cls, world: int, slot_bytes: int, slots: int) -> ExchangeLayout:
+        """The layout, before anything is allocated.
+
+        Args:
+            world: ranks.
+            slot_bytes: of a half, and of a slot of a ring; a multiple of 128.
+            slots: of a ring.
+
+        Raises:
+            CapacityError: for other numbers.
+        """
+        if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT or slots < 1:
+            raise CapacityError(
+                f"{slots} slots of {slot_bytes} bytes: expected at least 1, of a multiple of {_ALIGNMENT} bytes"
+            )
+        row = world * SIGNAL_LINE_BYTES
+        halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
+        rings = halves + 2 * world * slot_bytes
+        return cls(
+            WORLD=world,
+            SLOT_BYTES=slot_bytes,
+            SLOTS=slots,
+            STUCK=0,
+            HEADERS=row,
+            TAILS=3 * row,
+            HEADS=4 * row,
+            HALVES=halves,
+            RINGS=rings,
+            NUM_BYTES=rings + world * slots * slot_bytes,
+        )
+
+    @staticmethod
+    def slot_bytes_within(memory: int, world: int, slots: int, wanted: int) -> int:
+        """Bytes of a slot: as many as wanted, or fewer, so that a rank's memory has so many at most."""
+        return min(wanted, memory // (world * (2 + slots)) // _ALIGNMENT * _ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One rank's end of an exchange. Its tensors are owned by whoever made them; kernels only read and write them.
+
+    Attributes:
+        layout: of every rank's symmetric buffer.
+        rank: this rank.
+        buffer: uint8 [NUM_BYTES], this rank's symmetric buffer, zero at first.
+        buffer_ptrs: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
+        control: int32 [CONTROL_WORDS], zero at first, on the device.
+        report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
+        counters: int64 [2, world], pieces ever put into the ring at each peer, and ever taken from each peer's ring.
+        table: int64 [6 * world + SIGNATURE_WORDS], what `thinwire.triton_kernels.all_to_all_v.note` wrote: for each
+            rank rows to send, the first of them, pieces to send, rows to receive, the first of them, pieces to receive;
+            then, where the memory is poisoned, what this rank expected a row to be.
+    """
+
+    layout: ExchangeLayout
+    rank: int
+    buffer: torch.Tensor
+    buffer_ptrs: torch.Tensor
+    control: torch.Tensor
+    report: torch.Tensor
+    counters: torch.Tensor
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: ExchangeLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> Endpoint:
+        """An end over a symmetric buffer that has not sent anything; all else is allocated on the buffer's device."""
+        device, world = buffer_ptrs.device, layout.WORLD
+        with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then
+            return cls(
+                layout=layout,
+                rank=rank,
+                buffer=buffer,
+                buffer_ptrs=buffer_ptrs,
+                control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
+                report=torch.zeros(REPORT_PEERS + 3 * world, dtype=torch.int32, pin_memory=device.type == "cuda"),
+                counters=torch.zeros(2 * world, dtype=torch.int64, device=device),
+                table=torch.zeros(6 * world + SIGNATURE_WORDS, dtype=torch.int64, device=device),
+            )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a collective, as the kernels see it. The same on every rank.
+
+    Attributes:
+        op: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
+        signature: four int64 that say what the call is, for the peers to compare.
+        parts: int64 [2, world] on the device, contiguous: elements of each rank's part, and where it begins in the
+            whole tensor.
+        most_rows: of any part.
+        row: elements of a row.
+        wire: the format of the scattered rows.
+        gather_wire: the format of the gathered rows.
+        dtype: of the tensors.
+        rows_per_chunk: rows of a part that one epoch moves.
+    """
+
+    op: int
+    signature: tuple[int, int, int, int]
+    parts: torch.Tensor
+    most_rows: int
+    row: int
+    wire: WireFormat
+    gather_wire: WireFormat
+    dtype: torch.dtype
+    rows_per_chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Epochs of the call: at least one, as everyone must hear from everyone."""
+        return max(1, -(-self.most_rows // self.rows_per_chunk))
+
+    def rows_in_chunk(self, chunk: int) -> int:
+        """The most rows that any part has in a chunk."""
+        return max(0, min(self.most_rows - chunk * self.rows_per_chunk, self.rows_per_chunk))

@@ -1,0 +1,347 @@
+"""Pieces of an all-to-all-v: rows into the peers' memory and out of the own, quantised or byte by byte, and the ring.
+
+`docs/protocol.md`, "The ring", says when a slot may be written.
+"""
+
+from __future__ import annotations
+
+from thinwire.triton_kernels.codec import (
+    dequantize_row,
+    group_amax,
+    load_record_tile,
+    quantize_row,
+    store_record_tail,
+    store_record_tile,
+    tile_columns,
+)
+from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange import half_offset, publish_header, slot_offset
+from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.permute import fill_row
+from thinwire.triton_kernels.signal import arrive, publish, store_signal_number, store_signal_words
+
+__all__ = [
+    "load_signature",
+    "recv_bytes_kernel",
+    "recv_rows_kernel",
+    "send_bytes_kernel",
+    "send_rows_kernel",
+]
+
+# Rows of an endpoint's table, and of its counters.
+SEND_COUNT, SEND_DISPL, SEND_PIECES, RECV_COUNT, RECV_DISPL, RECV_PIECES, EXPECTED = (tl.constexpr(r) for r in range(7))
+SENT, RECEIVED = tl.constexpr(0), tl.constexpr(1)
+
+
+@triton.jit
+def load_signature(signature_ptr):
+    """The four numbers that say what a row is."""
+    return tl.load(signature_ptr), tl.load(signature_ptr + 1), tl.load(signature_ptr + 2), tl.load(signature_ptr + 3)
+
+
+@triton.jit
+def unit_and_peer(item, WORLD: tl.constexpr):
+    """Which row or chunk of a piece, and for which peer; turned with each row, since peers differ in their rows."""
+    unit = item // WORLD
+    return unit, (item + unit) % WORLD
+
+
+@triton.jit
+def slot_address(base, owner, half, piece, FIRST: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Where a piece from rank `owner` lies in the buffer at `base`: in a half, or in a slot of the ring."""
+    if FIRST:
+        offset = half_offset(half, owner, EXCHANGE)
+    else:
+        offset = slot_offset(piece, owner, EXCHANGE)
+    return base + offset
+
+
+@triton.jit
+def copy_words(target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr):
+    """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
+    step: tl.constexpr = VECTOR * BYTES
+    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones.
+    block: tl.constexpr = 512 * VECTOR if VECTOR > 1 else 1024
+    whole = size // step * VECTOR
+    sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
+    targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), step)
+    start = whole * 0
+    while start < whole:
+        words = start + tl.arange(0, block)
+        values = tl.load(sources + words, mask=words < whole * loaded, other=-1)
+        tl.store(targets + words, values, mask=words < whole)
+        start += block
+    rest = size % step
+    if rest > 0:
+        places = tl.arange(0, 16)
+        end = (size - rest).to(tl.int64)
+        octets = tl.load((source + end).to(tl.pointer_type(tl.int8)) + places, mask=places < rest * loaded, other=-1)
+        tl.store((target + end).to(tl.pointer_type(tl.int8)) + places, octets, mask=places < rest)
+
+
+@triton.jit
+def copy_bytes(target, source, size, loaded):
+    """Copies int32 `size` bytes between two addresses, in the widest words that both allow.
+
+    Where `loaded` is 0 nothing is read, and 0xFF is written.
+    """
+    bits = source | target
+    if bits % 16 == 0:
+        copy_words(target, source, size, loaded, tl.int32, 4, 4)
+    elif bits % 4 == 0:
+        copy_words(target, source, size, loaded, tl.int32, 4, 1)
+    elif bits % 2 == 0:
+        copy_words(target, source, size, loaded, tl.int16, 2, 1)
+    else:
+        copy_words(target, source, size, loaded, tl.int8, 1, 1)
+
+
+@triton.jit
+def chunk_size(count, step, number, unit, CHUNK: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Bytes of chunk `unit` of piece `number` of `count` rows, int32, and where in the segment it begins, int64."""
+    inside = unit.to(tl.int64) * CHUNK
+    start = number.to(tl.int64) * EXCHANGE.SLOT_BYTES + inside
+    size = tl.minimum(count * step - start, EXCHANGE.SLOT_BYTES - inside)
+    return tl.maximum(tl.minimum(size, CHUNK), 0).to(tl.int32), start
+
+
+@triton.jit
+def rows_of(count, FLAT: tl.constexpr, LAYOUT: tl.constexpr):
+    """Rows in which `count` rows, or elements of a 1-D tensor, travel."""
+    if FLAT:
+        rows = (count + (LAYOUT.HIDDEN - 1)) // LAYOUT.HIDDEN
+    else:
+        rows = count
+    return rows
+
+
+@triton.jit
+def publish_tail(
+    buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
+    """Tells the peers that their pieces are in the ring; to those that got nothing it says what it said before."""
+    world: tl.constexpr = EXCHANGE.WORLD
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    known = peers < world
+    pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0)
+    sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
+    tl.store(counters_ptr + SENT * world + peers, sent, mask=known)
+    publish(buffer_ptrs, rank, EXCHANGE.TAILS, sent.to(tl.int32), EXCHANGE, LAUNCH)
+
+
+@triton.jit
+def publish_pieces(
+    buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST: tl.constexpr,
+    EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Tells the peers that their pieces are there: the header of a new epoch, or tails."""
+    if FIRST:
+        world: tl.constexpr = EXCHANGE.WORLD
+        peers = tl.arange(0, LAUNCH.BLOCK)
+        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
+        tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
+        line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
+        pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=peers < world, other=0)
+        rest = (pieces - 1).to(tl.int32)
+        counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=peers < world, other=0)
+        store_signal_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_PIECES, rest, EXCHANGE, LAUNCH)
+        store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_COUNT, counts, EXCHANGE, LAUNCH)
+        publish_header(buffer_ptrs, rank, epoch, load_signature(signature_ptr), EXCHANGE, LAUNCH)
+    else:
+        publish_tail(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+
+
+@triton.jit
+def publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """Tells the peers that the slots of their pieces are free again."""
+    world: tl.constexpr = EXCHANGE.WORLD
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    known = peers < world
+    pieces = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=0)
+    received = tl.load(counters_ptr + RECEIVED * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
+    tl.store(counters_ptr + RECEIVED * world + peers, received, mask=known)
+    publish(buffer_ptrs, rank, EXCHANGE.HEADS, received.to(tl.int32), EXCHANGE, LAUNCH)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels. `items` is how many rows or chunks the largest of the pieces has.
+
+
+@triton.jit(do_not_specialize=["rank", "number", "items"])
+def send_rows_kernel(
+    x_ptr,
+    x_row_stride,
+    buffer_ptrs,
+    control_ptr,
+    counters_ptr,
+    table_ptr,
+    signature_ptr,
+    rank,
+    number,
+    items,
+    FLAT: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Quantises piece `number` of every pair into the peers' memory. Any number of programs."""
+    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        half = (tl.load(control_ptr + EXCHANGE.EPOCH) + 1) & 1
+        item = tl.program_id(0)
+        while item < items * EXCHANGE.WORLD:
+            unit, peer = unit_and_peer(item, EXCHANGE.WORLD)
+            count = tl.load(table_ptr + SEND_COUNT * EXCHANGE.WORLD + peer)
+            row = number.to(tl.int64) * per_piece + unit
+            if row < rows_of(count, FLAT, LAYOUT):
+                first = tl.load(table_ptr + SEND_DISPL * EXCHANGE.WORLD + peer)
+                piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
+                slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
+                record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
+                record = tl.multiple_of(record, 16)
+                if FLAT:  # one tile holds a row, whose last one zeros complete
+                    columns = tile_columns(0, LAYOUT)
+                    x_row = x_ptr + (first + row * LAYOUT.HIDDEN)
+                    x = load_float32(x_row + columns, columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN))
+                    store_record_tile(record, x, group_amax(x), 0, LAYOUT)
+                    store_record_tail(record, LAYOUT)
+                else:
+                    quantize_row(x_ptr + (first + row) * x_row_stride, record, LAYOUT)
+            item += tl.num_programs(0)
+        if arrive(control_ptr, EXCHANGE, LAUNCH):
+            publish_pieces(
+                buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST, EXCHANGE, LAUNCH
+            )
+
+
+@triton.jit(do_not_specialize=["rank", "number", "items"])
+def recv_rows_kernel(
+    out_ptr,
+    out_row_stride,
+    buffer_ptrs,
+    control_ptr,
+    counters_ptr,
+    table_ptr,
+    rank,
+    number,
+    items,
+    FLAT: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Dequantises piece `number` of every pair into the output's rows. Any number of programs."""
+    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
+    half = tl.load(control_ptr + EXCHANGE.EPOCH) & 1
+    base = tl.load(buffer_ptrs + rank)
+    item = tl.program_id(0)
+    while item < items * EXCHANGE.WORLD:
+        unit, peer = unit_and_peer(item, EXCHANGE.WORLD)
+        count = tl.load(table_ptr + RECV_COUNT * EXCHANGE.WORLD + peer)
+        row = number.to(tl.int64) * per_piece + unit
+        if row < rows_of(count, FLAT, LAYOUT):
+            first = tl.load(table_ptr + RECV_DISPL * EXCHANGE.WORLD + peer)
+            piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
+            slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
+            record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
+            record = tl.multiple_of(record, 16)
+            if FLAT:
+                columns = tile_columns(0, LAYOUT)
+                values = tl.full(columns.shape, float("nan"), tl.float32)
+                if running:
+                    values = load_record_tile(record, 0, LAYOUT)
+                out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
+                wanted = columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN)
+                store_float32(out_row + columns, values, wanted, True)
+            else:
+                out_row = out_ptr + (first + row) * out_row_stride
+                if running:
+                    dequantize_row(record, out_row, LAYOUT)
+                else:
+                    fill_row(out_row, float("nan"), LAYOUT)
+        item += tl.num_programs(0)
+    if not FIRST:
+        if running:
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+
+
+@triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
+def send_bytes_kernel(
+    x_ptr,
+    step,
+    buffer_ptrs,
+    control_ptr,
+    counters_ptr,
+    table_ptr,
+    signature_ptr,
+    rank,
+    number,
+    items,
+    FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Copies piece `number` of every pair, of rows of `step` bytes, into the peers' memory. Any number of programs."""
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        half = (tl.load(control_ptr + EXCHANGE.EPOCH) + 1) & 1
+        wide_step = step.to(tl.int64)
+        item = tl.program_id(0)
+        while item < items * EXCHANGE.WORLD:
+            unit, peer = unit_and_peer(item, EXCHANGE.WORLD)
+            count = tl.load(table_ptr + SEND_COUNT * EXCHANGE.WORLD + peer)
+            size, start = chunk_size(count, wide_step, number, unit, CHUNK, EXCHANGE)
+            if size > 0:
+                first = tl.load(table_ptr + SEND_DISPL * EXCHANGE.WORLD + peer)
+                piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
+                slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
+                source = x_ptr.to(tl.int64) + first * wide_step + start
+                copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1)
+            item += tl.num_programs(0)
+        if arrive(control_ptr, EXCHANGE, LAUNCH):
+            publish_pieces(
+                buffer_ptrs, control_ptr, counters_ptr, table_ptr, signature_ptr, rank, number, FIRST, EXCHANGE, LAUNCH
+            )
+
+
+@triton.jit(do_not_specialize=["out_ptr", "step", "rank", "number", "items"])
+def recv_bytes_kernel(
+    out_ptr,
+    step,
+    buffer_ptrs,
+    control_ptr,
+    counters_ptr,
+    table_ptr,
+    rank,
+    number,
+    items,
+    FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Copies piece `number` of every pair, of rows of `step` bytes, into the output. Any number of programs."""
+    loaded = tl.where(tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING, 1, 0)
+    half = tl.load(control_ptr + EXCHANGE.EPOCH) & 1
+    base = tl.load(buffer_ptrs + rank)
+    wide_step = step.to(tl.int64)
+    item = tl.program_id(0)
+    while item < items * EXCHANGE.WORLD:
+        unit, peer = unit_and_peer(item, EXCHANGE.WORLD)
+        count = tl.load(table_ptr + RECV_COUNT * EXCHANGE.WORLD + peer)
+        size, start = chunk_size(count, wide_step, number, unit, CHUNK, EXCHANGE)
+        if size > 0:
+            first = tl.load(table_ptr + RECV_DISPL * EXCHANGE.WORLD + peer)
+            piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
+            slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
+            target = out_ptr.to(tl.int64) + first * wide_step + start
+            copy_bytes(target, slot + unit.to(tl.int64) * CHUNK, size, loaded)
+        item += tl.num_programs(0)
+    if not FIRST:
+        if loaded > 0:
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
