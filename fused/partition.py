@@ -83,7 +83,7 @@ def describe_signature(signature: Sequence[int]) -> str:
     """What `signature_of` stands for, for people; any four numbers.
 
     >>> wire = WireFormat.parse("int8")
-    >>> describe_what(what_of(1, Segments([4, 4], [0, 4]), 1024, "float16", wire, wire))
+    >>> describe_signature(signature_of(1, Segments([4, 4], [0, 4]), 1024, "float16", wire, wire))
     "reduce_scatter of 8 float16 elements as WireFormat(name='int8', group=128, alignment=32)"
     """
     op, dtype = signature[0] & 0xFF, signature[0] >> 8 & 0xFF
