@@ -1,30 +1,12 @@
-"""The direct transport of one-way collectives: ranks store into each other's memory, whole messages or in pieces.
+"""The direct all-to-all-v: the forms in which rows travel, calls under way, and what channels of every backend share.
 
-What lies where is in `thinwire.triton_kernels.exchange_layout`.
-
-*One call is one epoch.* A rank stores the first `slot_bytes` for every peer into the half of the epoch's parity there,
-then the header, whose flag is the epoch: to everyone, also where there are no rows. It then takes in the headers and
-first pieces of all peers, and is done with the epoch when it has taken in everything. Only then does it begin the next.
-Why two halves are enough: who stores epoch e has seen every peer's header of e - 1, and a peer sends that only when it
-has taken in all of e - 2, the last epoch to use this half. This is also why only one call may be outstanding: a rank
-that posted e + 1 before it had taken in e would tell its peers that they may overwrite e.
-
-*What is longer goes on through a ring* for each ordered pair. The sender stores piece s of the pair's life into slot
-s % slots once the head says that the receiver has taken piece s - slots, then publishes s + 1; the receiver
-takes the piece out and publishes that it did. Neither number is ever reset, and both wrap. How many pieces belong to an
-epoch is in its header, so the sender may already be storing the next epoch's pieces behind them.
-
-*Nobody waits for one peer alone.* A rank sends and takes in by turns whatever is possible with whomever; only when
-nothing was, it looks at the clock. A peer that it misses something from (a header, a piece, or room for a piece) for
-longer than the timeout, or while anyone has reported to be stuck, makes it give up as docs/protocol.md says: it reports
-to all, waits a grace time for those it misses to act or report too, and blames the others. The channel is
-then of no more use.
+`docs/protocol.md`, "The exchange" and "The ring", says why it works, and `thinwire.triton_kernels.exchange_layout` what
+lies where. One call is one epoch, and only one call may be outstanding. A row of quantised bytes is made in the peer's
+memory by the quantising kernel and read there by the dequantising one.
 
 *Ranks that disagree stay in step.* A receiver that expected another count, dtype, row or wire takes in and drops what
 that peer sends in this epoch, as many pieces as the header announces, and raises `CountsError` at the end. Its peers
 notice nothing, and all may go on: a lost channel would turn one rank's error into everyone's timeout.
-
-A row of quantised bytes is made in the peer's memory by the quantising kernel and read there by the dequantising one.
 """
 
 from __future__ import annotations

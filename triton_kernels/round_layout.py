@@ -146,7 +146,7 @@ class Lane:
         rank: this rank.
         align: every expert's rows begin at a multiple of this.
         buffer: uint8 [NUM_BYTES], this rank's symmetric buffer, zero at first.
-        bases: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
+        buffer_ptrs: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
         control: int32 [CONTROL_WORDS], zero at first, on the device.
         report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
         index: int64 [num_rows], the record of each expert-sorted row, -1 for padding and behind the last row.
