@@ -6,7 +6,8 @@
  * Without one of these macros that is all, and a pair has rows in an epoch or none:
  * COLLECTIVE: in each epoch any of three collectives. The header says which one, and all compare. An all-reduce then
  * stores its sums into the slot of the epoch's parity, publishes its tail, and waits for everyone's. The rows of an
- * all-gather lie in a slot, too. (If they lie in a half, an all-gather is what this model calls a reduce-scatter.)
+ * all-gather lie in a slot here, which asks for more than the kernels do: there they lie in a half, and an all-gather is
+ * what this model calls a reduce-scatter.
  * RING_STEPS, RING_TURNS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
  * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how
  * many were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a
