@@ -7,6 +7,7 @@
 
 from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import Posted
 from thinwire.comm.layout import Layout, TensorLayout
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.symmetric import SymmetricMemory, allocate
@@ -15,6 +16,7 @@ from thinwire.comm.work import Work
 __all__ = [
     "Communicator",
     "Layout",
+    "Posted",
     "RankInfo",
     "RankTable",
     "SymmetricMemory",

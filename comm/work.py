@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Step", "Work", "deliver"]
+__all__ = ["Step", "Work", "deliver", "without_traceback"]
 
 _T = TypeVar("_T")
 
@@ -50,17 +51,20 @@ class Work(Generic[_T]):
             raise self._failure
         if self._finish is not None:
             try:
-                # Tensors that were made in inference mode can be written in it only; no stream: no change.
+                # Tensors that were made in inference mode can be written in it only.
                 mode = torch.inference_mode() if self._inference else torch.no_grad()
-                with mode, torch.cuda.stream(self._stream):
+                # torch.cuda.stream(None) would initialise CUDA in ranks of the CPU.
+                stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+                with mode, stream:
                     while self._step is not None:
                         self._step.wait()
                         self._step = next(self._steps, None)
                     self._result = self._finish()
             except BaseException as error:
-                self._failure = error
+                self._failure = without_traceback(error)
                 raise
-            self._finish = None
+            finally:
+                self._finish, self._steps, self._step = None, iter(()), None  # they hold the caller's tensors
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
@@ -71,7 +75,7 @@ class Work(Generic[_T]):
     def give_up(self, error: Exception) -> None:
         """Makes `wait` raise the error, unless the call is done."""
         if self._finish is not None and self._failure is None:
-            self._failure = error
+            self._failure, self._finish = error, None
 
     def settle(self) -> None:
         """As `wait`, but what went wrong is for `wait` to say."""
@@ -79,6 +83,17 @@ class Work(Generic[_T]):
             self.wait()
         except Exception as error:
             error.__traceback__ = None  # it would hold the caller's tensors
+
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+def without_traceback(error: _E) -> _E:
+    """The same error, to be kept: the frames that a traceback leads to hold the caller's tensors."""
+    kept = type(error).__new__(type(error), *error.args)
+    kept.args = error.args  # which an OSError forgets until it is initialised
+    kept.__dict__.update(error.__dict__)
+    return kept
 
 
 def deliver(finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:

@@ -140,14 +140,14 @@ def _gather(
     target = x.new_empty(sum(counts), *tail) if out is None else out
     elements = [count * row for count in counts]
     if collectives is None and not sum(elements):
-        return deliver(lambda: target, comm.device, async_op)
+        return deliver(lambda: target, target.device, async_op)
     parts, length = gathered_parts(elements)
     with torch.no_grad():
         own, whole = flat(x.detach()), target.detach().view(-1)
         if collectives is not None:
             exact = WireFormat("none")
             collectives.run(collectives.job(ALL_GATHER, parts, length, exact, wire, x.dtype), own, whole)
-            return deliver(lambda: target, comm.device, async_op)
+            return deliver(lambda: target, target.device, async_op)
         leg = GatherLeg(comm, parts, length, wire, x.dtype)
         leg.post_part(own)
 
@@ -155,4 +155,4 @@ def _gather(
             leg.recv_into(whole)
             return target
 
-        return deliver(finish, comm.device, async_op)
+        return deliver(finish, target.device, async_op)

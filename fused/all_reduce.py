@@ -81,7 +81,7 @@ def all_reduce(
     collectives = None if exactly else choose_collectives("all_reduce", transport, wires, comm)
     target = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if collectives is None and not x.numel():
-        return deliver(lambda: target, comm.device, async_op)
+        return deliver(lambda: target, target.device, async_op)
     with torch.no_grad():
         source, whole = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -93,11 +93,11 @@ def all_reduce(
                 work.wait()
                 return target
 
-            return deliver(finish, comm.device, async_op)
+            return deliver(finish, target.device, async_op)
         parts, length = split_parts(source.numel(), comm.size)
         if collectives is not None:
             collectives.run(collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype), source, whole)
-            return deliver(lambda: target, comm.device, async_op)
+            return deliver(lambda: target, target.device, async_op)
         leg = ScatterLeg(comm, source, parts, length, wires[0])
         gather = GatherLeg(comm, parts, length, wires[1], x.dtype)
         # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
@@ -107,4 +107,4 @@ def all_reduce(
             gather.recv_into(whole)
             return target
 
-        return deliver(finish_staged, comm.device, async_op)
+        return deliver(finish_staged, target.device, async_op)

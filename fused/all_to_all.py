@@ -133,12 +133,12 @@ def all_to_all_v(
     receives, target = placed or place(comm.exchange_counts(sends.counts))
     with torch.no_grad():
         if math.prod(tail) == 0:
-            return deliver(lambda: target, comm.device, async_op)
+            return deliver(lambda: target, target.device, async_op)
         if wire.quantized:
             finish = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
         else:
             finish = _post_exact(x, sends, target, receives, comm)
-        return deliver(finish, comm.device, async_op)
+        return deliver(finish, target.device, async_op)
 
 
 def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import NoReturn
 
@@ -106,13 +107,15 @@ def _open(comm: Communicator, slot_bytes: int | None) -> DirectCollectives | Ref
     except CapacityError as error:
         return Refusal(_KEY, str(error))
 
+    num_programs = _num_programs(comm)
+
     def make(memory: SymmetricMemory) -> DirectCollectives:
         kernels: ModuleType
         if uses_triton(comm):
             from thinwire.triton_kernels import collective as kernels
         else:
             from thinwire.triton_kernels.cpu import collective as kernels
-        return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, _num_programs(comm))
+        return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs)
 
     return open_direct(comm, _KEY, layout.NUM_BYTES, {"slot_bytes": layout.SLOT_BYTES}, make)
 
@@ -293,6 +296,12 @@ class DirectCollectives(DirectTransport):
                     f"  rank {peer}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
                 )
         return ConfigMismatch("\n".join(lines))
+
+    def close(self) -> None:
+        """See `DirectTransport.close`."""
+        super().close()
+        # Endpoints would hold this rank's buffer for as long as the communicator is there.
+        self.lane = self._idle = replace(self.lane, buffer=self.lane.buffer.new_empty(0))
 
     def details(self) -> str:
         """What is worth telling of the memory."""

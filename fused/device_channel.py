@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,7 +79,7 @@ class DeviceRowFormat(RowFormat):
 
     Attributes:
         layout: of a row's record; None for exact rows.
-        what: int64 [4] on the device, what a header says of the rows.
+        signature: int64 [4] on the device, what a header says of the rows.
     """
 
     layout: RecordLayout | None = None
@@ -352,6 +352,12 @@ class DeviceChannel(Channel):
             if wrong[peer]
         ]
         return CountsError(f"in call {self.report[REPORT_EPOCH]}: {'; '.join(found)}")
+
+    def close(self) -> None:
+        """See `DirectTransport.close`."""
+        super().close()
+        # Endpoints would hold this rank's buffer for as long as the communicator is there.
+        self._end = self._idle = replace(self._end, buffer=self._end.buffer.new_empty(0))
 
     def details(self) -> str:
         """What is worth telling of the memory."""

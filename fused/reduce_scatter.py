@@ -82,7 +82,7 @@ def reduce_scatter(
     collectives = None if exactly else choose_collectives("reduce_scatter", transport, [wire], comm)
     target = x.new_empty(shape) if out is None else out
     if collectives is None and not share:
-        return deliver(lambda: target, comm.device, async_op)
+        return deliver(lambda: target, target.device, async_op)
     with torch.no_grad():
         whole, own = flat(x.detach()), target.detach().view(-1)
         if exactly:
@@ -94,15 +94,15 @@ def reduce_scatter(
                 work.wait()
                 return target
 
-            return deliver(finish, comm.device, async_op)
+            return deliver(finish, target.device, async_op)
         parts, length = even_parts(whole.numel(), comm.size)
         if collectives is not None:
             collectives.run(collectives.job(REDUCE_SCATTER, parts, length, wire, wire, x.dtype), whole, own)
-            return deliver(lambda: target, comm.device, async_op)
+            return deliver(lambda: target, target.device, async_op)
         leg = ScatterLeg(comm, whole, parts, length, wire)
 
         def finish_staged() -> torch.Tensor:
             leg.sum_into(own)
             return target
 
-        return deliver(finish_staged, comm.device, async_op)
+        return deliver(finish_staged, target.device, async_op)

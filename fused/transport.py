@@ -19,6 +19,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory, allocate
+from thinwire.comm.work import without_traceback
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
@@ -144,12 +145,13 @@ def open_direct(
         name: of the operation, for people.
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on, beside the library's version.
-        make: takes the memory.
+        make: takes the memory; not collective. What it raises on one rank keeps the others from going on.
         generation: of the memory.
 
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
         PeerTimeout: a peer did not take part.
+        TransportUnavailable: `make` failed on another rank.
     """
     reasons = comm.all_gather_object(_why_not(comm))
     for rank, reason in enumerate(reasons):
@@ -160,8 +162,17 @@ def open_direct(
         memory = allocate(comm, num_bytes, generation)
     except (TransportUnavailable, CapacityError) as error:
         return Refusal(name, str(error), isinstance(error, CapacityError))
-    made = make(memory)
-    comm.barrier()  # kernels that one rank still has to compile shall not count as its silence
+    problem: Exception | None = None
+    try:
+        made = make(memory)
+    except Exception as error:
+        problem = error
+    # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
+    told = comm.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
+    for rank, text in enumerate(told):
+        if text is not None:
+            memory.close()
+            raise problem or TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}")
     return made
 
 
@@ -290,7 +301,7 @@ class DirectTransport:
 
     def fail(self, error: ThinwireError) -> NoReturn:
         """Raises an error after which this end is of no more use."""
-        self.failure = _with_text(error, str(error))  # not the one that is raised: its traceback would hold the tensors
+        self.failure = without_traceback(error)
         raise error
 
     def refuse(self, error: ThinwireError) -> NoReturn:

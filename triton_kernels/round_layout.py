@@ -57,7 +57,8 @@ class RoundLayout(SignalLayout):
     SLOTS: int  # ranks that a token can go to
     RECORD_BYTES: int  # from one dispatched record to the next
     SUM_BYTES: int  # from one combined record to the next
-    SIGNALS: int  # byte offsets from here on: of the dispatch lines; the combine lines follow
+    SIGNALS: int  # byte offsets from here on: of the dispatch lines
+    COMBINE_SIGNALS: int
     IDS: int  # int32 [world][max_tokens][top_k]
     WEIGHTS: int  # float32, the same shape
     RECORDS: int
@@ -114,17 +115,13 @@ class RoundLayout(SignalLayout):
             SUM_BYTES=sum_bytes,
             STUCK=stuck,
             SIGNALS=signals,
+            COMBINE_SIGNALS=signals + world * SIGNAL_LINE_BYTES,
             IDS=ids,
             WEIGHTS=weights,
             RECORDS=records,
             SUMS=sums,
             NUM_BYTES=_aligned(sums + max_tokens * slots * sum_bytes),
         )
-
-    @property
-    def COMBINE_SIGNALS(self) -> int:
-        """Byte offset of the combine lines."""
-        return self.SIGNALS + self.WORLD * self.LINE_BYTES
 
     def first_expert(self, rank: int) -> int:
         """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""

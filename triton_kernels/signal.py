@@ -110,7 +110,12 @@ class Launch:
     @classmethod
     def of(cls, layout: SignalLayout, device: torch.device) -> Launch:
         """The launch of a kernel over such memory on a device."""
-        return cls(1 << max(0, layout.WORLD - 1).bit_length(), hasattr(tl, "atomic_store"), _platform_of(device))
+        return _launch(layout.WORLD, device)
+
+
+@lru_cache
+def _launch(world: int, device: torch.device) -> Launch:
+    return Launch(1 << max(0, world - 1).bit_length(), hasattr(tl, "atomic_store"), _platform_of(device))
 
 
 def _platform_of(device: torch.device) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -544,3 +546,22 @@ def test_ranks_that_disagree_get_peer_timeout_where_gloo_would_end_the_process()
     # Who only sends, and not too much, may be done before its peer finds out.
     assert {*first, *second} == {"length", "operation", "dtype", "collective", "tag"}
     assert {"length", "operation"} <= {*first} & {*second}
+
+
+def test_a_failed_work_tells_all_of_its_error_and_holds_no_tensors():
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+
+    def finish(result=tensor):
+        raise PeerTimeout("rank 1 is gone", ranks=[1], lane=2, epoch=3, phase="dispatch")
+
+    work = Work((), finish)
+    work.settle()
+    del tensor, finish
+    gc.collect()
+    assert alive() is None
+    for _ in range(2):
+        with pytest.raises(PeerTimeout, match="^rank 1 is gone$") as told:
+            work.wait()
+        error = told.value
+        assert (error.ranks, error.lane, error.epoch, error.phase) == ((1,), 2, 3, "dispatch")

@@ -12,6 +12,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, WireFormatError
@@ -87,6 +88,10 @@ def _closed(comm: Communicator) -> None:
         all_reduce(x, comm=comm, transport="staged", async_op=True),
         comm.all_reduce(torch.ones(10), async_op=True),
     ]
+    # A rank that closes while another still posts would break its connection.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"posted {comm.rank}", "")
+    store.wait([f"posted {rank}" for rank in range(comm.size)])
     comm.close()
     for call in calls:
         with pytest.raises(ThinwireError, match="closed"):
