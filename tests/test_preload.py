@@ -36,6 +36,7 @@ def module(tmp_path, monkeypatch):
     del sys.modules["preloaded_by_a_test"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_one_import_under_what_triton_and_numba_read_then(module, monkeypatch):
     monkeypatch.setenv("THINWIRE_TEST", "of the parent")
     testing.preload("preloaded_by_a_test")

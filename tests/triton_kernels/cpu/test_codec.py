@@ -17,6 +17,7 @@ import numba
 import numpy as np
 import torch
 
+from tests.speeds import exhaustive_but
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
@@ -221,7 +222,9 @@ def _contractions(dispatcher: object) -> list[str]:
     return [*_FUSED_INSTRUCTION.findall(assembly), *_FLAGGED.findall(ir), *_FUSED_CALL.findall(ir)]
 
 
-@pytest.mark.parametrize("entry", list(_SIGNATURES), ids=lambda entry: entry.py_func.__name__)
+@pytest.mark.parametrize(
+    "entry", exhaustive_but([codec.pack_kernel], _SIGNATURES), ids=lambda entry: entry.py_func.__name__
+)
 def test_no_product_is_fused_into_a_sum(entry: object) -> None:
     options = {name: value for name, value in entry.targetoptions.items() if name != "nopython"}
     fresh = numba.njit(**options)(entry.py_func)  # a kernel from the cache has no IR to look at
@@ -254,6 +257,7 @@ def test_a_kernel_that_cannot_be_cached_still_compiles() -> None:
 # Other machines
 
 
+@pytest.mark.exhaustive
 def test_a_processor_without_float16_conversions_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "converts_halves", lambda: False)
     for name in ("pack_kernel", "unpack_kernel"):
