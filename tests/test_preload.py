@@ -61,12 +61,14 @@ def test_ranks_share_one_import_under_what_triton_and_numba_read_then(module, mo
     assert importer != server, "there is another server where one was killed"
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_cannot_be_imported_is_named_by_the_ranks(module):
     testing.preload("lacks_something")
     with pytest.raises(RankError, match="No module named 'a_module_that_there_is_not'"):
         run_ranks(module.seen, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_ends_while_it_imports_is_reported(module):
     testing.preload("dies_when_imported")
     with pytest.raises(ThinwireError, match="ended while it imported torch, torch.distributed, dies_when_imported"):

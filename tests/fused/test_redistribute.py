@@ -255,6 +255,7 @@ def test_gradients_of_a_sharded_product_are_those_of_the_whole(wire: str, least:
         assert all(least <= error < most for error in errors), errors
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_arrives_as_summands_is_summed() -> None:
     """A weight cut by columns: each rank uses the whole input, and has a summand of its gradient."""
     layout = Layout((4,), ("tp",))

@@ -258,6 +258,7 @@ def _a_smaller_grid(comm: Communicator) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_the_grid_changes_nothing() -> None:
     for seen in run_ranks(_a_smaller_grid, 2, env=INTERPRETED, timeout=120):
         assert_same_bits("one program", seen[0], seen[1])

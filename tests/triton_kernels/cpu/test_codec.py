@@ -279,6 +279,7 @@ def test_a_processor_without_float16_conversions_gives_the_same_bits(monkeypatch
         assert not re.search(r"vcvtph2ps|vcvtps2ph|hfsf2|sfhf2|_h2f_|_f2h_", assembly)
 
 
+@pytest.mark.exhaustive
 def test_without_numba_everything_imports_and_says_what_to_install() -> None:
     program = """
 import sys

@@ -350,6 +350,7 @@ def test_rounds_equal_plain_torch_to_the_last_bit(
         play(lanes, [random_tokens(lanes[0].layout, dtype, generator) for _ in lanes])
 
 
+@pytest.mark.exhaustive
 def test_the_largest_world() -> None:
     generator = torch.Generator().manual_seed(0)
     lanes = make_lanes(72, 75, 6, 5, 2)
