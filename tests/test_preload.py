@@ -75,6 +75,7 @@ def test_a_server_that_ends_while_it_imports_is_reported(module):
         run_ranks(module.seen, 1)
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_server_end_print_and_time_out_as_others_do(tmp_path, capfd):
     run_ranks(say_hello, 2)
     captured = capfd.readouterr()

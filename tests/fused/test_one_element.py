@@ -60,6 +60,7 @@ def test_one_element_travels_whatever_its_strides(mode: str, transport: str) -> 
     run_ranks(move, 2, transport, mode=mode)
 
 
+@pytest.mark.exhaustive
 def test_one_element_travels_through_the_device_channel() -> None:
     run_ranks(move, 2, "direct", env={"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}, timeout=120)
 
