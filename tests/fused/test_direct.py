@@ -19,11 +19,13 @@ import torch.distributed as dist
 
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
-from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
+from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused import all_to_all
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.transport import open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -281,3 +283,26 @@ def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire:
         assert outcome is not None
         waited, blamed = outcome
         assert blamed == (1,) and waited <= TIMEOUT + 2
+
+
+def _make_fails_on_one(comm: Communicator) -> str:
+    memories = []
+
+    def make(memory: SymmetricMemory) -> str:
+        memories.append(memory)
+        if comm.rank == 1:
+            raise MemoryError("no room for tables")
+        return "made"
+
+    with pytest.raises((MemoryError, TransportUnavailable)) as caught:
+        open_direct(comm, "a test", 4096, {}, make)
+    with pytest.raises(ThinwireError, match="closed"):
+        _ = memories[0].local
+    comm.barrier()  # and the group can still be used
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_rank_that_cannot_use_its_memory_tells_the_others(mode: str) -> None:
+    told = "TransportUnavailable: a test: rank 1 could not use its memory: MemoryError: no room for tables"
+    assert run_ranks(_make_fails_on_one, 3, mode=mode) == [told, "MemoryError: no room for tables", told]
