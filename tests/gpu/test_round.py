@@ -12,7 +12,16 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
-from tests.moe.test_direct import HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K, assert_same, experts, tokens, transcript
+from tests.moe.test_rounds_direct import (
+    HIDDEN,
+    MAX_TOKENS,
+    NUM_EXPERTS,
+    TOP_K,
+    assert_same,
+    experts,
+    tokens,
+    transcript,
+)
 from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
