@@ -41,7 +41,12 @@ def check_tensor(name: str, tensor: object, device: torch.device) -> Tensor:
 
 
 def check_list(
-    name: str, tensors: object, size: int, device: torch.device, like: tuple[str, Tensor] | None, same_shape: bool
+    name: str,
+    tensors: object,
+    size: int,
+    device: torch.device,
+    like: tuple[str, Tensor] | None,
+    alike: Sequence[int],
 ) -> list[Tensor]:
     """The tensors themselves, one for each rank.
 
@@ -50,7 +55,8 @@ def check_list(
         tensors: the list.
         size: how many are needed.
         device: where they must live.
-        like: a tensor and its name; all must have its dtype, and its shape with `same_shape`.
+        like: a name and a tensor, whose dtype all must have; None: the first one's.
+        alike: the ranks whose entries must have its shape, too.
 
     Raises:
         CountsError: another number of tensors, or other shapes.
@@ -69,7 +75,7 @@ def check_list(
             raise ArgumentError(
                 f"{name}[{rank}] is {tensor.dtype}, but {like_name} is {model.dtype}; expected one dtype"
             )
-        if same_shape and tensor.shape != model.shape:
+        if rank in alike and tensor.shape != model.shape:
             raise CountsError(
                 f"{name}[{rank}] has shape {tuple(tensor.shape)}, expected {like_name}'s, {tuple(model.shape)}"
             )

@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Origin
+from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
 from thinwire.comm.domains import check_name, current_domains, open_domain, rank_thread, thread_communicator
 from thinwire.comm.groups import backends_of, member_group
+from thinwire.comm.host_collectives import Origin
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError

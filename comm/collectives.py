@@ -17,14 +17,13 @@ Over Gloo, and between threads, everything is made of sends and receives (`comm/
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
 from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
-from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
@@ -54,22 +53,12 @@ class Collectives(HostCollectives):
                 tensor's dtype), or torch's ReduceOp. Complex tensors have sums, averages and logical operations.
             async_op: return at once.
         """
-        data = self._check("tensor", tensor)
-        reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.all_reduce(exchange, reduction, data), async_op)
-        return self._reduce(reduction, data, None, async_op)
+        return self._reduce(self._check("tensor", tensor), None, op, async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
         data = self._check("tensor", tensor)
-        check_rank("dst", dst, self.size)
-        reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.reduce(exchange, reduction, data, dst), async_op)
-        return self._reduce(reduction, data, dst, async_op)
+        return self._reduce(data, check_rank("dst", dst, self.size), op, async_op)
 
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
@@ -83,13 +72,9 @@ class Collectives(HostCollectives):
             async_op: return at once.
         """
         data = self._check("output", output)
-        inputs = self._check_list("input_list", input_list, ("output", data), same_shape=False)
-        self._check_own("input_list", inputs, "output", data)
+        inputs = self._check_list("input_list", input_list, ("output", data), [self.rank])
         reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.reduce_scatter(exchange, reduction, data, inputs), async_op)
-        return self._run(p2p.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
+        return self._run(self._reductions.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
@@ -98,30 +83,24 @@ class Collectives(HostCollectives):
         """
         data = self._check("tensor", tensor)
         check_rank("src", src, self.size)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.broadcast(exchange, data, src), async_op)
-        sends, receives = self._nothing(), self._nothing()
-        if src == self.rank:
-            sends = self._to_all(data)
-        else:
-            receives[src] = data
+        if self._on_nccl:
+            return self._run(nccl.broadcast(self._exchange, data, src), async_op)
+        sends = self._to_all(data) if src == self.rank else self._nothing()
+        receives = self._only(src, data) if src != self.rank else self._nothing()
         return self._move(f"broadcast {data.dtype}", sends, receives, async_op)
 
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=True)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.all_gather(exchange, outputs, data), async_op)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size))
+        if self._on_nccl:
+            return self._run(nccl.all_gather(self._exchange, outputs, data), async_op)
         return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
 
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=False)
-        self._check_own("tensor_list", outputs, "tensor", data)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank])
         return self._move(f"all_gather_v {data.dtype}", self._to_all(data), outputs, async_op)
 
     def gather(
@@ -136,10 +115,8 @@ class Collectives(HostCollectives):
             async_op: return at once.
         """
         data = self._check("tensor", tensor)
-        sends, receives = self._nothing(), self._nothing()
-        sends[check_rank("dst", dst, self.size)] = data
-        if self._has_list("gather_list", gather_list, "dst", dst):
-            receives = [*self._check_list("gather_list", gather_list, ("tensor", data), same_shape=True)]
+        sends = self._only(check_rank("dst", dst, self.size), data)
+        receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst)
         return self._move(f"gather {data.dtype}", sends, receives, async_op)
 
     def scatter(
@@ -154,10 +131,8 @@ class Collectives(HostCollectives):
             async_op: return at once.
         """
         data = self._check("tensor", tensor)
-        sends, receives = self._nothing(), self._nothing()
-        receives[check_rank("src", src, self.size)] = data
-        if self._has_list("scatter_list", scatter_list, "src", src):
-            sends = [*self._check_list("scatter_list", scatter_list, ("tensor", data), same_shape=True)]
+        receives = self._only(check_rank("src", src, self.size), data)
+        sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
         return self._move(f"scatter {data.dtype}", sends, receives, async_op)
 
     def all_to_all(
@@ -170,10 +145,8 @@ class Collectives(HostCollectives):
                 what a rank sends to another has as many elements as the other expects from it.
             async_op: return at once.
         """
-        outputs = self._check_list("output_tensor_list", output_tensor_list, None, same_shape=False)
-        inputs = self._check_list(
-            "input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]), same_shape=False
-        )
+        outputs = self._check_list("output_tensor_list", output_tensor_list)
+        inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
         own, place = inputs[self.rank], outputs[self.rank]
         if own.numel() != place.numel():
             raise CountsError(
@@ -223,35 +196,31 @@ class Collectives(HostCollectives):
         Between two ranks, messages are received in the order in which they are sent, with the same tags.
         """
         data = self._check("tensor", tensor)
-        sends = self._nothing()
-        sends[self._check_peer("dst", dst)] = data
+        sends = self._only(self._check_peer("dst", dst), data)
         return self._move(f"send {_check_tag(tag)} {data.dtype}", sends, self._nothing(), async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
         data = self._check("tensor", tensor)
-        receives = self._nothing()
-        receives[self._check_peer("src", src)] = data
+        receives = self._only(self._check_peer("src", src), data)
         return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
 
     @property
-    def _nccl(self) -> PeerExchange | None:
-        """Where the backend's own collectives are to be used."""
-        exchange = self._exchange
-        return exchange if isinstance(exchange, PeerExchange) and exchange.backend == "nccl" else None
+    def _on_nccl(self) -> bool:
+        """Whether the backend's own collectives are to be used."""
+        return self._exchange.backend == "nccl"
+
+    @property
+    def _reductions(self) -> ModuleType:
+        return nccl if self._on_nccl else p2p
 
     def _check(self, name: str, tensor: object) -> Tensor:
         return check_tensor(name, tensor, self.device)
 
     def _check_list(
-        self, name: str, tensors: object, like: tuple[str, Tensor] | None, *, same_shape: bool
+        self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
     ) -> list[Tensor]:
-        return check_list(name, tensors, self.size, self.device, like, same_shape)
-
-    def _check_own(self, list_name: str, tensors: Sequence[Tensor], name: str, tensor: Tensor) -> None:
-        shape = tuple(tensors[self.rank].shape)
-        if shape != tuple(tensor.shape):
-            raise CountsError(f"{list_name}[{self.rank}] has shape {shape}, expected {name}'s, {tuple(tensor.shape)}")
+        return check_list(name, tensors, self.size, self.device, like, alike)
 
     def _check_peer(self, name: str, rank: object) -> int:
         peer = check_rank(name, rank, self.size)
@@ -259,17 +228,24 @@ class Collectives(HostCollectives):
             raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
         return peer
 
-    def _has_list(self, name: str, tensors: object, root_name: str, root: int) -> bool:
+    def _check_list_of_root(
+        self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int
+    ) -> Sequence[Tensor | None]:
         if (tensors is not None) != (self.rank == root):
             found = "None" if tensors is None else "a list"
             raise ArgumentError(
                 f"{name} is {found} on rank {self.rank}, and {root_name} is {root}: expected a list on rank {root}, "
                 "None on all others"
             )
-        return tensors is not None
+        if tensors is None:
+            return self._nothing()
+        return self._check_list(name, tensors, ("tensor", tensor), range(self.size))
 
     def _nothing(self) -> list[Tensor | None]:
         return [None] * self.size
+
+    def _only(self, rank: int, tensor: Tensor) -> list[Tensor | None]:
+        return [tensor if peer == rank else None for peer in range(self.size)]
 
     def _to_all(self, tensor: Tensor) -> list[Tensor | None]:
         return [tensor.contiguous()] * self.size
@@ -282,18 +258,22 @@ class Collectives(HostCollectives):
             sends = [None if buffer is None else buffer.clone() for buffer in sends]
         return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
 
-    def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work[None]:
-        later = p2p.takes_two_steps(self._exchange, tensor)
-        return self._run(p2p.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
+    def _reduce(self, tensor: Tensor, dst: int | None, op: object, async_op: bool) -> Work[None]:
+        reduction = Reduction.of(op, tensor.dtype)
+        later = not self._on_nccl and p2p.takes_two_steps(self._exchange, tensor)
+        return self._run(self._reductions.reduce(self._exchange, reduction, tensor, dst), async_op, later)
 
-    @abstractmethod
     def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
-        """Posts the first step, and waits for all of them unless `async_op`.
-
-        Args:
-            collective: see :class:`Work`.
-            posts_later: there are steps that are not posted before `wait`.
-        """
+        """Posts the first step, and waits unless `async_op`. `posts_later`: some steps are not posted before `wait`."""
+        self._require_open()
+        self.check_exchange()
+        self._settle()
+        work = Work(collective, lambda: None)
+        if not async_op:
+            work.wait()
+        elif posts_later:
+            self._unfinished.append(work)
+        return work
 
 
 def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:

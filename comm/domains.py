@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from thinwire.comm.communicator import Communicator, Origin
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.host_collectives import Origin
 from thinwire.errors import ThinwireError
 
 __all__ = ["Domains", "check_name", "current_domains", "open_domain", "rank_thread", "thread_communicator"]
