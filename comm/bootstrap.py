@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
-from thinwire.comm.domains import check_name, current_domains, open_domain, rank_thread, thread_communicator
+from thinwire.comm.domains import current_domains, is_rank_thread, open_domain
 from thinwire.comm.groups import backends_of, member_group
 from thinwire.comm.host_collectives import Origin
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
 
-__all__ = ["RankInfo", "default_communicator", "discover", "init", "rank_thread", "thread_communicator"]
+__all__ = ["default_communicator", "init"]
 
 
 def init(
@@ -64,9 +64,11 @@ def init(
         ConfigMismatch: the ranks do not agree on the domain, or have different rank tables.
         PeerTimeout: the other ranks did not come in time.
     """
-    check_name(domain)
-    table = None if rank_table is None else RankTable.load(rank_table)
-    if table is not None:
+    if domain is not None and (not isinstance(domain, str) or not domain.strip()):
+        raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+    table = None
+    if rank_table is not None:
+        table = RankTable.load(rank_table)
         world_size = table.size if world_size is None else world_size
     domains = current_domains()
     found = domains.find(domain)
@@ -76,24 +78,25 @@ def init(
     world = domains.find(None)
     made = world is None
     if world is None:
-        if thread_communicator() is not None:
+        if is_rank_thread():
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
         world = _join(rank, world_size, table, device, timeout)
     else:
         _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
     try:
-        world.require_same("thinwire.init", {"domain": domain, "rank_table": _digest(table)})
+        digest = None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
+        world.require_same("thinwire.init", {"domain": domain, "rank_table": digest})
     except BaseException:
         if made:
             world.close()
         raise
-    domains.keep(None, world)
+    domains.by_name[None] = world
     if domain is None:
         return domains.choose(world)
     opened = open_domain(world, domain, device, timeout)
     if not opened.in_process:
         atexit.register(opened.close)  # before the world, see below
-    domains.keep(domain, opened)
+    domains.by_name[domain] = opened
     return domains.choose(opened)
 
 
@@ -120,16 +123,22 @@ def _join(
 ) -> Communicator:
     """The communicator of the domain None."""
     if dist.is_initialized():
-        _require_agreement(rank, world_size)
-        if table is None:
-            chosen = _choose_device(device, None)[0] if device is not None else None
-            return Communicator(device=chosen, timeout=timeout)
-        info = discover({}, rank=dist.get_rank(), rank_table=table)
-        backends = backends_of(member_group(None))
-        if device is None and backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            device = "cuda"
+        for name, wanted, present in (
+            ("rank", rank, dist.get_rank()),
+            ("world_size", world_size, dist.get_world_size()),
+        ):
+            if wanted not in (None, present):
+                raise ThinwireError(
+                    f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
+                )
+        info = origin = None
+        if table is not None:
+            info = discover({}, rank=dist.get_rank(), rank_table=table)
+            backends = backends_of(member_group(None))
+            if device is None and backends.get("cuda") == "nccl" and torch.cuda.is_available():
+                device = "cuda"
+            origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         chosen = _choose_device(device, info)[0] if device is not None else None
-        origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         return Communicator(device=chosen, timeout=timeout, _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
@@ -144,10 +153,6 @@ def _join(
     # A process that exits with Gloo's threads running may be aborted by their destructors.
     atexit.register(world.close)
     return world
-
-
-def _digest(table: RankTable | None) -> str | None:
-    return None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
 
 
 def _require_compatible(
@@ -168,17 +173,6 @@ def _require_compatible(
         raise ThinwireError(
             f"init was called before and gave {comm!r}; close() that one before asking for {', '.join(differing)}"
         )
-
-
-def _require_agreement(rank: int | None, world_size: int | None) -> None:
-    for name, wanted, present in (
-        ("rank", rank, dist.get_rank()),
-        ("world_size", world_size, dist.get_world_size()),
-    ):
-        if wanted not in (None, present):
-            raise ThinwireError(
-                f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
-            )
 
 
 def _choose_device(device: torch.device | str | None, info: RankInfo | None) -> tuple[torch.device, str]:
@@ -215,27 +209,25 @@ def _local_index(info: RankInfo) -> int:
     return index
 
 
-def _meeting_url(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 def _make_group(info: RankInfo, device: torch.device, timeout: float) -> None:
     on_cuda = device.type == "cuda"
     # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
     limit = timedelta(seconds=timeout * (2 if on_cuda else 1))
-    store = dist.HashStore() if info.address is None else None
+    url, place = None, "alone"
+    if info.address is not None:
+        host, port = info.address
+        url, place = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", f"at {host}:{port}"
     try:
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
-            init_method=None if info.address is None else _meeting_url(*info.address),
-            store=store,
+            init_method=url,
+            store=dist.HashStore() if url is None else None,
             rank=info.rank,
             world_size=info.size,
             timeout=limit,
             device_id=device if on_cuda else None,
         )
     except RuntimeError as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
-        place = "alone" if info.address is None else f"at {info.address[0]}:{info.address[1]}"
         raise PeerTimeout(
             f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
             f"(limit {limit.total_seconds():g} s): {error}"

@@ -20,7 +20,7 @@ from thinwire.comm.groups import (
     new_group,
     with_index,
 )
-from thinwire.comm.host_collectives import Origin
+from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ThinwireError, TransportUnavailable
@@ -29,6 +29,8 @@ __all__ = ["DEFAULT_TIMEOUT", "Communicator"]
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Communicator(Collectives):
@@ -222,6 +224,27 @@ class Communicator(Collectives):
     def __repr__(self) -> str:
         backend = self._exchange.backend
         return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
+
+
+class _SharedSplit(Attachment):
+    """A communicator as an attachment of the one that it was split from."""
+
+    def __init__(self, communicator: Communicator, groups: Groups) -> None:
+        self.communicator, self.groups = communicator, groups
+
+    def describe(self) -> str:
+        return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
+
+    def close(self) -> None:
+        self.communicator.close()
+
+
+def shared_split(comm: Communicator, groups: Groups) -> Communicator:
+    """As `comm.split` with these groups, but the same one at every call, and closed together with `comm`.
+
+    Only the first call is collective.
+    """
+    return comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), groups)).communicator
 
 
 def _checked_timeout(timeout: float | None) -> float:

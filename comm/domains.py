@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.host_collectives import Origin
+from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.errors import ThinwireError
 
-__all__ = ["Domains", "check_name", "current_domains", "open_domain", "rank_thread", "thread_communicator"]
+__all__ = ["Domains", "current_domains", "is_rank_thread", "open_domain", "rank_thread"]
 
 
 class Domains:
@@ -22,17 +22,13 @@ class Domains:
     """
 
     def __init__(self) -> None:
-        self._by_name: dict[str | None, Communicator] = {}
+        self.by_name: dict[str | None, Communicator] = {}
         self._recent: list[Communicator] = []  # the one that init returned last comes last
 
     def find(self, name: str | None) -> Communicator | None:
         """The domain's communicator, if it has one that is open."""
-        found = self._by_name.get(name)
+        found = self.by_name.get(name)
         return None if found is None or found.closed else found
-
-    def keep(self, name: str | None, comm: Communicator) -> None:
-        """Makes it the domain's."""
-        self._by_name[name] = comm
 
     def choose(self, comm: Communicator) -> Communicator:
         """Makes it what `current` returns, and returns it."""
@@ -44,7 +40,7 @@ class Domains:
         return next((comm for comm in reversed(self._recent) if not comm.closed), None)
 
 
-class _Opened:
+class _Opened(Attachment):
     """What a communicator keeps of the domains that were made from it: they end with it."""
 
     def __init__(self) -> None:
@@ -54,51 +50,38 @@ class _Opened:
         names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
         return f"domains: {'; '.join(names)}"
 
-    def settle(self) -> None:
-        """What is under way in another domain does not matter in this one."""
-
     def close(self) -> None:
         for comm in self.by_name.values():
             comm.close()
 
 
+class _OfThread(threading.local):
+    domains: Domains | None = None  # in threads that are ranks
+
+
 _of_process = Domains()
-_of_thread = threading.local()  # .comm and .domains, in threads that are ranks
+_of_thread = _OfThread()
 
 
 def current_domains() -> Domains:
     """This thread's if it is a rank, else this process's."""
-    found: Domains | None = getattr(_of_thread, "domains", None)
-    return _of_process if found is None else found
+    return _of_thread.domains or _of_process
 
 
-def thread_communicator() -> Communicator | None:
-    """This thread's own communicator, if the thread is a rank. It stays its domain None when it is closed."""
-    found: Communicator | None = getattr(_of_thread, "comm", None)
-    return found
+def is_rank_thread() -> bool:
+    """Whether this thread is a rank, which has a communicator from the start."""
+    return _of_thread.domains is not None
 
 
 @contextlib.contextmanager
 def rank_thread(comm: Communicator) -> Iterator[None]:
     """Makes `comm` what `init` and `default_communicator` return in this thread."""
-    before = (thread_communicator(), getattr(_of_thread, "domains", None))
-    domains = Domains()
-    domains.keep(None, domains.choose(comm))
-    _of_thread.comm, _of_thread.domains = comm, domains
+    before, _of_thread.domains = _of_thread.domains, Domains()
+    _of_thread.domains.by_name[None] = _of_thread.domains.choose(comm)
     try:
         yield
     finally:
-        _of_thread.comm, _of_thread.domains = before
-
-
-def check_name(domain: object) -> None:
-    """Refuses what is no name of a domain.
-
-    Raises:
-        ThinwireError: neither None nor a string that says something.
-    """
-    if domain is not None and (not isinstance(domain, str) or not domain.strip()):
-        raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+        _of_thread.domains = before
 
 
 def open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:

@@ -37,7 +37,8 @@ class Attachment(Protocol):
 
     def describe(self) -> str: ...
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        return  # for those that have nothing under way
 
     def close(self) -> None: ...
 

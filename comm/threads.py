@@ -51,15 +51,19 @@ class ThreadWorld:
         if within is not None:
             within._inner.add(self)
 
-    def leave(self, rank: int, reason: str, to_blame: Iterable[int] | None = None) -> None:
+    def leave(self, rank: int, *reasons: str, to_blame: Iterable[int] | None = None) -> None:
         """Ends a rank's part, and every wait for it. Only the first call for a rank counts.
 
         Args:
             rank: who goes.
-            reason: what peers are told, such as "rank 1 raised ValueError".
+            reasons: what peers are told, such as "rank 1 raised ValueError".
             to_blame: ranks; None means that one.
         """
-        self._leave(rank, (reason,), (rank,) if to_blame is None else to_blame)
+        with self._changed:
+            if rank not in self._gone:
+                self._gone[rank] = _Departure(reasons, frozenset((rank,) if to_blame is None else to_blame))
+                self._half_posted = {key: half for key, half in self._half_posted.items() if half.poster != rank}
+                self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """Ends the part of every rank: all that wait, now or later, raise PeerTimeout at once.
@@ -69,7 +73,7 @@ class ThreadWorld:
         with self._changed:
             stuck = [rank for rank in range(self.size) if rank not in self._gone and rank not in self._waiting]
             for rank in range(self.size):
-                self._leave(rank, (reason,), stuck)
+                self.leave(rank, reason, to_blame=stuck)
         for world in list(self._inner):
             world.fail(reason)
 
@@ -109,19 +113,12 @@ class ThreadWorld:
             finally:
                 self._waiting.pop(rank, None)
 
-    def _leave(self, rank: int, reasons: tuple[str, ...], to_blame: Iterable[int]) -> None:
-        with self._changed:
-            if rank not in self._gone:
-                self._gone[rank] = _Departure(reasons, frozenset(to_blame))
-                self._half_posted = {key: half for key, half in self._half_posted.items() if half.poster != rank}
-                self._changed.notify_all()
-
     def _error(self, rank: int, text: str, gone: set[int]) -> PeerTimeout:
         """What `rank` raises on account of ranks that are gone, itself perhaps. From now on it is gone, too."""
         departures = [self._gone[peer] for peer in sorted(gone)]
         reasons = tuple(dict.fromkeys(reason for departure in departures for reason in departure.reasons))
         to_blame = frozenset().union(*(departure.to_blame for departure in departures)) - {rank} or gone - {rank}
-        self._leave(rank, reasons, to_blame)
+        self.leave(rank, *reasons, to_blame=to_blame)
         return PeerTimeout(f"rank {rank} of {self.size}: {text}: {'; '.join(reasons)}", ranks=to_blame)
 
     def _give_up_on_silent(self, rank: int, missing: set[int], timeout: float) -> PeerTimeout:
@@ -137,7 +134,7 @@ class ThreadWorld:
         if to_blame != missing:
             text += f"; it was {name_ranks(to_blame)} that did not wait for others"
         text = f"rank {rank} of {self.size}: {text}"
-        self.leave(rank, text, to_blame)
+        self.leave(rank, text, to_blame=to_blame)
         return PeerTimeout(text, ranks=to_blame)
 
 
@@ -258,9 +255,10 @@ class ThreadExchange:
         while block_host and (slow := [transfer for transfer, event in events.items() if not event.query()]):
             if time.monotonic() > deadline:
                 peers = {transfer.other_end(self.rank) for transfer in slow}
-                text = f"rank {self.rank} of {self.size}: the copies with {name_ranks(peers)} were not done within "
-                self.world.leave(self.rank, f"{text}{self.timeout:g} s", ())
-                raise PeerTimeout(f"{text}{self.timeout:g} s")
+                text = f"the copies with {name_ranks(peers)} were not done within {self.timeout:g} s"
+                text = f"rank {self.rank} of {self.size}: {text}"
+                self.world.leave(self.rank, text, to_blame=())
+                raise PeerTimeout(text)
             time.sleep(_POLL_SECONDS)
         posted.transfers = []
 

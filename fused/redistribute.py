@@ -16,9 +16,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.communicator import shared_split
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, plan_redistribute
-from thinwire.comm.split import shared_split
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.bootstrap import rank_thread
+from thinwire.comm.domains import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import PeerTimeout
 
@@ -144,7 +144,7 @@ class _RankThread(threading.Thread):
         first_line = str(error).partition("\n")[0]
         reason = f"rank {self._comm.rank} raised {type(error).__name__}: {first_line}"
         to_blame = error.ranks if isinstance(error, PeerTimeout) and error.ranks else None
-        self.world.leave(self._comm.rank, reason, to_blame)
+        self.world.leave(self._comm.rank, reason, to_blame=to_blame)
 
 
 def _stack_of(thread: threading.Thread) -> str:
