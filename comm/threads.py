@@ -20,13 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import Posted, check_buffers, name_ranks
+from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, name_ranks
 from thinwire.errors import PeerTimeout
 
-__all__ = ["ThreadExchange", "ThreadWorld"]
-
 _T = TypeVar("_T")
-_POLL_SECONDS = 20e-6
 _OBJECT = -1  # the length of a message that is an object
 
 # source, target, place in their sequence, bytes, kind of memory, label
@@ -196,16 +193,8 @@ class _Transfer:
             self.finished = received.stream.record_event()
 
 
-class _ThreadPosted(Posted):
-    """An exchange under way, and its messages."""
-
-    def __init__(self, exchange: ThreadExchange, transfers: list[_Transfer]) -> None:
-        super().__init__(exchange, (), ())
-        self.transfers = transfers
-
-
-class ThreadExchange:
-    """One rank's sends and receives. Not thread-safe: only its own rank's thread may use it.
+class ThreadExchange(Exchange):
+    """One rank's sends and receives. Only its own rank's thread may use it.
 
     On CUDA, a rank's copies into its buffers run on the stream that was current when it posted them, after what the
     sender's stream had been given until it posted. Waiting blocks the host until the peers have posted, too.
@@ -217,23 +206,14 @@ class ThreadExchange:
         device: where tensors may live, beside main memory.
     """
 
-    backend = "threads"
-
     def __init__(self, world: ThreadWorld, rank: int, timeout: float, device: torch.device) -> None:
-        self.world = world
-        self.rank = rank
-        self.size = world.size
-        self.timeout = timeout
-        self.device = device
-        self._num_sent = [0] * self.size
-        self._num_received = [0] * self.size
+        super().__init__(rank, world.size, timeout, "threads", tuple(dict.fromkeys(("cpu", device.type))))
+        self.world, self.device = world, device
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
-        """Starts the exchange described at :meth:`Communicator.post`."""
+    def _require_usable(self) -> None:
         self.world.require_present(self.rank)
-        device_types = tuple(dict.fromkeys(("cpu", self.device.type)))
-        for name, buffers in (("sends", sends), ("receives", receives)):
-            check_buffers(name, buffers, self.rank, self.size, "an exchange between threads", device_types)
+
+    def _start(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str) -> Posted:
         return self._post(sends, receives, lambda buffer: (buffer.numel(), buffer.device.type, label))
 
     def share_objects(self, obj: _T) -> list[_T]:
@@ -245,11 +225,9 @@ class ThreadExchange:
         return [obj if box is None else box[0] for box in receives]
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
-        """Ends `posted`; see :meth:`Posted.wait`."""
-        assert isinstance(posted, _ThreadPosted)
         deadline = time.monotonic() + self.timeout
-        self.world.wait(self.rank, posted.transfers, self.timeout)
-        events = {transfer: transfer.finished for transfer in posted.transfers if transfer.finished is not None}
+        self.world.wait(self.rank, posted._works, self.timeout)
+        events = {transfer: transfer.finished for transfer in posted._works if transfer.finished is not None}
         for event in events.values():
             torch.cuda.current_stream(self.device).wait_event(event)
         while block_host and (slow := [transfer for transfer, event in events.items() if not event.query()]):
@@ -259,17 +237,17 @@ class ThreadExchange:
                 text = f"rank {self.rank} of {self.size}: {text}"
                 self.world.leave(self.rank, text, to_blame=())
                 raise PeerTimeout(text)
-            time.sleep(_POLL_SECONDS)
-        posted.transfers = []
+            time.sleep(POLL_SECONDS)
+        posted._works = []
 
     def close(self) -> None:
-        """Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout."""
+        # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.
         self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")
 
     def _post(
         self, sends: Sequence[Any], receives: Sequence[Any], describe: Callable[[Any], tuple[int, str, str]]
-    ) -> _ThreadPosted:
-        transfers = []
+    ) -> Posted:
+        posted = Posted(self)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             for buffer, counters, pair in (
@@ -280,5 +258,5 @@ class ThreadExchange:
                     continue
                 key = (*pair, counters[peer], *describe(buffer))
                 counters[peer] += 1
-                transfers.append(self.world.post(key, self.rank, _End.of(buffer)))
-        return _ThreadPosted(self, transfers)
+                posted._works.append(self.world.post(key, self.rank, _End.of(buffer)))
+        return posted
