@@ -15,6 +15,7 @@ Source: MindSpore's `Layout` and its operator-level parallelism, of which these 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -124,10 +125,8 @@ class Layout:
         """
         axes = self._checked_axes(axes)
         place = self.coordinates(rank)
-        places = [place]
-        for axis in axes:
-            places = [{**place, axis: index} for place in places for index in range(self.axis_size(axis))]
-        return tuple(self.rank_at(place) for place in places)
+        indices = itertools.product(*(range(self.axis_size(axis)) for axis in axes))
+        return tuple(self.rank_at(place | dict(zip(axes, there, strict=True))) for there in indices)
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of `ranks_along`, by their first rank; every rank is in one of them.
