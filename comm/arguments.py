@@ -9,8 +9,6 @@ from torch import Tensor
 
 from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["check_list", "check_rank", "check_splits", "check_tensor", "extent"]
-
 
 def check_rank(name: str, rank: object, size: int) -> int:
     """The rank itself.
@@ -38,48 +36,6 @@ def check_tensor(name: str, tensor: object, device: torch.device) -> Tensor:
     if tensor.device.type != device.type:
         raise ArgumentError(f"{name} lives on {tensor.device}, but this communicator's tensors live on {device}")
     return tensor.detach()
-
-
-def check_list(
-    name: str,
-    tensors: object,
-    size: int,
-    device: torch.device,
-    like: tuple[str, Tensor] | None,
-    alike: Sequence[int],
-) -> list[Tensor]:
-    """The tensors themselves, one for each rank.
-
-    Args:
-        name: what the caller knows the list by.
-        tensors: the list.
-        size: how many are needed.
-        device: where they must live.
-        like: a name and a tensor, whose dtype all must have; None: the first one's.
-        alike: the ranks whose entries must have its shape, too.
-
-    Raises:
-        CountsError: another number of tensors, or other shapes.
-        ArgumentError: entries that are no usable tensors, or have another dtype.
-    """
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
-        raise ArgumentError(
-            f"{name} is a {type(tensors).__name__}, expected a list of {size} tensors, one for each rank"
-        )
-    if len(tensors) != size:
-        raise CountsError(f"{name} has {len(tensors)} tensors, expected one for each of the {size} ranks")
-    checked = [check_tensor(f"{name}[{rank}]", tensor, device) for rank, tensor in enumerate(tensors)]
-    like_name, model = (f"{name}[0]", checked[0]) if like is None else like
-    for rank, tensor in enumerate(checked):
-        if tensor.dtype != model.dtype:
-            raise ArgumentError(
-                f"{name}[{rank}] is {tensor.dtype}, but {like_name} is {model.dtype}; expected one dtype"
-            )
-        if rank in alike and tensor.shape != model.shape:
-            raise CountsError(
-                f"{name}[{rank}] has shape {tuple(tensor.shape)}, expected {like_name}'s, {tuple(model.shape)}"
-            )
-    return checked
 
 
 def check_splits(name: str, splits: object, tensor_name: str, tensor: Tensor, size: int) -> list[int]:

@@ -23,7 +23,7 @@ from types import ModuleType
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
-from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
+from thinwire.comm.arguments import check_rank, check_splits, check_tensor, extent
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
@@ -220,7 +220,26 @@ class Collectives(HostCollectives):
     def _check_list(
         self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
     ) -> list[Tensor]:
-        return check_list(name, tensors, self.size, self.device, like, alike)
+        """One tensor a rank, of the dtype of `like` or of the first one; those of the ranks `alike`, of its shape, too."""
+        size = self.size
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+            raise ArgumentError(
+                f"{name} is a {type(tensors).__name__}, expected a list of {size} tensors, one for each rank"
+            )
+        if len(tensors) != size:
+            raise CountsError(f"{name} has {len(tensors)} tensors, expected one for each of the {size} ranks")
+        checked = [self._check(f"{name}[{rank}]", tensor) for rank, tensor in enumerate(tensors)]
+        like_name, model = (f"{name}[0]", checked[0]) if like is None else like
+        for rank, tensor in enumerate(checked):
+            if tensor.dtype != model.dtype:
+                raise ArgumentError(
+                    f"{name}[{rank}] is {tensor.dtype}, but {like_name} is {model.dtype}; expected one dtype"
+                )
+            if rank in alike and tensor.shape != model.shape:
+                raise CountsError(
+                    f"{name}[{rank}] has shape {tuple(tensor.shape)}, expected {like_name}'s, {tuple(model.shape)}"
+                )
+        return checked
 
     def _check_peer(self, name: str, rank: object) -> int:
         peer = check_rank(name, rank, self.size)

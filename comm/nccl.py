@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.exchange import Exchange, PeerExchange
-from thinwire.comm.reductions import TORCH_OPERATIONS, Reduction
+from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step
 from thinwire.octets import as_bytes
 
@@ -61,7 +61,7 @@ def all_gather(exchange: Exchange, outputs: Sequence[Tensor], tensor: Tensor) ->
 
 def reduce(exchange: Exchange, reduction: Reduction, tensor: Tensor, dst: int | None) -> Iterator[Step]:
     """In place at `dst`, or everywhere for None, for a tensor of any strides."""
-    carried, op = _carry(reduction, tensor), _operation(reduction)
+    carried, op = _carry(reduction, tensor), reduction.native
     if dst is None:
         yield _NativeStep(exchange, dist.all_reduce, carried, op)
     else:
@@ -78,7 +78,7 @@ def reduce_scatter(
     """`inputs[r]` has the shape of rank r's output."""
     rows = [_carry(reduction, tensor).reshape(-1) for tensor in inputs]
     total = torch.empty_like(rows[exchange.rank])
-    yield _NativeStep(exchange, dist.reduce_scatter, total, rows, _operation(reduction))
+    yield _NativeStep(exchange, dist.reduce_scatter, total, rows, reduction.native)
     output.copy_(total.view(output.shape))
 
 
@@ -87,12 +87,6 @@ def _carry(reduction: Reduction, tensor: Tensor) -> Tensor:
     encoded = reduction.encode(tensor).contiguous()
     # NCCL has no int16. Sums of int32 wrap to the same 16 bits.
     return encoded.to(torch.int32) if encoded.dtype == torch.int16 else encoded
-
-
-def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
-    # Of 0 and 1, the largest says whether any is set, and the smallest whether all are.
-    stand_in = {"logical_or": "max", "logical_and": "min"}.get(reduction.name, reduction.name)
-    return TORCH_OPERATIONS[stand_in]
 
 
 def _write_back(tensor: Tensor, carried: Tensor) -> None:
