@@ -11,22 +11,14 @@ from thinwire.errors import ArgumentError, CountsError
 
 
 def check_rank(name: str, rank: object, size: int) -> int:
-    """The rank itself.
-
-    Raises:
-        ArgumentError: it is no int from 0 to size - 1.
-    """
+    """The rank itself, or ArgumentError."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
         raise ArgumentError(f"{name} is {rank!r}, expected a rank of this group, an int from 0 to {size - 1}")
     return rank
 
 
 def check_tensor(name: str, tensor: object, device: torch.device) -> Tensor:
-    """The tensor itself, cut off from autograd: what a collective writes has no history.
-
-    Raises:
-        ArgumentError: no tensor, one that is not strided, or one on another kind of device.
-    """
+    """The tensor itself, cut off from autograd, as what a collective writes has no history; or ArgumentError."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -39,11 +31,7 @@ def check_tensor(name: str, tensor: object, device: torch.device) -> Tensor:
 
 
 def check_splits(name: str, splits: object, tensor_name: str, tensor: Tensor, size: int) -> list[int]:
-    """How many rows of dim 0 belong to each rank; equal shares for None.
-
-    Raises:
-        CountsError: shares that do not fit the tensor.
-    """
+    """How many rows of dim 0 belong to each rank, equal shares for None; or CountsError."""
     if tensor.dim() == 0:
         raise CountsError(f"{tensor_name} has no dimensions, expected at least one, which is split")
     rows = tensor.shape[0]

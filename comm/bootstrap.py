@@ -19,8 +19,6 @@ from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
 
-__all__ = ["default_communicator", "init"]
-
 
 def init(
     *,

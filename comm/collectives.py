@@ -29,8 +29,6 @@ from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["Collectives"]
-
 
 class Collectives(HostCollectives):
     """The exact collectives of a :class:`Communicator` that take tensors.
@@ -220,7 +218,7 @@ class Collectives(HostCollectives):
     def _check_list(
         self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
     ) -> list[Tensor]:
-        """One tensor a rank, of the dtype of `like` or of the first one; those of the ranks `alike`, of its shape, too."""
+        """One tensor a rank, of the dtype of `like` or of the first one; those of ranks `alike` have its shape, too."""
         size = self.size
         if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
             raise ArgumentError(

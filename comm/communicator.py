@@ -25,8 +25,6 @@ from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ThinwireError, TransportUnavailable
 
-__all__ = ["DEFAULT_TIMEOUT", "Communicator"]
-
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
 
@@ -139,12 +137,9 @@ class Communicator(Collectives):
     def _derive(
         self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
     ) -> Communicator:
-        """The communicator of this rank's group. Collective; all ranks agree on the groups, which hold each rank once.
+        """The communicator of this rank's group; threads stay on this one's device, and have an origin of their own.
 
-        Args:
-            groups: of this communicator's ranks.
-            device, timeout: the new one's. Threads stay on this one's device.
-            origin: the new one's. Threads have their own.
+        Collective; all ranks agree on the groups of this communicator's ranks, which hold each rank once.
         """
         own = next(group for group in groups if self.rank in group)
         if isinstance(self._exchange, ThreadExchange):
@@ -240,10 +235,7 @@ class _SharedSplit(Attachment):
 
 
 def shared_split(comm: Communicator, groups: Groups) -> Communicator:
-    """As `comm.split` with these groups, but the same one at every call, and closed together with `comm`.
-
-    Only the first call is collective.
-    """
+    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
     return comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), groups)).communicator
 
 

@@ -13,8 +13,6 @@ from thinwire.comm.available import require_available
 from thinwire.comm.heap import Heap
 from thinwire.errors import TransportUnavailable
 
-__all__ = ["CudaHeap"]
-
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
 
 

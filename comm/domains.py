@@ -12,8 +12,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.errors import ThinwireError
 
-__all__ = ["Domains", "current_domains", "is_rank_thread", "open_domain", "rank_thread"]
-
 
 class Domains:
     """The communicators that `init` made in one process, or in one thread that is a rank.

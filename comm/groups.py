@@ -11,24 +11,9 @@ import torch.distributed as dist
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = [
-    "backends_of",
-    "choose_backend",
-    "choose_device",
-    "group_exists",
-    "keeps_order",
-    "member_group",
-    "new_group",
-    "with_index",
-]
-
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for None.
-
-    Raises:
-        ThinwireError: there is none, or this rank does not belong to it.
-    """
+    """The group, or the default one for None; ThinwireError where this rank belongs to none."""
     if not dist.is_initialized():
         raise ThinwireError("torch.distributed is not initialised: call thinwire.init(), or pass a process group")
     group = dist.group.WORLD if group is None else group
@@ -72,11 +57,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def choose_backend(device: torch.device, backends: dict[str, str]) -> str:
-    """The backend that serves a device: "nccl" or "gloo".
-
-    Raises:
-        TransportUnavailable: neither does.
-    """
+    """The backend that serves a device, "nccl" or "gloo"; or TransportUnavailable."""
     if device.type == "cuda" and backends.get("cuda") == "nccl":
         return "nccl"
     if device.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
@@ -99,10 +80,6 @@ def new_group(ranks: list[int], like: dist.ProcessGroup, limit: timedelta, *, lo
         like: the other group, which this rank belongs to.
         limit: for Gloo's first connections; with NCCL it is the watchdog's time, which ends the process.
         local: only the members call this; else all ranks of the default group do.
-
-    Raises:
-        TransportUnavailable: a backend that cannot make such a group.
-        PeerTimeout: a rank did not take part.
     """
     backend = dist.get_backend_config(like)
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}

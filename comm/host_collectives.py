@@ -6,7 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from thinwire.comm.groups import group_exists
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
-
-__all__ = ["Attachment", "HostCollectives", "Origin", "Setting"]
 
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
@@ -157,13 +155,7 @@ class HostCollectives:
         """
         return self._settled_exchange().post(sends, receives, label)
 
-    @overload
-    def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
-
-    @overload
-    def attached(self, key: str) -> Attachment | None: ...
-
-    def attached(self, key: str, make: Callable[[], Attachment] | None = None) -> Attachment | None:
+    def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
         """What `make` returned at the first call with this key; closed when the communicator is.
 
         Without `make`: what there is, or None.

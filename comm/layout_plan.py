@@ -86,25 +86,21 @@ class Step:
         size = self.src.size
         found: list[list[Block | None]] = [[None] * size for _ in range(size)]
         sent = [0] * size
+        # Summands of a sum that goes on being partial must not be mixed.
+        places = [self.src.coordinates(rank) for rank in range(size)]
+        summands = [[place[axis] for axis in self.src.partial_axes] for place in places]
         for target in range(size):
             sources: dict[tuple[tuple[int, int], ...], list[int]] = {}
             for source in range(size):
-                if self._in_same_sum(source, target):
+                if summands[source] == summands[target]:
                     sources.setdefault(tuple((part.start, part.stop) for part in self.held[source]), []).append(source)
             for replicas in sources.values():
                 block = _intersection(self.held[replicas[0]], self.wanted[target])
                 if block is not None:
                     source = min(replicas, key=lambda rank: (rank != target, sent[rank], abs(rank - target), rank))
                     found[source][target] = block
-                    sent[source] += math.prod(_lengths(block)) * (source != target)
+                    sent[source] += num_elements(block) * (source != target)
         return tuple(tuple(row) for row in found)
-
-    def _in_same_sum(self, source: int, target: int) -> bool:
-        """Summands of a sum that goes on being partial must not be mixed."""
-        if not self.src.partial_axes:
-            return True
-        a, b = self.src.coordinates(source), self.src.coordinates(target)
-        return all(a[axis] == b[axis] for axis in self.src.partial_axes)
 
     @property
     def elements(self) -> int:
@@ -113,7 +109,7 @@ class Step:
             return 0
         if self.op == "all_to_all":
             return max(
-                sum(math.prod(_lengths(block)) for target, block in enumerate(row) if block and target != source)
+                sum(num_elements(block) for target, block in enumerate(row) if target != source)
                 for source, row in enumerate(self.blocks)
             )
         ranks = len(self.groups[0])
@@ -314,5 +310,5 @@ def _intersection(a: Block, b: Block) -> Block | None:
     return None if any(part.start >= part.stop for part in found) else found
 
 
-def _lengths(block: Block) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in block)
+def num_elements(block: Block | None) -> int:
+    return 0 if block is None else math.prod(part.stop - part.start for part in block)

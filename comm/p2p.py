@@ -19,8 +19,6 @@ from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step
 from thinwire.octets import as_bytes
 
-__all__ = ["ONE_STEP_BYTES", "move", "reduce", "reduce_scatter", "takes_two_steps"]
-
 #: Up to this size a reduction takes one step, in which each rank sends its whole tensor to those that want the result.
 ONE_STEP_BYTES = 2**16
 

@@ -18,8 +18,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.heap import Heap
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
 
-__all__ = ["PosixHeap"]
-
 _TOKEN_BYTES = 32
 _SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 

@@ -43,22 +43,14 @@ _OPERATIONS = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of the operations, for tensors of one dtype.
-
-    Attributes:
-        name: "sum", "prod", "min", "max", "avg", "logical_or" or "logical_and".
-        dtype: of the tensors that the caller has.
-    """
+    """One of the operations, for the caller's tensors of one dtype."""
 
     name: str
     dtype: torch.dtype
 
     @classmethod
     def of(cls, op: object, dtype: torch.dtype) -> Reduction:
-        """Looks `op` up, a name or a `torch.distributed.ReduceOp`.
-
-        Raises:
-            ArgumentError: an operation that is not there, or not for this dtype.
+        """Looks `op` up, a name or a `torch.distributed.ReduceOp`; or ArgumentError.
 
         >>> Reduction.of("sum", torch.float32) == Reduction.of(dist.ReduceOp.SUM, torch.float32)
         True
@@ -91,10 +83,7 @@ class Reduction:
         return (tensor != 0).to(torch.uint8) if self.name.startswith("logical") else tensor
 
     def combine(self, shares: Sequence[Tensor]) -> Tensor:
-        """The reduction of every rank's share, in rank order; encoded tensors in and out. None of them is changed.
-
-        The result of a single share may be that share itself.
-        """
+        """The reduction of encoded shares, in rank order. None is changed; the result of a single one may be itself."""
         carried = shares[0].dtype
         function = _OPERATIONS[self.name].function
         total = shares[0].to(_WIDE.get(carried, carried))

@@ -13,8 +13,6 @@ from thinwire.comm.heap import Heap
 from thinwire.comm.posix_heap import PosixHeap
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = ["SymmetricMemory", "allocate"]
-
 _T = TypeVar("_T")
 
 

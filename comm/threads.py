@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,12 +30,7 @@ _Key = tuple[int, int, int, int, str, str]
 
 
 class ThreadWorld:
-    """What the ranks of one group of threads share.
-
-    Args:
-        size: ranks in the group.
-        within: the world that one of its ranks made this one in, if so; it fails together with that one.
-    """
+    """What the ranks of one group of threads share; it fails together with the world `within` which it was made."""
 
     def __init__(self, size: int, within: ThreadWorld | None = None) -> None:
         self.size = size
@@ -49,13 +43,7 @@ class ThreadWorld:
             within._inner.add(self)
 
     def leave(self, rank: int, *reasons: str, to_blame: Iterable[int] | None = None) -> None:
-        """Ends a rank's part, and every wait for it. Only the first call for a rank counts.
-
-        Args:
-            rank: who goes.
-            reasons: what peers are told, such as "rank 1 raised ValueError".
-            to_blame: ranks; None means that one.
-        """
+        """Ends a rank's part, and every wait for it; peers are told the reasons of the first call for the rank."""
         with self._changed:
             if rank not in self._gone:
                 self._gone[rank] = _Departure(reasons, frozenset((rank,) if to_blame is None else to_blame))
@@ -142,20 +130,16 @@ class _Departure(NamedTuple):
     to_blame: frozenset[int]
 
 
-@dataclass
 class _End:
     """What one rank posted of a message: a uint8 tensor, or a list that holds or shall hold an object."""
 
-    buffer: Any
-    stream: torch.cuda.Stream | None  # on which the buffer is used
-    ready: torch.cuda.Event | None  # from when on it may be touched
-
-    @classmethod
-    def of(cls, buffer: Any) -> _End:
-        if not isinstance(buffer, Tensor) or buffer.device.type != "cuda":
-            return cls(buffer, None, None)
-        stream = torch.cuda.current_stream(buffer.device)
-        return cls(buffer, stream, stream.record_event())
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.stream: torch.cuda.Stream | None = None  # on which the buffer is used
+        self.ready: torch.cuda.Event | None = None  # from when on it may be touched
+        if isinstance(buffer, Tensor) and buffer.device.type == "cuda":
+            self.stream = torch.cuda.current_stream(buffer.device)
+            self.ready = self.stream.record_event()
 
 
 class _Transfer:
@@ -198,12 +182,6 @@ class ThreadExchange(Exchange):
 
     On CUDA, a rank's copies into its buffers run on the stream that was current when it posted them, after what the
     sender's stream had been given until it posted. Waiting blocks the host until the peers have posted, too.
-
-    Args:
-        world: what the ranks share.
-        rank: this one's.
-        timeout: seconds that a wait may last.
-        device: where tensors may live, beside main memory.
     """
 
     def __init__(self, world: ThreadWorld, rank: int, timeout: float, device: torch.device) -> None:
@@ -213,15 +191,12 @@ class ThreadExchange(Exchange):
     def _require_usable(self) -> None:
         self.world.require_present(self.rank)
 
-    def _start(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str) -> Posted:
-        return self._post(sends, receives, lambda buffer: (buffer.numel(), buffer.device.type, label))
-
     def share_objects(self, obj: _T) -> list[_T]:
         """Every rank's object itself, in rank order."""
         self.world.require_present(self.rank)
         sends = [None if peer == self.rank else [obj] for peer in range(self.size)]
         receives: list[list[_T] | None] = [None if peer == self.rank else [] for peer in range(self.size)]
-        self.complete(self._post(sends, receives, lambda _: (_OBJECT, "cpu", "")))
+        self.complete(self._start(sends, receives))
         return [obj if box is None else box[0] for box in receives]
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
@@ -244,9 +219,7 @@ class ThreadExchange(Exchange):
         # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.
         self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")
 
-    def _post(
-        self, sends: Sequence[Any], receives: Sequence[Any], describe: Callable[[Any], tuple[int, str, str]]
-    ) -> Posted:
+    def _start(self, sends: Sequence[Any], receives: Sequence[Any], label: str = "") -> Posted:
         posted = Posted(self)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
@@ -256,7 +229,8 @@ class ThreadExchange(Exchange):
             ):
                 if buffer is None or (isinstance(buffer, Tensor) and not buffer.numel()):
                     continue
-                key = (*pair, counters[peer], *describe(buffer))
+                described = (buffer.numel(), buffer.device.type) if isinstance(buffer, Tensor) else (_OBJECT, "cpu")
+                key = (*pair, counters[peer], *described, label)
                 counters[peer] += 1
-                posted._works.append(self.world.post(key, self.rank, _End.of(buffer)))
+                posted._works.append(self.world.post(key, self.rank, _End(buffer)))
         return posted
