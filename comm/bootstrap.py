@@ -3,21 +3,86 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
-from thinwire.comm.domains import current_domains, is_rank_thread, open_domain
 from thinwire.comm.groups import backends_of, member_group
-from thinwire.comm.host_collectives import Origin
+from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
+
+
+class Domains:
+    """The communicators that `init` made in one process, or in one thread that is a rank.
+
+    The domain None is that of all calls that name none. The others are made from it, and end with it.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str | None, Communicator] = {}
+        self._recent: list[Communicator] = []  # the one that init returned last comes last
+
+    def find(self, name: str | None) -> Communicator | None:
+        """The domain's communicator, if it has one that is open."""
+        found = self.by_name.get(name)
+        return None if found is None or found.closed else found
+
+    def choose(self, comm: Communicator) -> Communicator:
+        """Makes it what `current` returns, and returns it."""
+        self._recent = [other for other in self._recent if other is not comm and not other.closed] + [comm]
+        return comm
+
+    def current(self) -> Communicator | None:
+        """The one that was chosen last, of those that are open."""
+        return next((comm for comm in reversed(self._recent) if not comm.closed), None)
+
+
+class _Opened(Attachment):
+    """What a communicator keeps of the domains that were made from it: they end with it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Communicator] = {}
+
+    def describe(self) -> str:
+        names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
+        return f"domains: {'; '.join(names)}"
+
+    def close(self) -> None:
+        for comm in self.by_name.values():
+            comm.close()
+
+
+class _OfThread(threading.local):
+    domains: Domains | None = None  # in threads that are ranks
+
+
+_of_process = Domains()
+_of_thread = _OfThread()
+
+
+def current_domains() -> Domains:
+    """This thread's if it is a rank, else this process's."""
+    return _of_thread.domains or _of_process
+
+
+@contextlib.contextmanager
+def rank_thread(comm: Communicator) -> Iterator[None]:
+    """Makes `comm` what `init` and `default_communicator` return in this thread."""
+    before, _of_thread.domains = _of_thread.domains, Domains()
+    _of_thread.domains.by_name[None] = _of_thread.domains.choose(comm)
+    try:
+        yield
+    finally:
+        _of_thread.domains = before
 
 
 def init(
@@ -76,7 +141,7 @@ def init(
     world = domains.find(None)
     made = world is None
     if world is None:
-        if is_rank_thread():
+        if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
         world = _join(rank, world_size, table, device, timeout)
     else:
@@ -91,7 +156,7 @@ def init(
     domains.by_name[None] = world
     if domain is None:
         return domains.choose(world)
-    opened = open_domain(world, domain, device, timeout)
+    opened = _open_domain(world, domain, device, timeout)
     if not opened.in_process:
         atexit.register(opened.close)  # before the world, see below
     domains.by_name[domain] = opened
@@ -151,6 +216,17 @@ def _join(
     # A process that exits with Gloo's threads running may be aborted by their destructors.
     atexit.register(world.close)
     return world
+
+
+def _open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
+    """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
+    if world.in_process and device is not None and torch.device(device).type != world.device.type:
+        raise ThinwireError(f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}")
+    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
+    made = world._derive([tuple(range(world.size))], world.device if device is None else device, timeout, origin)
+    made._origin = origin
+    world.attached("domains", _Opened).by_name[name] = made
+    return made
 
 
 def _require_compatible(

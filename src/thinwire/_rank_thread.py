@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.domains import rank_thread
+from thinwire.comm.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import PeerTimeout
 
