@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.comm import nccl, p2p
 from thinwire.comm.arguments import check_rank, check_splits, check_tensor, extent
+from thinwire.comm.exchange import Buffers
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
@@ -31,7 +32,7 @@ from thinwire.errors import ArgumentError, CountsError
 
 
 class Collectives(HostCollectives):
-    """The exact collectives of a :class:`Communicator` that take tensors.
+    """The exact collectives of a :class:`Communicator` that take tensors. With `async_op` they return at once.
 
     All of them raise:
         CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
@@ -49,7 +50,6 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks.
             op: "sum", "prod", "min", "max", "avg" (not of integers), "logical_or" or "logical_and" (1 or 0, in the
                 tensor's dtype), or torch's ReduceOp. Complex tensors have sums, averages and logical operations.
-            async_op: return at once.
         """
         return self._reduce(self._check("tensor", tensor), None, op, async_op)
 
@@ -67,7 +67,6 @@ class Collectives(HostCollectives):
             output: has the shape and dtype of `input_list[rank]`; it may be that tensor.
             input_list: one tensor a rank; `input_list[r]` has the same shape on all ranks.
             op: as for `all_reduce`.
-            async_op: return at once.
         """
         data = self._check("output", output)
         inputs = self._check_list("input_list", input_list, ("output", data), [self.rank])
@@ -110,7 +109,6 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks; any dtype.
             gather_list: one tensor a rank, of that shape, on rank `dst`; None on the others.
             dst: who gets them.
-            async_op: return at once.
         """
         data = self._check("tensor", tensor)
         sends = self._only(check_rank("dst", dst, self.size), data)
@@ -126,7 +124,6 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks; any dtype.
             scatter_list: one tensor a rank, of that shape, on rank `src`; None on the others.
             src: who has them.
-            async_op: return at once.
         """
         data = self._check("tensor", tensor)
         receives = self._only(check_rank("src", src, self.size), data)
@@ -141,7 +138,6 @@ class Collectives(HostCollectives):
         Args:
             output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
                 what a rank sends to another has as many elements as the other expects from it.
-            async_op: return at once.
         """
         outputs = self._check_list("output_tensor_list", output_tensor_list)
         inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
@@ -170,7 +166,6 @@ class Collectives(HostCollectives):
             output, input: at least one dimension, the same behind the first one; one dtype, any dtype.
             output_split_sizes: rows of dim 0 from each rank; None means equal shares.
             input_split_sizes: rows of dim 0 for each rank; None means equal shares.
-            async_op: return at once.
         """
         data, target = self._check("input", input), self._check("output", output)
         if data.dtype != target.dtype:
@@ -245,9 +240,7 @@ class Collectives(HostCollectives):
             raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
         return peer
 
-    def _check_list_of_root(
-        self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int
-    ) -> Sequence[Tensor | None]:
+    def _check_list_of_root(self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int) -> Buffers:
         if (tensors is not None) != (self.rank == root):
             found = "None" if tensors is None else "a list"
             raise ArgumentError(
@@ -267,9 +260,7 @@ class Collectives(HostCollectives):
     def _to_all(self, tensor: Tensor) -> list[Tensor | None]:
         return [tensor.contiguous()] * self.size
 
-    def _move(
-        self, label: str, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], async_op: bool
-    ) -> Work[None]:
+    def _move(self, label: str, sends: Buffers, receives: Buffers, async_op: bool) -> Work[None]:
         if _lands_on_what_leaves(self.rank, sends, receives):
             # What arrives early would be sent on, in place of what was there.
             sends = [None if buffer is None else buffer.clone() for buffer in sends]
@@ -293,7 +284,7 @@ class Collectives(HostCollectives):
         return work
 
 
-def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:
+def _lands_on_what_leaves(rank: int, sends: Buffers, receives: Buffers) -> bool:
     """Whether some byte is received where one is sent from. A rank's own share may stay where it is."""
     own, place = sends[rank], receives[rank]
     stays = own is not None and place is not None and own.data_ptr() == place.data_ptr()

@@ -10,16 +10,7 @@ import torch.distributed as dist
 
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.exchange import PeerExchange
-from thinwire.comm.groups import (
-    backends_of,
-    choose_backend,
-    choose_device,
-    group_exists,
-    keeps_order,
-    member_group,
-    new_group,
-    with_index,
-)
+from thinwire.comm.groups import choose_backend, group_exists, keeps_order, member_group, new_group, with_index
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
@@ -61,9 +52,8 @@ class Communicator(Collectives):
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
         group = member_group(group)
         timeout = _checked_timeout(timeout)
-        backends = backends_of(group)
-        chosen, device_reason = choose_device(device, backends)
-        exchange = PeerExchange(group, choose_backend(chosen, backends), timeout)
+        backend, chosen, device_reason = choose_backend(group, device)
+        exchange = PeerExchange(group, backend, timeout)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.

@@ -26,6 +26,9 @@ from torch import Tensor
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
+#: One entry a rank.
+Buffers = Sequence[Tensor | None]
+
 POLL_SECONDS = 20e-6
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and takes 0 for "the group's own timeout"
@@ -42,7 +45,7 @@ class Posted:
     The communicator keeps the buffers alive until then, also when this object is dropped.
     """
 
-    def __init__(self, exchange: Exchange, buffers: Sequence[Tensor | None] = (), peers: Sequence[int] = ()) -> None:
+    def __init__(self, exchange: Exchange, buffers: Buffers = (), peers: Sequence[int] = ()) -> None:
         self._exchange = exchange
         self._buffers = buffers
         self._peers = peers
@@ -83,7 +86,7 @@ class Exchange(ABC):
         self.backend, self._device_types = backend, device_types
         self._num_sent, self._num_received = [0] * size, [0] * size
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
         self._require_usable()
         for name, buffers in (("sends", sends), ("receives", receives)):
@@ -95,7 +98,7 @@ class Exchange(ABC):
         """Raises PeerTimeout if it failed before."""
 
     @abstractmethod
-    def _start(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str) -> Posted: ...
+    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted: ...
 
     @abstractmethod
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
@@ -105,7 +108,7 @@ class Exchange(ABC):
     def close(self) -> None:
         """Lets go of what nobody waited for."""
 
-    def _check_buffers(self, name: str, buffers: Sequence[Tensor | None]) -> None:
+    def _check_buffers(self, name: str, buffers: Buffers) -> None:
         if len(buffers) != self.size:
             raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
         if buffers[self.rank] is not None:
@@ -141,7 +144,7 @@ class PeerExchange(Exchange):
                 ranks=self._failure.ranks,
             )
 
-    def _start(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str) -> Posted:
+    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted:
         # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
@@ -154,9 +157,7 @@ class PeerExchange(Exchange):
                 self._start_each(posted, sends, receives, label)
         return posted
 
-    def _start_each(
-        self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
-    ) -> None:
+    def _start_each(self, posted: Posted, sends: Buffers, receives: Buffers, label: str) -> None:
         # Receives first: a send whose receive is known at the other end starts at once.
         for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
             for peer in posted._peers:
@@ -180,7 +181,7 @@ class PeerExchange(Exchange):
         if posted._lost:
             self._complete_each(posted)
 
-    def _start_batch(self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+    def _start_batch(self, posted: Posted, sends: Buffers, receives: Buffers) -> None:
         operations = []
         for peer in posted._peers:
             for function, buffer in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.exchange import Exchange, Posted, name_ranks
+from thinwire.comm.exchange import Buffers, Exchange, Posted, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
@@ -134,7 +134,7 @@ class HostCollectives:
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.

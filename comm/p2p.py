@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import Exchange
+from thinwire.comm.exchange import Buffers, Exchange
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step
 from thinwire.octets import as_bytes
@@ -23,9 +23,7 @@ from thinwire.octets import as_bytes
 ONE_STEP_BYTES = 2**16
 
 
-def move(
-    exchange: Exchange, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
-) -> Iterator[Step]:
+def move(exchange: Exchange, sends: Buffers, receives: Buffers, label: str) -> Iterator[Step]:
     """`sends[r]` goes to rank r and `receives[r]` comes from there, this rank's own included; of any strides."""
     recv_buffer = [None if target is None else _recv_buffer(target) for target in receives]
     own, place = sends[exchange.rank], receives[exchange.rank]
@@ -93,7 +91,7 @@ def _recv_buffer(target: Tensor, fresh: bool = False) -> Tensor:
     return target if contiguous else torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
-def _for_peers(exchange: Exchange, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _for_peers(exchange: Exchange, tensors: Buffers) -> list[Tensor | None]:
     return [
         None if peer == exchange.rank or tensor is None else as_bytes(tensor.contiguous())
         for peer, tensor in enumerate(tensors)
