@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
-from thinwire.comm.arguments import check_rank, check_splits, check_tensor, extent
 from thinwire.comm.exchange import Buffers
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
@@ -56,7 +56,7 @@ class Collectives(HostCollectives):
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
         data = self._check("tensor", tensor)
-        return self._reduce(data, check_rank("dst", dst, self.size), op, async_op)
+        return self._reduce(data, self._check_rank("dst", dst), op, async_op)
 
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
@@ -79,7 +79,7 @@ class Collectives(HostCollectives):
         Over Gloo, `src` sends to each rank by itself.
         """
         data = self._check("tensor", tensor)
-        check_rank("src", src, self.size)
+        self._check_rank("src", src)
         if self._on_nccl:
             return self._run(nccl.broadcast(self._exchange, data, src), async_op)
         sends = self._to_all(data) if src == self.rank else self._nothing()
@@ -111,7 +111,7 @@ class Collectives(HostCollectives):
             dst: who gets them.
         """
         data = self._check("tensor", tensor)
-        sends = self._only(check_rank("dst", dst, self.size), data)
+        sends = self._only(self._check_rank("dst", dst), data)
         receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst)
         return self._move(f"gather {data.dtype}", sends, receives, async_op)
 
@@ -126,7 +126,7 @@ class Collectives(HostCollectives):
             src: who has them.
         """
         data = self._check("tensor", tensor)
-        receives = self._only(check_rank("src", src, self.size), data)
+        receives = self._only(self._check_rank("src", src), data)
         sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
         return self._move(f"scatter {data.dtype}", sends, receives, async_op)
 
@@ -170,8 +170,8 @@ class Collectives(HostCollectives):
         data, target = self._check("input", input), self._check("output", output)
         if data.dtype != target.dtype:
             raise ArgumentError(f"output is {target.dtype}, but input is {data.dtype}; expected one dtype")
-        sends = check_splits("input_split_sizes", input_split_sizes, "input", data, self.size)
-        receives = check_splits("output_split_sizes", output_split_sizes, "output", target, self.size)
+        sends = self._check_splits("input_split_sizes", input_split_sizes, "input", data)
+        receives = self._check_splits("output_split_sizes", output_split_sizes, "output", target)
         if data.shape[1:] != target.shape[1:]:
             raise CountsError(
                 f"output has rows of shape {tuple(target.shape[1:])}, but input has {tuple(data.shape[1:])}"
@@ -208,7 +208,21 @@ class Collectives(HostCollectives):
         return nccl if self._on_nccl else p2p
 
     def _check(self, name: str, tensor: object) -> Tensor:
-        return check_tensor(name, tensor, self.device)
+        """The tensor itself, cut off from autograd: what a collective writes has no history."""
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = f"layout {tensor.layout}, dtype {tensor.dtype}"
+            raise ArgumentError(f"{name} has {kind}; expected a plain dense tensor")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ArgumentError(
+                f"{name} is a conjugate or negative view; expected resolve_conj() or resolve_neg() of it"
+            )
+        if tensor.device.type != self.device.type:
+            raise ArgumentError(
+                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self.device}"
+            )
+        return tensor.detach()
 
     def _check_list(
         self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
@@ -234,8 +248,33 @@ class Collectives(HostCollectives):
                 )
         return checked
 
+    def _check_splits(self, name: str, splits: object, tensor_name: str, tensor: Tensor) -> list[int]:
+        """How many rows of dim 0 belong to each rank; equal shares for None."""
+        size = self.size
+        if tensor.dim() == 0:
+            raise CountsError(f"{tensor_name} has no dimensions, expected at least one, which is split")
+        rows = tensor.shape[0]
+        if splits is None or (isinstance(splits, Sequence) and not len(splits)):  # torch takes [] for equal shares, too
+            if rows % size:
+                unequal = f"{rows} rows, which {size} ranks cannot share equally"
+                raise CountsError(f"{tensor_name} has {unequal}; pass {name}")
+            return [rows // size] * size
+        if not isinstance(splits, Sequence) or len(splits) != size:
+            raise CountsError(f"{name} is {splits!r}, expected {size} ints, one for each rank")
+        for rank, share in enumerate(splits):
+            if isinstance(share, bool) or not isinstance(share, int) or share < 0:
+                raise CountsError(f"{name}[{rank}] is {share!r}, expected an int of at least 0")
+        if sum(splits) != rows:
+            raise CountsError(f"{name} is {list(splits)!r}, {sum(splits)} rows in all, but {tensor_name} has {rows}")
+        return list(splits)
+
+    def _check_rank(self, name: str, rank: object) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ArgumentError(f"{name} is {rank!r}, expected a rank of this group, an int from 0 to {self.size - 1}")
+        return rank
+
     def _check_peer(self, name: str, rank: object) -> int:
-        peer = check_rank(name, rank, self.size)
+        peer = self._check_rank(name, rank)
         if peer == self.rank:
             raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
         return peer
@@ -261,9 +300,6 @@ class Collectives(HostCollectives):
         return [tensor.contiguous()] * self.size
 
     def _move(self, label: str, sends: Buffers, receives: Buffers, async_op: bool) -> Work[None]:
-        if _lands_on_what_leaves(self.rank, sends, receives):
-            # What arrives early would be sent on, in place of what was there.
-            sends = [None if buffer is None else buffer.clone() for buffer in sends]
         return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
 
     def _reduce(self, tensor: Tensor, dst: int | None, op: object, async_op: bool) -> Work[None]:
@@ -282,19 +318,6 @@ class Collectives(HostCollectives):
         elif posts_later:
             self._unfinished.append(work)
         return work
-
-
-def _lands_on_what_leaves(rank: int, sends: Buffers, receives: Buffers) -> bool:
-    """Whether some byte is received where one is sent from. A rank's own share may stay where it is."""
-    own, place = sends[rank], receives[rank]
-    stays = own is not None and place is not None and own.data_ptr() == place.data_ptr()
-    sent = [extent(buffer) for buffer in sends if buffer is not None and buffer.numel()]
-    received = [
-        extent(buffer)
-        for peer, buffer in enumerate(receives)
-        if buffer is not None and buffer.numel() and not (peer == rank and stays)
-    ]
-    return any(start < stop and first < last for first, stop in sent for start, last in received)
 
 
 def _check_tag(tag: object) -> int:
