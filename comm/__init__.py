@@ -5,9 +5,10 @@
 1
 """
 
-from thinwire.comm.bootstrap import RankInfo, default_communicator, discover, init
+from thinwire.comm.bootstrap import default_communicator, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted
+from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.layout import Layout, TensorLayout
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.symmetric import SymmetricMemory, allocate

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from thinwire.errors import CapacityError
 
-__all__ = ["available_bytes", "require_available"]
-
 # Where control groups say what their processes may hold: the limit, the use, and the part of it that can be dropped.
 _CONTROL_GROUPS = {
     "": ("/sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -81,11 +79,7 @@ def _control_group_bytes() -> Iterator[int]:
 
 
 def require_available(ranks: int, num_bytes: int, available: int, where: str) -> None:
-    """Refuses `num_bytes` for each of `ranks` where there is less.
-
-    Raises:
-        CapacityError: with both figures.
-    """
+    """Refuses `num_bytes` for each of `ranks` where there is less, with CapacityError."""
     if ranks * num_bytes > available:
         raise CapacityError(
             f"{ranks} rank{'s' if ranks > 1 else ''} asked for {num_bytes} bytes of symmetric memory each, "

@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Origin
-from thinwire.comm.domains import check_name, current_domains, open_domain, rank_thread, thread_communicator
+from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
 from thinwire.comm.groups import backends_of, member_group
+from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
 
-__all__ = ["RankInfo", "default_communicator", "discover", "init", "rank_thread", "thread_communicator"]
+
+class Domains:
+    """The communicators that `init` made in one process, or in one thread that is a rank.
+
+    The domain None is that of all calls that name none. The others are made from it, and end with it.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str | None, Communicator] = {}
+        self._recent: list[Communicator] = []  # the one that init returned last comes last
+
+    def find(self, name: str | None) -> Communicator | None:
+        """The domain's communicator, if it has one that is open."""
+        found = self.by_name.get(name)
+        return None if found is None or found.closed else found
+
+    def choose(self, comm: Communicator) -> Communicator:
+        """Makes it what `current` returns, and returns it."""
+        self._recent = [other for other in self._recent if other is not comm and not other.closed] + [comm]
+        return comm
+
+    def current(self) -> Communicator | None:
+        """The one that was chosen last, of those that are open."""
+        return next((comm for comm in reversed(self._recent) if not comm.closed), None)
+
+
+class _Opened(Attachment):
+    """What a communicator keeps of the domains that were made from it: they end with it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Communicator] = {}
+
+    def describe(self) -> str:
+        names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
+        return f"domains: {'; '.join(names)}"
+
+    def close(self) -> None:
+        for comm in self.by_name.values():
+            comm.close()
+
+
+class _OfThread(threading.local):
+    domains: Domains | None = None  # in threads that are ranks
+
+
+_of_process = Domains()
+_of_thread = _OfThread()
+
+
+def current_domains() -> Domains:
+    """This thread's if it is a rank, else this process's."""
+    return _of_thread.domains or _of_process
+
+
+@contextlib.contextmanager
+def rank_thread(comm: Communicator) -> Iterator[None]:
+    """Makes `comm` what `init` and `default_communicator` return in this thread."""
+    before, _of_thread.domains = _of_thread.domains, Domains()
+    _of_thread.domains.by_name[None] = _of_thread.domains.choose(comm)
+    try:
+        yield
+    finally:
+        _of_thread.domains = before
 
 
 def init(
@@ -63,9 +127,11 @@ def init(
         ConfigMismatch: the ranks do not agree on the domain, or have different rank tables.
         PeerTimeout: the other ranks did not come in time.
     """
-    check_name(domain)
-    table = None if rank_table is None else RankTable.load(rank_table)
-    if table is not None:
+    if domain is not None and (not isinstance(domain, str) or not domain.strip()):
+        raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+    table = None
+    if rank_table is not None:
+        table = RankTable.load(rank_table)
         world_size = table.size if world_size is None else world_size
     domains = current_domains()
     found = domains.find(domain)
@@ -75,24 +141,25 @@ def init(
     world = domains.find(None)
     made = world is None
     if world is None:
-        if thread_communicator() is not None:
+        if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
         world = _join(rank, world_size, table, device, timeout)
     else:
         _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
     try:
-        world.require_same("thinwire.init", {"domain": domain, "rank_table": _digest(table)})
+        digest = None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
+        world.require_same("thinwire.init", {"domain": domain, "rank_table": digest})
     except BaseException:
         if made:
             world.close()
         raise
-    domains.keep(None, world)
+    domains.by_name[None] = world
     if domain is None:
         return domains.choose(world)
-    opened = open_domain(world, domain, device, timeout)
+    opened = _open_domain(world, domain, device, timeout)
     if not opened.in_process:
         atexit.register(opened.close)  # before the world, see below
-    domains.keep(domain, opened)
+    domains.by_name[domain] = opened
     return domains.choose(opened)
 
 
@@ -119,16 +186,22 @@ def _join(
 ) -> Communicator:
     """The communicator of the domain None."""
     if dist.is_initialized():
-        _require_agreement(rank, world_size)
-        if table is None:
-            chosen = _choose_device(device, None)[0] if device is not None else None
-            return Communicator(device=chosen, timeout=timeout)
-        info = discover({}, rank=dist.get_rank(), rank_table=table)
-        backends = backends_of(member_group(None))
-        if device is None and backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            device = "cuda"
+        for name, wanted, present in (
+            ("rank", rank, dist.get_rank()),
+            ("world_size", world_size, dist.get_world_size()),
+        ):
+            if wanted not in (None, present):
+                raise ThinwireError(
+                    f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
+                )
+        info = origin = None
+        if table is not None:
+            info = discover({}, rank=dist.get_rank(), rank_table=table)
+            backends = backends_of(member_group(None))
+            if device is None and backends.get("cuda") == "nccl" and torch.cuda.is_available():
+                device = "cuda"
+            origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         chosen = _choose_device(device, info)[0] if device is not None else None
-        origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         return Communicator(device=chosen, timeout=timeout, _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
@@ -145,8 +218,15 @@ def _join(
     return world
 
 
-def _digest(table: RankTable | None) -> str | None:
-    return None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
+def _open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
+    """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
+    if world.in_process and device is not None and torch.device(device).type != world.device.type:
+        raise ThinwireError(f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}")
+    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
+    made = world._derive([tuple(range(world.size))], world.device if device is None else device, timeout, origin)
+    made._origin = origin
+    world.attached("domains", _Opened).by_name[name] = made
+    return made
 
 
 def _require_compatible(
@@ -167,17 +247,6 @@ def _require_compatible(
         raise ThinwireError(
             f"init was called before and gave {comm!r}; close() that one before asking for {', '.join(differing)}"
         )
-
-
-def _require_agreement(rank: int | None, world_size: int | None) -> None:
-    for name, wanted, present in (
-        ("rank", rank, dist.get_rank()),
-        ("world_size", world_size, dist.get_world_size()),
-    ):
-        if wanted not in (None, present):
-            raise ThinwireError(
-                f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
-            )
 
 
 def _choose_device(device: torch.device | str | None, info: RankInfo | None) -> tuple[torch.device, str]:
@@ -214,27 +283,25 @@ def _local_index(info: RankInfo) -> int:
     return index
 
 
-def _meeting_url(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 def _make_group(info: RankInfo, device: torch.device, timeout: float) -> None:
     on_cuda = device.type == "cuda"
     # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
     limit = timedelta(seconds=timeout * (2 if on_cuda else 1))
-    store = dist.HashStore() if info.address is None else None
+    url, place = None, "alone"
+    if info.address is not None:
+        host, port = info.address
+        url, place = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", f"at {host}:{port}"
     try:
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
-            init_method=None if info.address is None else _meeting_url(*info.address),
-            store=store,
+            init_method=url,
+            store=dist.HashStore() if url is None else None,
             rank=info.rank,
             world_size=info.size,
             timeout=limit,
             device_id=device if on_cuda else None,
         )
     except RuntimeError as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
-        place = "alone" if info.address is None else f"at {info.address[0]}:{info.address[1]}"
         raise PeerTimeout(
             f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
             f"(limit {limit.total_seconds():g} s): {error}"

@@ -17,24 +17,22 @@ Over Gloo, and between threads, everything is made of sends and receives (`comm/
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
-from thinwire.comm.arguments import check_list, check_rank, check_splits, check_tensor, extent
-from thinwire.comm.exchange import PeerExchange
+from thinwire.comm.exchange import Buffers
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
 
-__all__ = ["Collectives"]
-
 
 class Collectives(HostCollectives):
-    """The exact collectives of a :class:`Communicator` that take tensors.
+    """The exact collectives of a :class:`Communicator` that take tensors. With `async_op` they return at once.
 
     All of them raise:
         CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
@@ -52,24 +50,13 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks.
             op: "sum", "prod", "min", "max", "avg" (not of integers), "logical_or" or "logical_and" (1 or 0, in the
                 tensor's dtype), or torch's ReduceOp. Complex tensors have sums, averages and logical operations.
-            async_op: return at once.
         """
-        data = self._check("tensor", tensor)
-        reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.all_reduce(exchange, reduction, data), async_op)
-        return self._reduce(reduction, data, None, async_op)
+        return self._reduce(self._check("tensor", tensor), None, op, async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
         data = self._check("tensor", tensor)
-        check_rank("dst", dst, self.size)
-        reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.reduce(exchange, reduction, data, dst), async_op)
-        return self._reduce(reduction, data, dst, async_op)
+        return self._reduce(data, self._check_rank("dst", dst), op, async_op)
 
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
@@ -80,16 +67,11 @@ class Collectives(HostCollectives):
             output: has the shape and dtype of `input_list[rank]`; it may be that tensor.
             input_list: one tensor a rank; `input_list[r]` has the same shape on all ranks.
             op: as for `all_reduce`.
-            async_op: return at once.
         """
         data = self._check("output", output)
-        inputs = self._check_list("input_list", input_list, ("output", data), same_shape=False)
-        self._check_own("input_list", inputs, "output", data)
+        inputs = self._check_list("input_list", input_list, ("output", data), [self.rank])
         reduction = Reduction.of(op, data.dtype)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.reduce_scatter(exchange, reduction, data, inputs), async_op)
-        return self._run(p2p.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
+        return self._run(self._reductions.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
@@ -97,31 +79,25 @@ class Collectives(HostCollectives):
         Over Gloo, `src` sends to each rank by itself.
         """
         data = self._check("tensor", tensor)
-        check_rank("src", src, self.size)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.broadcast(exchange, data, src), async_op)
-        sends, receives = self._nothing(), self._nothing()
-        if src == self.rank:
-            sends = self._to_all(data)
-        else:
-            receives[src] = data
+        self._check_rank("src", src)
+        if self._on_nccl:
+            return self._run(nccl.broadcast(self._exchange, data, src), async_op)
+        sends = self._to_all(data) if src == self.rank else self._nothing()
+        receives = self._only(src, data) if src != self.rank else self._nothing()
         return self._move(f"broadcast {data.dtype}", sends, receives, async_op)
 
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=True)
-        exchange = self._nccl
-        if exchange is not None:
-            return self._run(nccl.all_gather(exchange, outputs, data), async_op)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size))
+        if self._on_nccl:
+            return self._run(nccl.all_gather(self._exchange, outputs, data), async_op)
         return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
 
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), same_shape=False)
-        self._check_own("tensor_list", outputs, "tensor", data)
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank])
         return self._move(f"all_gather_v {data.dtype}", self._to_all(data), outputs, async_op)
 
     def gather(
@@ -133,13 +109,10 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks; any dtype.
             gather_list: one tensor a rank, of that shape, on rank `dst`; None on the others.
             dst: who gets them.
-            async_op: return at once.
         """
         data = self._check("tensor", tensor)
-        sends, receives = self._nothing(), self._nothing()
-        sends[check_rank("dst", dst, self.size)] = data
-        if self._has_list("gather_list", gather_list, "dst", dst):
-            receives = [*self._check_list("gather_list", gather_list, ("tensor", data), same_shape=True)]
+        sends = self._only(self._check_rank("dst", dst), data)
+        receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst)
         return self._move(f"gather {data.dtype}", sends, receives, async_op)
 
     def scatter(
@@ -151,13 +124,10 @@ class Collectives(HostCollectives):
             tensor: one shape and dtype on all ranks; any dtype.
             scatter_list: one tensor a rank, of that shape, on rank `src`; None on the others.
             src: who has them.
-            async_op: return at once.
         """
         data = self._check("tensor", tensor)
-        sends, receives = self._nothing(), self._nothing()
-        receives[check_rank("src", src, self.size)] = data
-        if self._has_list("scatter_list", scatter_list, "src", src):
-            sends = [*self._check_list("scatter_list", scatter_list, ("tensor", data), same_shape=True)]
+        receives = self._only(self._check_rank("src", src), data)
+        sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
         return self._move(f"scatter {data.dtype}", sends, receives, async_op)
 
     def all_to_all(
@@ -168,12 +138,9 @@ class Collectives(HostCollectives):
         Args:
             output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
                 what a rank sends to another has as many elements as the other expects from it.
-            async_op: return at once.
         """
-        outputs = self._check_list("output_tensor_list", output_tensor_list, None, same_shape=False)
-        inputs = self._check_list(
-            "input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]), same_shape=False
-        )
+        outputs = self._check_list("output_tensor_list", output_tensor_list)
+        inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
         own, place = inputs[self.rank], outputs[self.rank]
         if own.numel() != place.numel():
             raise CountsError(
@@ -199,13 +166,12 @@ class Collectives(HostCollectives):
             output, input: at least one dimension, the same behind the first one; one dtype, any dtype.
             output_split_sizes: rows of dim 0 from each rank; None means equal shares.
             input_split_sizes: rows of dim 0 for each rank; None means equal shares.
-            async_op: return at once.
         """
         data, target = self._check("input", input), self._check("output", output)
         if data.dtype != target.dtype:
             raise ArgumentError(f"output is {target.dtype}, but input is {data.dtype}; expected one dtype")
-        sends = check_splits("input_split_sizes", input_split_sizes, "input", data, self.size)
-        receives = check_splits("output_split_sizes", output_split_sizes, "output", target, self.size)
+        sends = self._check_splits("input_split_sizes", input_split_sizes, "input", data)
+        receives = self._check_splits("output_split_sizes", output_split_sizes, "output", target)
         if data.shape[1:] != target.shape[1:]:
             raise CountsError(
                 f"output has rows of shape {tuple(target.shape[1:])}, but input has {tuple(data.shape[1:])}"
@@ -223,90 +189,135 @@ class Collectives(HostCollectives):
         Between two ranks, messages are received in the order in which they are sent, with the same tags.
         """
         data = self._check("tensor", tensor)
-        sends = self._nothing()
-        sends[self._check_peer("dst", dst)] = data
+        sends = self._only(self._check_peer("dst", dst), data)
         return self._move(f"send {_check_tag(tag)} {data.dtype}", sends, self._nothing(), async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
         data = self._check("tensor", tensor)
-        receives = self._nothing()
-        receives[self._check_peer("src", src)] = data
+        receives = self._only(self._check_peer("src", src), data)
         return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
 
     @property
-    def _nccl(self) -> PeerExchange | None:
-        """Where the backend's own collectives are to be used."""
-        exchange = self._exchange
-        return exchange if isinstance(exchange, PeerExchange) and exchange.backend == "nccl" else None
+    def _on_nccl(self) -> bool:
+        """Whether the backend's own collectives are to be used."""
+        return self._exchange.backend == "nccl"
+
+    @property
+    def _reductions(self) -> ModuleType:
+        return nccl if self._on_nccl else p2p
 
     def _check(self, name: str, tensor: object) -> Tensor:
-        return check_tensor(name, tensor, self.device)
+        """The tensor itself, cut off from autograd: what a collective writes has no history."""
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = f"layout {tensor.layout}, dtype {tensor.dtype}"
+            raise ArgumentError(f"{name} has {kind}; expected a plain dense tensor")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ArgumentError(
+                f"{name} is a conjugate or negative view; expected resolve_conj() or resolve_neg() of it"
+            )
+        if tensor.device.type != self.device.type:
+            raise ArgumentError(
+                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self.device}"
+            )
+        return tensor.detach()
 
     def _check_list(
-        self, name: str, tensors: object, like: tuple[str, Tensor] | None, *, same_shape: bool
+        self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
     ) -> list[Tensor]:
-        return check_list(name, tensors, self.size, self.device, like, same_shape)
+        """One tensor a rank, of the dtype of `like` or of the first one; those of ranks `alike` have its shape, too."""
+        size = self.size
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+            raise ArgumentError(
+                f"{name} is a {type(tensors).__name__}, expected a list of {size} tensors, one for each rank"
+            )
+        if len(tensors) != size:
+            raise CountsError(f"{name} has {len(tensors)} tensors, expected one for each of the {size} ranks")
+        checked = [self._check(f"{name}[{rank}]", tensor) for rank, tensor in enumerate(tensors)]
+        like_name, model = (f"{name}[0]", checked[0]) if like is None else like
+        for rank, tensor in enumerate(checked):
+            if tensor.dtype != model.dtype:
+                raise ArgumentError(
+                    f"{name}[{rank}] is {tensor.dtype}, but {like_name} is {model.dtype}; expected one dtype"
+                )
+            if rank in alike and tensor.shape != model.shape:
+                raise CountsError(
+                    f"{name}[{rank}] has shape {tuple(tensor.shape)}, expected {like_name}'s, {tuple(model.shape)}"
+                )
+        return checked
 
-    def _check_own(self, list_name: str, tensors: Sequence[Tensor], name: str, tensor: Tensor) -> None:
-        shape = tuple(tensors[self.rank].shape)
-        if shape != tuple(tensor.shape):
-            raise CountsError(f"{list_name}[{self.rank}] has shape {shape}, expected {name}'s, {tuple(tensor.shape)}")
+    def _check_splits(self, name: str, splits: object, tensor_name: str, tensor: Tensor) -> list[int]:
+        """How many rows of dim 0 belong to each rank; equal shares for None."""
+        size = self.size
+        if tensor.dim() == 0:
+            raise CountsError(f"{tensor_name} has no dimensions, expected at least one, which is split")
+        rows = tensor.shape[0]
+        if splits is None or (isinstance(splits, Sequence) and not len(splits)):  # torch takes [] for equal shares, too
+            if rows % size:
+                unequal = f"{rows} rows, which {size} ranks cannot share equally"
+                raise CountsError(f"{tensor_name} has {unequal}; pass {name}")
+            return [rows // size] * size
+        if not isinstance(splits, Sequence) or len(splits) != size:
+            raise CountsError(f"{name} is {splits!r}, expected {size} ints, one for each rank")
+        for rank, share in enumerate(splits):
+            if isinstance(share, bool) or not isinstance(share, int) or share < 0:
+                raise CountsError(f"{name}[{rank}] is {share!r}, expected an int of at least 0")
+        if sum(splits) != rows:
+            raise CountsError(f"{name} is {list(splits)!r}, {sum(splits)} rows in all, but {tensor_name} has {rows}")
+        return list(splits)
+
+    def _check_rank(self, name: str, rank: object) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ArgumentError(f"{name} is {rank!r}, expected a rank of this group, an int from 0 to {self.size - 1}")
+        return rank
 
     def _check_peer(self, name: str, rank: object) -> int:
-        peer = check_rank(name, rank, self.size)
+        peer = self._check_rank(name, rank)
         if peer == self.rank:
             raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
         return peer
 
-    def _has_list(self, name: str, tensors: object, root_name: str, root: int) -> bool:
+    def _check_list_of_root(self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int) -> Buffers:
         if (tensors is not None) != (self.rank == root):
             found = "None" if tensors is None else "a list"
             raise ArgumentError(
                 f"{name} is {found} on rank {self.rank}, and {root_name} is {root}: expected a list on rank {root}, "
                 "None on all others"
             )
-        return tensors is not None
+        if tensors is None:
+            return self._nothing()
+        return self._check_list(name, tensors, ("tensor", tensor), range(self.size))
 
     def _nothing(self) -> list[Tensor | None]:
         return [None] * self.size
 
+    def _only(self, rank: int, tensor: Tensor) -> list[Tensor | None]:
+        return [tensor if peer == rank else None for peer in range(self.size)]
+
     def _to_all(self, tensor: Tensor) -> list[Tensor | None]:
         return [tensor.contiguous()] * self.size
 
-    def _move(
-        self, label: str, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], async_op: bool
-    ) -> Work[None]:
-        if _lands_on_what_leaves(self.rank, sends, receives):
-            # What arrives early would be sent on, in place of what was there.
-            sends = [None if buffer is None else buffer.clone() for buffer in sends]
+    def _move(self, label: str, sends: Buffers, receives: Buffers, async_op: bool) -> Work[None]:
         return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
 
-    def _reduce(self, reduction: Reduction, tensor: Tensor, dst: int | None, async_op: bool) -> Work[None]:
-        later = p2p.takes_two_steps(self._exchange, tensor)
-        return self._run(p2p.reduce(self._exchange, reduction, tensor, dst), async_op, posts_later=later)
+    def _reduce(self, tensor: Tensor, dst: int | None, op: object, async_op: bool) -> Work[None]:
+        reduction = Reduction.of(op, tensor.dtype)
+        later = not self._on_nccl and p2p.takes_two_steps(self._exchange, tensor)
+        return self._run(self._reductions.reduce(self._exchange, reduction, tensor, dst), async_op, later)
 
-    @abstractmethod
     def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
-        """Posts the first step, and waits for all of them unless `async_op`.
-
-        Args:
-            collective: see :class:`Work`.
-            posts_later: there are steps that are not posted before `wait`.
-        """
-
-
-def _lands_on_what_leaves(rank: int, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> bool:
-    """Whether some byte is received where one is sent from. A rank's own share may stay where it is."""
-    own, place = sends[rank], receives[rank]
-    stays = own is not None and place is not None and own.data_ptr() == place.data_ptr()
-    sent = [extent(buffer) for buffer in sends if buffer is not None and buffer.numel()]
-    received = [
-        extent(buffer)
-        for peer, buffer in enumerate(receives)
-        if buffer is not None and buffer.numel() and not (peer == rank and stays)
-    ]
-    return any(start < stop and first < last for first, stop in sent for start, last in received)
+        """Posts the first step, and waits unless `async_op`. `posts_later`: some steps are not posted before `wait`."""
+        self._require_open()
+        self.check_exchange()
+        self._settle()
+        work = Work(collective, lambda: None)
+        if not async_op:
+            work.wait()
+        elif posts_later:
+            self._unfinished.append(work)
+        return work
 
 
 def _check_tag(tag: object) -> int:

@@ -2,63 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.exchange import Exchange, PeerExchange, Posted
-from thinwire.comm.groups import (
-    backends_of,
-    choose_backend,
-    choose_device,
-    group_exists,
-    keeps_order,
-    member_group,
-    new_group,
-    with_index,
-)
+from thinwire.comm.exchange import PeerExchange
+from thinwire.comm.groups import choose_backend, group_exists, keeps_order, member_group, new_group, with_index
+from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
-from thinwire.comm.work import Step, Work
 from thinwire.errors import ThinwireError, TransportUnavailable
-
-__all__ = ["DEFAULT_TIMEOUT", "Attachment", "Communicator", "Origin"]
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
 
-
-class Attachment(Protocol):
-    """What may be kept with a communicator: something with a line for `explain`, and an end.
-
-    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
-    wait here for a peer that waits for the rest of what this rank sends it.
-    """
-
-    def describe(self) -> str: ...
-
-    def settle(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-_A = TypeVar("_A", bound=Attachment)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
-
-    ranks: str
-    device: str
-    owns_group: bool = False
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Communicator(Collectives):
@@ -91,9 +52,8 @@ class Communicator(Collectives):
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
         group = member_group(group)
         timeout = _checked_timeout(timeout)
-        backends = backends_of(group)
-        chosen, device_reason = choose_device(device, backends)
-        exchange = PeerExchange(group, choose_backend(chosen, backends), timeout)
+        backend, chosen, device_reason = choose_backend(group, device)
+        exchange = PeerExchange(group, backend, timeout)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
@@ -127,90 +87,6 @@ class Communicator(Collectives):
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             communicators.append(comm)
         return communicators
-
-    def _set_up(
-        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
-    ) -> None:
-        self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
-        self._closed = False
-        self._attachments: dict[str, Attachment] = {}
-        self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group itself.
-
-        Raises:
-            ThinwireError: the ranks are threads of one process, which have none.
-        """
-        if self._group is None:
-            raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
-        return self._group
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may wait for a peer."""
-        return self._exchange.timeout
-
-    @property
-    def closed(self) -> bool:
-        """Whether the communicator was closed, or its process group destroyed."""
-        return self._closed or (self._group is not None and not group_exists(self._group))
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
-        return isinstance(self._exchange, ThreadExchange)
-
-    def check_device(self, name: str, tensor: Tensor) -> None:
-        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
-
-        Args:
-            name: what the caller knows the tensor by.
-
-        Raises:
-            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
-        """
-        if not isinstance(tensor, Tensor):
-            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
-        if tensor.device.type != self._device.type:
-            raise TransportUnavailable(
-                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
-                f"move it, or make a communicator with device={tensor.device.type!r}"
-            )
-
-    def check_exchange(self) -> None:
-        """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
-
-        Raises:
-            TransportUnavailable: naming the backend and the device.
-        """
-        if self._exchange.backend == "gloo" and self._device.type != "cpu":
-            raise TransportUnavailable(
-                f"rows on {self._device} cannot travel through a Gloo group, which moves CPU memory only: make a "
-                "communicator over an NCCL group, or one with device='cpu'"
-            )
-
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
-        """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
-
-        Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
-        Several exchanges may be under way; between two ranks they match in the order in which they were posted.
-
-        Args:
-            sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
-            receives: likewise, filled in place. The rank's own entries are None in both.
-            label: what the bytes are. Over Gloo and between threads, ranks that give different labels do not match, so
-                that bytes of one kind are never taken for another; NCCL has no such check.
-
-        Returns:
-            What to wait for before the buffers are read or written.
-
-        Raises:
-            ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
-            PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
-        """
-        return self._settled_exchange().post(sends, receives, label)
 
     def split(
         self,
@@ -251,12 +127,9 @@ class Communicator(Collectives):
     def _derive(
         self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
     ) -> Communicator:
-        """The communicator of this rank's group. Collective; all ranks agree on the groups, which hold each rank once.
+        """The communicator of this rank's group; threads stay on this one's device, and have an origin of their own.
 
-        Args:
-            groups: of this communicator's ranks.
-            device, timeout: the new one's. Threads stay on this one's device.
-            origin: the new one's. Threads have their own.
+        Collective; all ranks agree on the groups of this communicator's ranks, which hold each rank once.
         """
         own = next(group for group in groups if self.rank in group)
         if isinstance(self._exchange, ThreadExchange):
@@ -295,29 +168,6 @@ class Communicator(Collectives):
         """Whether torch.distributed's default group has ranks that are not in this one."""
         return not self.in_process and self.size < dist.get_world_size()
 
-    @overload
-    def attached(self, key: str, make: Callable[[], _A]) -> _A: ...
-
-    @overload
-    def attached(self, key: str) -> Attachment | None: ...
-
-    def attached(self, key: str, make: Callable[[], Attachment] | None = None) -> Attachment | None:
-        """What `make` returned at the first call with this key; closed when the communicator is.
-
-        Without `make`: what there is, or None.
-
-        Raises:
-            ThinwireError: the communicator is closed.
-        """
-        if self._closed:
-            self._require_open()
-        if self._unfinished:  # what uses an attachment waits for peers, which may wait for these
-            self._settle_collectives()
-        attachment = self._attachments.get(key)
-        if attachment is None and make is not None:
-            attachment = self._attachments[key] = make()
-        return attachment
-
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
@@ -353,44 +203,30 @@ class Communicator(Collectives):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         backend = self._exchange.backend
         return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
-    def _settled_exchange(self) -> Exchange:
-        self._require_open()
-        self._settle()
-        return self._exchange
+class _SharedSplit(Attachment):
+    """A communicator as an attachment of the one that it was split from."""
 
-    def _settle(self) -> None:
-        self._settle_collectives()
-        for attachment in self._attachments.values():
-            attachment.settle()
+    def __init__(self, communicator: Communicator, groups: Groups) -> None:
+        self.communicator, self.groups = communicator, groups
 
-    def _settle_collectives(self) -> None:
-        unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.settle()
+    def describe(self) -> str:
+        return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
 
-    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
-        self._require_open()
-        self.check_exchange()
-        self._settle()
-        work = Work(collective, lambda: None)
-        if not async_op:
-            work.wait()
-        elif posts_later:
-            self._unfinished.append(work)
-        return work
+    def close(self) -> None:
+        self.communicator.close()
+
+
+def shared_split(comm: Communicator, groups: Groups) -> Communicator:
+    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
+    return comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), groups)).communicator
 
 
 def _checked_timeout(timeout: float | None) -> float:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from thinwire.comm.available import require_available
-from thinwire.comm.communicator import Communicator
+from thinwire.comm.heap import Heap
 from thinwire.errors import TransportUnavailable
-
-__all__ = ["CudaHeap"]
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
 
@@ -28,15 +26,10 @@ class _Gpu(NamedTuple):
     available_bytes: int
 
 
-class CudaHeap:
+class CudaHeap(Heap):
     """Memory of processes with a GPU each, mapped by PyTorch. Not through its pool, which gives nothing back."""
 
     kind = "cuda"
-
-    def __init__(self, comm: Communicator, num_bytes: int) -> None:
-        self.comm, self.num_bytes = comm, num_bytes
-        self.local: torch.Tensor | None = None
-        self.mappings: list[Any] = []
 
     def inspect(self) -> _Gpu:
         from torch.distributed import _symmetric_memory
@@ -61,9 +54,7 @@ class CudaHeap:
             if peer != self.comm.rank:
                 why = _why_out_of_reach(own, gpu)
                 if why is not None:
-                    raise TransportUnavailable(
-                        f"rank {self.comm.rank} cannot map the memory of rank {peer}: {why}",
-                    )
+                    raise TransportUnavailable(f"rank {self.comm.rank} cannot map the memory of rank {peer}: {why}")
         sharing = [gpu.available_bytes for gpu in facts if gpu.identity == own.identity]
         require_available(len(sharing), self.num_bytes, min(sharing), f"rank {self.comm.rank}'s {self.comm.device}")
         self.local = _SymmetricMemory.empty_strided_p2p((self.num_bytes,), (1,), torch.uint8, self.comm.device)
@@ -87,9 +78,6 @@ class CudaHeap:
                 f"{self.local.data_ptr()}: this version of torch is not supported"
             )
         return buffer_ptrs
-
-    def finish(self) -> None:
-        """Nothing was needed for the steps alone."""
 
 
 def _why_out_of_reach(own: _Gpu, peer: _Gpu) -> str | None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = ["Exchange", "PeerExchange", "Posted", "check_buffers", "name_ranks"]
+#: One entry a rank.
+Buffers = Sequence[Tensor | None]
 
-_POLL_SECONDS = 20e-6
+POLL_SECONDS = 20e-6
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and takes 0 for "the group's own timeout"
 
@@ -43,11 +45,12 @@ class Posted:
     The communicator keeps the buffers alive until then, also when this object is dropped.
     """
 
-    def __init__(self, exchange: Exchange, buffers: Sequence[Tensor | None], peers: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, buffers: Buffers = (), peers: Sequence[int] = ()) -> None:
         self._exchange = exchange
         self._buffers = buffers
         self._peers = peers
-        self._works: list[tuple[int, dist.Work]] = []  # on NCCL one work for all: its rank means nothing
+        # Of process groups: (peer, work), on NCCL one work for all, whose rank means nothing. Of threads: transfers.
+        self._works: list[Any] = []
         self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
         self._dropped = False  # the communicator was closed before anyone waited
 
@@ -66,60 +69,82 @@ class Posted:
         self._exchange.complete(self, block_host=True)
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Sends and receives of one rank; how they travel is its own affair. Failed once, it is of no use any more.
 
-    Attributes:
+    Not thread-safe. Both ranks of a pair must post in the same order.
+
+    Args:
         rank, size: this rank's place, and ranks in all.
         timeout: seconds that a wait on the host may last.
         backend: its name, for people and for what depends on it.
+        device_types: whose memory it moves.
     """
 
-    rank: int
-    size: int
-    timeout: float
-    backend: str
+    def __init__(self, rank: int, size: int, timeout: float, backend: str, device_types: Sequence[str]) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.backend, self._device_types = backend, device_types
+        self._num_sent, self._num_received = [0] * size, [0] * size
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
+        self._require_usable()
+        for name, buffers in (("sends", sends), ("receives", receives)):
+            self._check_buffers(name, buffers)
+        return self._start(sends, receives, label)
 
+    @abstractmethod
+    def _require_usable(self) -> None:
+        """Raises PeerTimeout if it failed before."""
+
+    @abstractmethod
+    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted: ...
+
+    @abstractmethod
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
         """Ends `posted`; see :meth:`Posted.wait`."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Lets go of the buffers of exchanges that nobody waited for."""
+        """Lets go of what nobody waited for."""
+
+    def _check_buffers(self, name: str, buffers: Buffers) -> None:
+        if len(buffers) != self.size:
+            raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
+        if buffers[self.rank] is not None:
+            raise ThinwireError(f"{name}[{self.rank}] is this rank's own entry; expected None, copy it locally")
+        for peer, buffer in enumerate(buffers):
+            if buffer is None:
+                continue
+            if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+                layout = "contiguous" if buffer.is_contiguous() else "strided"
+                raise ThinwireError(f"{name}[{peer}] is {layout} {buffer.dtype}, expected contiguous torch.uint8")
+            if buffer.device.type not in self._device_types:
+                carrier = "an exchange between threads" if self.backend == "threads" else self.backend
+                moved = " and ".join(self._device_types)
+                raise TransportUnavailable(
+                    f"{name}[{peer}] lives on {buffer.device}, but {carrier} moves {moved} memory only"
+                )
 
 
-class PeerExchange:
-    """Sends and receives of one process group. Not thread-safe: both ranks of a pair must post in the same order.
-
-    Args:
-        group: any process group that this rank is a member of.
-        backend: `"gloo"` or `"nccl"`.
-        timeout: seconds that a wait on the host may last.
-    """
+class PeerExchange(Exchange):
+    """Sends and receives of one process group, any that this rank is a member of, over `"gloo"` or `"nccl"`."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout: float) -> None:
+        device_types = ("cuda" if backend == "nccl" else "cpu",)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout, backend, device_types)
         self.group = group
-        self.backend = backend
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.timeout = timeout
-        self._num_sent = [0] * self.size
-        self._num_received = [0] * self.size
         self._outstanding: set[Posted] = set()
         self._failure: PeerTimeout | None = None
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
-        """Starts the exchange described at :meth:`Communicator.post`."""
+    def _require_usable(self) -> None:
         if self._failure is not None:
             raise PeerTimeout(
                 f"this process group cannot be used any more, make a new one; earlier: {self._failure}",
                 ranks=self._failure.ranks,
             )
-        device_type = "cuda" if self.backend == "nccl" else "cpu"
-        for name, buffers in (("sends", sends), ("receives", receives)):
-            check_buffers(name, buffers, self.rank, self.size, self.backend, (device_type,))
+
+    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted:
         # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
@@ -132,9 +157,7 @@ class PeerExchange:
                 self._start_each(posted, sends, receives, label)
         return posted
 
-    def _start_each(
-        self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
-    ) -> None:
+    def _start_each(self, posted: Posted, sends: Buffers, receives: Buffers, label: str) -> None:
         # Receives first: a send whose receive is known at the other end starts at once.
         for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
             for peer in posted._peers:
@@ -158,7 +181,7 @@ class PeerExchange:
         if posted._lost:
             self._complete_each(posted)
 
-    def _start_batch(self, posted: Posted, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+    def _start_batch(self, posted: Posted, sends: Buffers, receives: Buffers) -> None:
         operations = []
         for peer in posted._peers:
             for function, buffer in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):
@@ -172,7 +195,6 @@ class PeerExchange:
         posted._works = [(self.rank, work) for work in works]
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
-        """Ends `posted`; see :meth:`Posted.wait`."""
         if posted._dropped:
             raise ThinwireError("the communicator was closed while this exchange was under way, before its wait()")
         if posted not in self._outstanding:
@@ -228,7 +250,7 @@ class PeerExchange:
                         "at least one of them is stuck, gone, or expecting another number of bytes",
                         {},
                     )
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             for _, work in posted._works:
                 work.wait()
         except dist.DistError as error:
@@ -245,36 +267,10 @@ class PeerExchange:
         return failure
 
     def close(self) -> None:
-        """Lets go of the buffers of exchanges that nobody waited for."""
         for posted in self._outstanding:
             posted._dropped = True
             posted._buffers, posted._works = (), []
         self._outstanding.clear()
-
-
-def check_buffers(
-    name: str,
-    buffers: Sequence[Tensor | None],
-    rank: int,
-    size: int,
-    backend: str,
-    device_types: Sequence[str],
-) -> None:
-    """Refuses what cannot be exchanged: see :meth:`Communicator.post`."""
-    if len(buffers) != size:
-        raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {size} ranks")
-    if buffers[rank] is not None:
-        raise ThinwireError(f"{name}[{rank}] is this rank's own entry; expected None, copy it locally")
-    for peer, buffer in enumerate(buffers):
-        if buffer is None:
-            continue
-        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-            layout = "contiguous" if buffer.is_contiguous() else "strided"
-            raise ThinwireError(f"{name}[{peer}] is {layout} {buffer.dtype}, expected contiguous torch.uint8")
-        if buffer.device.type not in device_types:
-            raise TransportUnavailable(
-                f"{name}[{peer}] lives on {buffer.device}, but {backend} moves {' and '.join(device_types)} memory only"
-            )
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

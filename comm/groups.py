@@ -11,24 +11,9 @@ import torch.distributed as dist
 
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
-__all__ = [
-    "backends_of",
-    "choose_backend",
-    "choose_device",
-    "group_exists",
-    "keeps_order",
-    "member_group",
-    "new_group",
-    "with_index",
-]
-
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for None.
-
-    Raises:
-        ThinwireError: there is none, or this rank does not belong to it.
-    """
+    """The group, or the default one for None; ThinwireError where this rank belongs to none."""
     if not dist.is_initialized():
         raise ThinwireError("torch.distributed is not initialised: call thinwire.init(), or pass a process group")
     group = dist.group.WORLD if group is None else group
@@ -53,17 +38,6 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
-def choose_device(device: torch.device | str | None, backends: dict[str, str]) -> tuple[torch.device, str]:
-    """The device of a group's tensors, and why that one."""
-    if device is None:
-        if backends.get("cuda") != "nccl":
-            return torch.device("cpu"), "as the process group has no NCCL"
-        if not torch.cuda.is_available():
-            return torch.device("cpu"), "as CUDA is not available"
-        return torch.device("cuda", torch.cuda.current_device()), "CUDA's current device, as the group has NCCL"
-    return with_index(torch.device(device)), "as passed"
-
-
 def with_index(device: torch.device) -> torch.device:
     """The device itself; for "cuda" without a number, the current one."""
     if device.type == "cuda" and device.index is None:
@@ -71,18 +45,24 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-def choose_backend(device: torch.device, backends: dict[str, str]) -> str:
-    """The backend that serves a device: "nccl" or "gloo".
-
-    Raises:
-        TransportUnavailable: neither does.
-    """
-    if device.type == "cuda" and backends.get("cuda") == "nccl":
-        return "nccl"
-    if device.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
-        return "gloo"
+def choose_backend(group: dist.ProcessGroup, device: torch.device | str | None) -> tuple[str, torch.device, str]:
+    """Of what the group has, "nccl" or "gloo", the device of its tensors, and why that one; or TransportUnavailable."""
+    backends = backends_of(group)
+    has_nccl = backends.get("cuda") == "nccl"
+    if device is not None:
+        chosen, reason = with_index(torch.device(device)), "as passed"
+    elif not has_nccl:
+        chosen, reason = torch.device("cpu"), "as the process group has no NCCL"
+    elif not torch.cuda.is_available():
+        chosen, reason = torch.device("cpu"), "as CUDA is not available"
+    else:
+        chosen, reason = with_index(torch.device("cuda")), "CUDA's current device, as the group has NCCL"
+    if chosen.type == "cuda" and has_nccl:
+        return "nccl", chosen, reason
+    if chosen.type in ("cpu", "cuda") and backends.get("cpu") == "gloo":
+        return "gloo", chosen, reason
     raise TransportUnavailable(
-        f"a process group with {backends} cannot serve {device}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
+        f"a process group with {backends} cannot serve {chosen}; accepted: gloo for the CPU, nccl (or gloo) for CUDA"
     )
 
 
@@ -99,10 +79,6 @@ def new_group(ranks: list[int], like: dist.ProcessGroup, limit: timedelta, *, lo
         like: the other group, which this rank belongs to.
         limit: for Gloo's first connections; with NCCL it is the watchdog's time, which ends the process.
         local: only the members call this; else all ranks of the default group do.
-
-    Raises:
-        TransportUnavailable: a backend that cannot make such a group.
-        PeerTimeout: a rank did not take part.
     """
     backend = dist.get_backend_config(like)
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}

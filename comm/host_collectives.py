@@ -1,21 +1,22 @@
-"""Collectives of what the host holds: counts, objects, settings, or nothing at all."""
+"""What one rank keeps of its membership, and the collectives of what the host holds: counts, objects, settings."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.exchange import Exchange, name_ranks
+from thinwire.comm.exchange import Buffers, Exchange, Posted, name_ranks
+from thinwire.comm.groups import group_exists
 from thinwire.comm.threads import ThreadExchange
-from thinwire.errors import ConfigMismatch, CountsError, ThinwireError
-
-__all__ = ["HostCollectives", "Setting"]
+from thinwire.comm.work import Work
+from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
@@ -25,11 +26,43 @@ _LARGEST_COUNT = 2**63 - 1
 _T = TypeVar("_T")
 
 
-class HostCollectives(ABC):
-    """The collectives of a :class:`Communicator` that block the host."""
+class Attachment(Protocol):
+    """What may be kept with a communicator: something with a line for `explain`, and an end.
 
-    _exchange: Exchange
-    _device: torch.device
+    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
+    wait here for a peer that waits for the rest of what this rank sends it.
+    """
+
+    def describe(self) -> str: ...
+
+    def settle(self) -> None:
+        return  # for those that have nothing under way
+
+    def close(self) -> None: ...
+
+
+_A = TypeVar("_A", bound=Attachment)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
+
+    ranks: str
+    device: str
+    owns_group: bool = False
+
+
+class HostCollectives:
+    """What a :class:`Communicator` keeps, and those of its collectives that block the host."""
+
+    def _set_up(
+        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
+    ) -> None:
+        self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
+        self._closed = False
+        self._attachments: dict[str, Attachment] = {}
+        self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
     @property
     def rank(self) -> int:
@@ -46,13 +79,98 @@ class HostCollectives(ABC):
         """Where this rank's tensors live."""
         return self._device
 
-    @abstractmethod
-    def _settled_exchange(self) -> Exchange:
-        """What messages travel through, once what was under way is done.
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group itself.
+
+        Raises:
+            ThinwireError: the ranks are threads of one process, which have none.
+        """
+        if self._group is None:
+            raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
+        return self._group
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may wait for a peer."""
+        return self._exchange.timeout
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator was closed, or its process group destroyed."""
+        return self._closed or (self._group is not None and not group_exists(self._group))
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
+        return isinstance(self._exchange, ThreadExchange)
+
+    def check_device(self, name: str, tensor: Tensor) -> None:
+        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
+
+        Args:
+            name: what the caller knows the tensor by.
+
+        Raises:
+            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
+        """
+        if not isinstance(tensor, Tensor):
+            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+        if tensor.device.type != self._device.type:
+            raise TransportUnavailable(
+                f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
+                f"move it, or make a communicator with device={tensor.device.type!r}"
+            )
+
+    def check_exchange(self) -> None:
+        """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
+
+        Raises:
+            TransportUnavailable: naming the backend and the device.
+        """
+        if self._exchange.backend == "gloo" and self._device.type != "cpu":
+            raise TransportUnavailable(
+                f"rows on {self._device} cannot travel through a Gloo group, which moves CPU memory only: make a "
+                "communicator over an NCCL group, or one with device='cpu'"
+            )
+
+    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
+        """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
+
+        Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
+        Several exchanges may be under way; between two ranks they match in the order in which they were posted.
+
+        Args:
+            sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
+            receives: likewise, filled in place. The rank's own entries are None in both.
+            label: what the bytes are. Over Gloo and between threads, ranks that give different labels do not match, so
+                that bytes of one kind are never taken for another; NCCL has no such check.
+
+        Returns:
+            What to wait for before the buffers are read or written.
+
+        Raises:
+            ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
+            PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
+        """
+        return self._settled_exchange().post(sends, receives, label)
+
+    def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
+        """What `make` returned at the first call with this key; closed when the communicator is.
+
+        Without `make`: what there is, or None.
 
         Raises:
             ThinwireError: the communicator is closed.
         """
+        if self._closed:
+            self._require_open()
+        if self._unfinished:  # what uses an attachment waits for peers, which may wait for these
+            self._settle_collectives()
+        attachment = self._attachments.get(key)
+        if attachment is None and make is not None:
+            attachment = self._attachments[key] = make()
+        return attachment
 
     def barrier(self) -> None:
         """Returns once every rank has called it. Blocks the host, on CUDA too.
@@ -98,16 +216,11 @@ class HostCollectives(ABC):
         """
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         lengths = self.exchange_counts([payload.numel()] * self.size)
-        memory = self._exchange_device
-        outgoing = payload.to(memory)
-        sends = [None if peer == self.rank else outgoing for peer in range(self.size)]
-        receives = [
-            None if peer == self.rank else torch.empty(length, dtype=torch.uint8, device=memory)
-            for peer, length in enumerate(lengths)
-        ]
-        self._synchronise()
-        self._settled_exchange().post(sends, receives).wait_on_host()
-        return [pickle.loads((payload if row is None else row.cpu()).numpy().tobytes()) for row in receives]
+        outgoing = payload.to(self._exchange_device)
+        incoming = [outgoing.new_empty(length) for length in lengths]
+        incoming[self.rank] = outgoing
+        self._swap([outgoing] * self.size, incoming)
+        return [pickle.loads(row.cpu().numpy().tobytes()) for row in incoming]
 
     def share_objects(self, obj: _T) -> list[_T]:
         """Every rank's object itself, in rank order, where ranks are threads of one process. Blocks the host.
@@ -143,25 +256,45 @@ class HostCollectives(ABC):
         # Every rank saw all the digests, so every rank comes here.
         raise ConfigMismatch(_describe_mismatch(what, self.all_gather_object(described)))
 
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+
+    def _settled_exchange(self) -> Exchange:
+        self._require_open()
+        self._settle()
+        return self._exchange
+
+    def _settle(self) -> None:
+        self._settle_collectives()
+        for attachment in self._attachments.values():
+            attachment.settle()
+
+    def _settle_collectives(self) -> None:
+        unfinished, self._unfinished = self._unfinished, []
+        for work in unfinished:
+            work.settle()
+
     @property
     def _exchange_device(self) -> torch.device:
         return self._device if self._exchange.backend == "nccl" else torch.device("cpu")
-
-    def _synchronise(self) -> None:
-        # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
-        if self._exchange.backend == "nccl":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _exchange_rows(self, rows: Tensor) -> Tensor:
         """Row r of a CPU uint8 matrix [size, bytes] goes to rank r; row r of the result came from there."""
         outgoing = rows.to(self._exchange_device)
         incoming = outgoing.clone()
-        self._synchronise()
-        peers = [peer != self.rank for peer in range(self.size)]
-        sends = [row if peer else None for row, peer in zip(outgoing, peers, strict=True)]
-        receives = [row if peer else None for row, peer in zip(incoming, peers, strict=True)]
-        self._settled_exchange().post(sends, receives).wait_on_host()
+        self._swap(outgoing, incoming)
         return incoming.cpu()
+
+    def _swap(self, outgoing: Iterable[Tensor], incoming: Iterable[Tensor]) -> None:
+        """Posts all but this rank's own entries, and blocks the host until they are there."""
+        # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
+        if self._exchange.backend == "nccl":
+            torch.cuda.current_stream(self._device).synchronize()
+        sends, receives = (
+            [None if peer == self.rank else row for peer, row in enumerate(rows)] for rows in (outgoing, incoming)
+        )
+        self.post(sends, receives).wait_on_host()
 
 
 def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from thinwire.comm.rank_table import DEFAULT_PORT, RankTable
 from thinwire.errors import RankTableError, ThinwireError
 
-__all__ = ["RankInfo", "discover"]
-
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -80,10 +78,10 @@ def discover(
     if rank is not None and world_size is not None:
         source, local_name = "the arguments rank and world_size", "LOCAL_RANK"
     else:
-        launched = [entry for entry in LAUNCHERS if entry[1] in environ or entry[2] in environ]
-        if not launched:
+        launched = next((entry for entry in LAUNCHERS if entry[1] in environ or entry[2] in environ), None)
+        if launched is None:
             return RankInfo(0, 1, 0, "a world of one, as no launcher is known", None)
-        launcher, rank_name, size_name, local_name = launched[0]
+        launcher, rank_name, size_name, local_name = launched
         source = f"{launcher} ({rank_name}, {size_name})"
         rank, world_size = _read_int(environ, rank_name), _read_int(environ, size_name)
     local_rank = _read_int(environ, local_name) if local_name in environ else None
@@ -98,22 +96,21 @@ def discover(
 
 def _from_table(environ: Mapping[str, str], table: RankTable, rank: int | None, world_size: int | None) -> RankInfo:
     size_source = "world_size"
+    launched = next((entry for entry in _TABLE_LAUNCHERS if entry[1] in environ), None)
     if rank is not None:
         rank_source = "the argument rank"
+    elif launched is not None:
+        launcher, rank_name, size_name, _ = launched
+        rank, rank_source = _read_int(environ, rank_name), f"{launcher} ({rank_name})"
+        if world_size is None and size_name in environ:
+            world_size, size_source = _read_int(environ, size_name), size_name
+    elif table.size == 1:
+        rank, rank_source = 0, "the only one there is"
     else:
-        launched = [entry for entry in _TABLE_LAUNCHERS if entry[1] in environ]
-        if launched:
-            launcher, rank_name, size_name, _ = launched[0]
-            rank, rank_source = _read_int(environ, rank_name), f"{launcher} ({rank_name})"
-            if world_size is None and size_name in environ:
-                world_size, size_source = _read_int(environ, size_name), size_name
-        elif table.size == 1:
-            rank, rank_source = 0, "the only one there is"
-        else:
-            raise RankTableError(
-                f"{table.source} has {table.size} ranks, and nothing says which of them this process is: pass rank=, "
-                f"or set RANK_ID, or start it with torchrun, mpirun or srun"
-            )
+        raise RankTableError(
+            f"{table.source} has {table.size} ranks, and nothing says which of them this process is: pass rank=, "
+            f"or set RANK_ID, or start it with torchrun, mpirun or srun"
+        )
     if world_size is not None and world_size != table.size:
         raise RankTableError(f"{size_source} is {world_size}, but {table.source} has {table.size} ranks")
     entry = table.entry(rank)

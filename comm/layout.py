@@ -15,6 +15,7 @@ Source: MindSpore's `Layout` and its operator-level parallelism, of which these 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,6 @@ from thinwire.errors import LayoutError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-__all__ = ["Layout", "TensorLayout", "as_tensor_layout", "resolve_groups"]
 
 _UNCUT = "None"
 _REPEAT = "repeat"
@@ -124,10 +123,8 @@ class Layout:
         """
         axes = self._checked_axes(axes)
         place = self.coordinates(rank)
-        places = [place]
-        for axis in axes:
-            places = [{**place, axis: index} for place in places for index in range(self.axis_size(axis))]
-        return tuple(self.rank_at(place) for place in places)
+        indices = itertools.product(*(range(self.axis_size(axis)) for axis in axes))
+        return tuple(self.rank_at(place | dict(zip(axes, there, strict=True))) for there in indices)
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of `ranks_along`, by their first rank; every rank is in one of them.
@@ -311,14 +308,8 @@ def as_tensor_layout(spec: TensorLayout | Sequence[int], size: int) -> TensorLay
     """A layout over `size` ranks: one as it is, or from the numbers of parts that each dimension is cut into.
 
     Plain numbers are laid over the ranks in row-major order, the last dimension fastest. Where there are more ranks
-    than parts, each part is repeated on neighbouring ranks: the matrix has a last axis "repeat".
-
-    Args:
-        spec: a TensorLayout, or one int of at least 1 a dimension, such as (4, 1).
-        size: number of ranks.
-
-    Raises:
-        LayoutError: a layout for another number of ranks; numbers whose product does not divide it.
+    than parts, each part is repeated on neighbouring ranks: the matrix has a last axis "repeat". What does not fit is a
+    LayoutError.
 
     Source: MindSpore's operator-level parallelism: `OperatorInfo` puts the repeated calculation behind the last
     dimension of the device matrix.
@@ -350,11 +341,7 @@ def resolve_groups(
     axes: str | Sequence[str] | None,
     groups: Sequence[Sequence[int]] | None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups in which each of `size` ranks is once: along axes of a layout, or as listed.
-
-    Raises:
-        LayoutError: neither or both were passed, or what was passed does not fit.
-    """
+    """Groups in which each of `size` ranks is once, along axes of a layout or as listed; or LayoutError."""
     if groups is not None:
         if layout is not None or axes is not None:
             raise LayoutError("split takes a layout and axes, or groups, not both")

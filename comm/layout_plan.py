@@ -19,14 +19,13 @@ what is partial.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
 from thinwire.errors import LayoutError
-
-__all__ = ["Block", "RedistributePlan", "Step", "common_layouts", "plan_redistribute"]
 
 #: A part of a tensor: one slice of the whole a dimension.
 Block = tuple[slice, ...]
@@ -87,25 +86,21 @@ class Step:
         size = self.src.size
         found: list[list[Block | None]] = [[None] * size for _ in range(size)]
         sent = [0] * size
+        # Summands of a sum that goes on being partial must not be mixed.
+        places = [self.src.coordinates(rank) for rank in range(size)]
+        summands = [[place[axis] for axis in self.src.partial_axes] for place in places]
         for target in range(size):
             sources: dict[tuple[tuple[int, int], ...], list[int]] = {}
             for source in range(size):
-                if self._in_same_sum(source, target):
+                if summands[source] == summands[target]:
                     sources.setdefault(tuple((part.start, part.stop) for part in self.held[source]), []).append(source)
             for replicas in sources.values():
                 block = _intersection(self.held[replicas[0]], self.wanted[target])
                 if block is not None:
                     source = min(replicas, key=lambda rank: (rank != target, sent[rank], abs(rank - target), rank))
                     found[source][target] = block
-                    sent[source] += math.prod(_lengths(block)) * (source != target)
+                    sent[source] += num_elements(block) * (source != target)
         return tuple(tuple(row) for row in found)
-
-    def _in_same_sum(self, source: int, target: int) -> bool:
-        """Summands of a sum that goes on being partial must not be mixed."""
-        if not self.src.partial_axes:
-            return True
-        a, b = self.src.coordinates(source), self.src.coordinates(target)
-        return all(a[axis] == b[axis] for axis in self.src.partial_axes)
 
     @property
     def elements(self) -> int:
@@ -114,7 +109,7 @@ class Step:
             return 0
         if self.op == "all_to_all":
             return max(
-                sum(math.prod(_lengths(block)) for target, block in enumerate(row) if block and target != source)
+                sum(num_elements(block) for target, block in enumerate(row) if target != source)
                 for source, row in enumerate(self.blocks)
             )
         ranks = len(self.groups[0])
@@ -185,53 +180,60 @@ def _plan(shape: tuple[int, ...], src: TensorLayout, dst: TensorLayout) -> Redis
     src.shard_shape(shape)
     dst.shard_shape(shape)
     common = common_layouts(src, dst)
-    steps: list[Step] = []
     if common is not None:
-        before, after = common
-        target = _without_partial(after, [axis for axis in after.partial_axes if axis not in before.partial_axes])
-        before = _sum(steps, shape, before, target)
+        path = _Path(shape, common[0])
+        target = _without_partial(common[1], set(common[1].partial_axes) - set(path.at.partial_axes))
+        _sum(path, target)
     else:
-        before, after, target = src, dst, dst.reduced()
+        path, target = _Path(shape, src), dst.reduced()
         if src.partial_axes:
-            before = src.reduced()
-            steps.append(Step("all_reduce", shape, src, before, src.partial_axes))
-    _move(steps, shape, before, target, aligned=common is not None)
+            path.take("all_reduce", src.reduced(), src.partial_axes)
+    _move(path, target, aligned=common is not None)
+    after = dst if common is None else common[1]
     if target.partial_axes != after.partial_axes:
-        fresh = tuple(axis for axis in after.partial_axes if axis not in target.partial_axes)
-        steps.append(Step("zero", shape, target, after, fresh))
-    return RedistributePlan(shape, src, dst, tuple(steps))
+        path.at = target
+        path.take("zero", after, [axis for axis in after.partial_axes if axis not in target.partial_axes])
+    return RedistributePlan(shape, src, dst, tuple(path.steps))
 
 
-def _sum(steps: list[Step], shape: tuple[int, ...], before: TensorLayout, target: TensorLayout) -> TensorLayout:
+class _Path:
+    """The steps so far, and the layout that they lead to."""
+
+    def __init__(self, shape: tuple[int, ...], at: TensorLayout) -> None:
+        self.shape, self.at = shape, at
+        self.steps: list[Step] = []
+
+    def take(self, op: str, to: TensorLayout, axes: Iterable[str] = ()) -> None:
+        self.steps.append(Step(op, self.shape, self.at, to, tuple(axes)))
+        self.at = to
+
+
+def _sum(path: _Path, target: TensorLayout) -> None:
     """Makes the sums that `target` no longer has as partial, scattering them where it cuts."""
+    before = path.at
     reduced = {axis for axis in before.partial_axes if axis not in target.partial_axes}
     scattered = [tuple(axis for axis in axes if axis in reduced) for axes in target.dims]
     dims = tuple(axes + more for axes, more in zip(before.dims, scattered, strict=True))
     axes = tuple(axis for more in scattered for axis in more)
     if axes:
-        partial = tuple(axis for axis in before.partial_axes if axis not in axes)
-        after = TensorLayout(before.layout, dims, partial)
+        after = TensorLayout(before.layout, dims, _without_partial(before, axes).partial_axes)
         # Cuts that are still there and those that come may be too many together.
-        if all(length % parts == 0 for length, parts in zip(shape, after.cuts, strict=True)):
-            steps.append(Step("reduce_scatter", shape, before, after, axes))
-            before, reduced = after, reduced - set(axes)
+        if all(length % parts == 0 for length, parts in zip(path.shape, after.cuts, strict=True)):
+            path.take("reduce_scatter", after, axes)
+            reduced -= set(axes)
     if reduced:
-        after = _without_partial(before, reduced)
-        steps.append(Step("all_reduce", shape, before, after, tuple(sorted(reduced))))
-        before = after
-    return before
+        path.take("all_reduce", _without_partial(path.at, reduced), sorted(reduced))
 
 
-def _move(
-    steps: list[Step], shape: tuple[int, ...], before: TensorLayout, target: TensorLayout, *, aligned: bool
-) -> None:
+def _move(path: _Path, target: TensorLayout, *, aligned: bool) -> None:
     """Changes the cuts. `aligned`: the two are over one matrix that has no axes of one rank."""
-    held = [before.slices(shape, rank) for rank in range(before.size)]
-    wanted = [target.slices(shape, rank) for rank in range(before.size)]
+    before = path.at
+    held = [before.slices(path.shape, rank) for rank in range(before.size)]
+    wanted = [target.slices(path.shape, rank) for rank in range(before.size)]
     if held == wanted:
         return
     if all(_intersection(*pair) == pair[1] for pair in zip(held, wanted, strict=True)):
-        steps.append(Step("slice", shape, before, target))
+        path.take("slice", target)
         return
     if aligned:
         kept, lost, gained = zip(*map(_split_axes, before.dims, target.dims), strict=True)
@@ -241,25 +243,21 @@ def _move(
             if moved:
                 # First, so that less is gathered.
                 dims = tuple(a + b + c for a, b, c in zip(kept, lost, gained, strict=True))
-                sliced = TensorLayout(before.layout, dims, before.partial_axes)
-                steps.append(Step("slice", shape, before, sliced))
-                before = sliced
-            steps.append(Step("all_gather", shape, before, target, tuple(sorted(gathered))))
+                path.take("slice", TensorLayout(before.layout, dims, before.partial_axes))
+            path.take("all_gather", target, sorted(gathered))
             return
-    steps.append(Step("all_to_all", shape, before, target))
+    path.take("all_to_all", target)
 
 
 def _split_axes(
     before: tuple[str, ...], after: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """What both begin with, and what follows in each."""
-    kept = 0
-    while kept < min(len(before), len(after)) and before[kept] == after[kept]:
-        kept += 1
+    kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     return before[:kept], before[kept:], after[kept:]
 
 
-def _without_partial(layout: TensorLayout, axes: Sequence[str] | set[str]) -> TensorLayout:
+def _without_partial(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
     partial = tuple(axis for axis in layout.partial_axes if axis not in axes)
     return TensorLayout(layout.layout, layout.dims, partial)
 
@@ -272,12 +270,12 @@ def common_layouts(src: TensorLayout, dst: TensorLayout) -> tuple[TensorLayout, 
     Layout(x.0=2, x.1=2, y=2)((x.0, x.1), y); Layout(x.0=2, x.1=2, y=2)((x.1, y), None)
     """
     strides = sorted({*_strides(src.layout), *_strides(dst.layout)})
-    if any(high % low for low, high in zip(strides, strides[1:], strict=False)):
+    if any(high % low for low, high in itertools.pairwise(strides)):
         return None
-    names = {
-        stride: name for name, parts in _factors(src.layout, strides).items() for stride, name in _named(name, parts)
-    }
-    matrix = {low: high // low for low, high in zip(strides, strides[1:], strict=False)}
+    names: dict[int, str] = {}
+    for axis, parts in _factors(src.layout, strides).items():
+        names |= {stride: axis if len(parts) == 1 else f"{axis}.{place}" for place, stride in enumerate(parts)}
+    matrix = {low: high // low for low, high in itertools.pairwise(strides)}
     layout = Layout(tuple(matrix[stride] for stride in reversed(matrix)), tuple(names[s] for s in reversed(matrix)))
 
     def refine(tensor: TensorLayout) -> TensorLayout:
@@ -302,14 +300,8 @@ def _factors(layout: Layout, strides: list[int]) -> dict[str, list[int]]:
     bounds = _strides(layout)
     return {
         axis: [stride for stride in reversed(strides) if low <= stride < high]
-        for axis, high, low in zip(layout.name, bounds, bounds[1:], strict=False)
+        for axis, (high, low) in zip(layout.name, itertools.pairwise(bounds), strict=True)
     }
-
-
-def _named(axis: str, strides: list[int]) -> list[tuple[int, str]]:
-    if len(strides) == 1:
-        return [(strides[0], axis)]
-    return [(stride, f"{axis}.{place}") for place, stride in enumerate(strides)]
 
 
 def _intersection(a: Block, b: Block) -> Block | None:
@@ -318,5 +310,5 @@ def _intersection(a: Block, b: Block) -> Block | None:
     return None if any(part.start >= part.stop for part in found) else found
 
 
-def _lengths(block: Block) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in block)
+def num_elements(block: Block | None) -> int:
+    return 0 if block is None else math.prod(part.stop - part.start for part in block)

@@ -14,29 +14,51 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import Exchange
+from thinwire.comm.exchange import Buffers, Exchange, Posted
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.work import Step
 from thinwire.octets import as_bytes
-
-__all__ = ["ONE_STEP_BYTES", "move", "reduce", "reduce_scatter", "takes_two_steps"]
 
 #: Up to this size a reduction takes one step, in which each rank sends its whole tensor to those that want the result.
 ONE_STEP_BYTES = 2**16
 
 
-def move(
-    exchange: Exchange, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str
-) -> Iterator[Step]:
+def move(exchange: Exchange, sends: Buffers, receives: Buffers, label: str) -> Iterator[Step]:
     """`sends[r]` goes to rank r and `receives[r]` comes from there, this rank's own included; of any strides."""
+    if _lands_on_what_leaves(exchange.rank, sends, receives):
+        # What arrives early would be sent on, in place of what was there.
+        sends = [None if buffer is None else buffer.clone() for buffer in sends]
     recv_buffer = [None if target is None else _recv_buffer(target) for target in receives]
     own, place = sends[exchange.rank], receives[exchange.rank]
     if own is not None and place is not None:
         place.copy_(own.reshape(place.shape))
-    yield exchange.post(_for_peers(exchange, sends), _for_peers(exchange, recv_buffer), label)
+    yield _post(exchange, sends, recv_buffer, label)
     for peer, (target, arrived) in enumerate(zip(receives, recv_buffer, strict=True)):
         if peer != exchange.rank and target is not None and arrived is not None and arrived is not target:
             target.copy_(arrived)
+
+
+def _lands_on_what_leaves(rank: int, sends: Buffers, receives: Buffers) -> bool:
+    """Whether some byte is received where one is sent from. A rank's own share may stay where it is."""
+    own, place = sends[rank], receives[rank]
+    stays = own is not None and place is not None and own.data_ptr() == place.data_ptr()
+    sent = [extent(buffer) for buffer in sends if buffer is not None and buffer.numel()]
+    received = [
+        extent(buffer)
+        for peer, buffer in enumerate(receives)
+        if buffer is not None and buffer.numel() and not (peer == rank and stays)
+    ]
+    return any(start < stop and first < last for first, stop in sent for start, last in received)
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one behind its last; of any strides."""
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def reduce_scatter(
@@ -45,9 +67,12 @@ def reduce_scatter(
     """`inputs[r]`, of the shape of rank r's output, goes there; what arrives is combined in rank order."""
     carried = [reduction.encode(tensor) for tensor in inputs]
     own = carried[exchange.rank]
-    shares = [own if peer == exchange.rank else _recv_buffer(own, fresh=True) for peer in range(exchange.size)]
+    shares = [
+        own if peer == exchange.rank else torch.empty_like(own, memory_format=torch.contiguous_format)
+        for peer in range(exchange.size)
+    ]
     label = f"reduce_scatter {reduction.label}"
-    yield exchange.post(_for_peers(exchange, carried), _for_peers(exchange, shares), label)
+    yield _post(exchange, carried, shares, label)
     output.copy_(reduction.combine([share.reshape(output.shape) for share in shares]))
 
 
@@ -72,31 +97,32 @@ def reduce(exchange: Exchange, reduction: Reduction, tensor: Tensor, dst: int | 
         ends = [carried.numel() * peer // size for peer in range(size + 1)]
         slices = [carried[begin:end] for begin, end in itertools.pairwise(ends)]
         shares = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(size)]
-        yield exchange.post(_for_peers(exchange, slices), _for_peers(exchange, shares), label)
+        yield _post(exchange, slices, shares, label)
         total = reduction.combine(shares)
         sending = [total if dst in (None, peer) else None for peer in range(size)]
         results = slices if receiving else [None] * size
-        yield exchange.post(_for_peers(exchange, sending), _for_peers(exchange, results), label)
+        yield _post(exchange, sending, results, label)
         if receiving:
             slices[rank].copy_(total)
     else:
         sending = [carried if dst in (None, peer) else None for peer in range(size)]
         shares = [carried if peer == rank else torch.empty_like(carried) for peer in range(size if receiving else 0)]
         arriving = shares if receiving else [None] * size
-        yield exchange.post(_for_peers(exchange, sending), _for_peers(exchange, arriving), label)
+        yield _post(exchange, sending, arriving, label)
         if receiving:
             carried.copy_(reduction.combine(shares))
     if receiving and (carried.data_ptr() != tensor.data_ptr() or carried.dtype != tensor.dtype):
         tensor.copy_(carried.view(tensor.shape))
 
 
-def _recv_buffer(target: Tensor, fresh: bool = False) -> Tensor:
-    contiguous = target.is_contiguous() and not fresh
-    return target if contiguous else torch.empty_like(target, memory_format=torch.contiguous_format)
+def _recv_buffer(target: Tensor) -> Tensor:
+    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
-def _for_peers(exchange: Exchange, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if peer == exchange.rank or tensor is None else as_bytes(tensor.contiguous())
-        for peer, tensor in enumerate(tensors)
-    ]
+def _post(exchange: Exchange, sends: Buffers, receives: Buffers, label: str) -> Posted:
+    """Posts the bytes of all but this rank's own entries."""
+    sent, received = (
+        [None if peer == exchange.rank or t is None else as_bytes(t.contiguous()) for peer, t in enumerate(tensors)]
+        for tensors in (sends, receives)
+    )
+    return exchange.post(sent, received, label)

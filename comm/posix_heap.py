@@ -1,9 +1,4 @@
-"""Symmetric memory of processes on one host: a file in memory each, mapped by all.
-
-The files are `memfd`s, which have no name: peers open them as `/proc/<process>/fd/<descriptor>`, and what a killed
-process held, the kernel frees. Behind each buffer lies a page with a random token. A peer that opened something else,
-because that number means another process where it runs, does not find the token.
-"""
+"""Symmetric memory of processes on one host: a file in memory each, mapped by all."""
 
 from __future__ import annotations
 
@@ -20,9 +15,8 @@ import torch
 
 from thinwire.comm.available import available_bytes, require_available
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.heap import Heap
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
-
-__all__ = ["PosixHeap"]
 
 _TOKEN_BYTES = 32
 _SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -45,22 +39,22 @@ class _Segment(NamedTuple):
     token: bytes
 
 
-class PosixHeap:
+class PosixHeap(Heap):
     """Memory of processes on one host: a `memfd` each, mapped by all.
 
-    Behind the buffer lies a page with a random token. A peer that opened something else, because the process number
-    means another process there, finds no such token.
+    It has no name: peers open it as `/proc/<process>/fd/<descriptor>`, and what a killed process held, the kernel
+    frees. Behind the buffer lies a page with a random token. A peer that opened something else, because the process
+    number means another process there, finds no such token.
     """
 
     kind = "posix"
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
-        self.rank, self.size, self.num_bytes = comm.rank, comm.size, num_bytes
+        super().__init__(comm, num_bytes)
+        self.rank = comm.rank
         self.token_at = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.segment_bytes = self.token_at + mmap.PAGESIZE
         self.descriptor: int | None = None
-        self.local: torch.Tensor | None = None
-        self.mappings: list[mmap.mmap] = []
 
     def inspect(self) -> _Host:
         if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
@@ -73,7 +67,7 @@ class PosixHeap:
 
     def create(self, facts: list[_Host]) -> _Segment:
         self._require_one_host(facts)
-        require_available(self.size, self.num_bytes, min(host.available_bytes for host in facts), "this host")
+        require_available(self.comm.size, self.num_bytes, min(host.available_bytes for host in facts), "this host")
         try:
             self.descriptor = os.memfd_create("thinwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(self.descriptor, 0o600)

@@ -22,8 +22,6 @@ from typing import Any
 
 from thinwire.errors import RankTableError
 
-__all__ = ["DEFAULT_PORT", "RankEntry", "RankTable"]
-
 #: Where the ranks of a rank table meet if MASTER_PORT does not say so. It is torchrun's default, too.
 DEFAULT_PORT = 29500
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,74 +17,61 @@ from torch import Tensor
 
 from thinwire.errors import ArgumentError
 
-__all__ = ["TORCH_OPERATIONS", "Reduction"]
-
-#: What torch.distributed calls the operations that it has.
-TORCH_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "avg": dist.ReduceOp.AVG,
-}
-
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_DTYPES = {
-    "sum": (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX),
-    "prod": (*_FLOATS, *_INTEGERS, torch.bool),
-    "min": (*_FLOATS, *_INTEGERS, torch.bool),
-    "max": (*_FLOATS, *_INTEGERS, torch.bool),
-    "avg": (*_FLOATS, *_COMPLEX),
-    "logical_or": (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX),
-    "logical_and": (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX),
-}
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "avg": torch.add,
-    "logical_or": torch.maximum,  # of 0 and 1
-    "logical_and": torch.minimum,
+_REAL = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+class _Operation(NamedTuple):
+    native: dist.ReduceOp.RedOpType  # torch.distributed's, of what `encode` gives
+    function: Callable[..., Tensor]
+    dtypes: tuple[torch.dtype, ...]
+
+
+_OPERATIONS = {
+    "sum": _Operation(dist.ReduceOp.SUM, torch.add, (*_REAL, *_COMPLEX)),
+    "prod": _Operation(dist.ReduceOp.PRODUCT, torch.mul, _REAL),
+    "min": _Operation(dist.ReduceOp.MIN, torch.minimum, _REAL),
+    "max": _Operation(dist.ReduceOp.MAX, torch.maximum, _REAL),
+    "avg": _Operation(dist.ReduceOp.AVG, torch.add, (*_FLOATS, *_COMPLEX)),
+    # Of 0 and 1, the largest says whether any is set, and the smallest whether all are.
+    "logical_or": _Operation(dist.ReduceOp.MAX, torch.maximum, (*_REAL, *_COMPLEX)),
+    "logical_and": _Operation(dist.ReduceOp.MIN, torch.minimum, (*_REAL, *_COMPLEX)),
 }
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of the operations, for tensors of one dtype.
-
-    Attributes:
-        name: "sum", "prod", "min", "max", "avg", "logical_or" or "logical_and".
-        dtype: of the tensors that the caller has.
-    """
+    """One of the operations, for the caller's tensors of one dtype."""
 
     name: str
     dtype: torch.dtype
 
     @classmethod
     def of(cls, op: object, dtype: torch.dtype) -> Reduction:
-        """Looks `op` up, a name or a `torch.distributed.ReduceOp`.
-
-        Raises:
-            ArgumentError: an operation that is not there, or not for this dtype.
+        """Looks `op` up, a name or a `torch.distributed.ReduceOp`; or ArgumentError.
 
         >>> Reduction.of("sum", torch.float32) == Reduction.of(dist.ReduceOp.SUM, torch.float32)
         True
         """
         name = op if isinstance(op, str) else None
         if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            # The first equals the second, but neither hashes like it nor the other way round.
-            name = next((name for name, known in TORCH_OPERATIONS.items() if op == known), None)
-        if name not in _DTYPES:
-            raise ArgumentError(f"op is {op!r}, expected one of {', '.join(_DTYPES)}, or torch's ReduceOp of that name")
-        if dtype not in _DTYPES[name]:
-            raise ArgumentError(
-                f"op {name!r} does not take {dtype}; it takes {', '.join(str(known)[6:] for known in _DTYPES[name])}"
-            )
+            # The first equals the second, but neither hashes like it nor the other way round. Names whose operations
+            # mean the same in torch.distributed come first in the table.
+            name = next((name for name, known in _OPERATIONS.items() if op == known.native), None)
+        if name not in _OPERATIONS:
+            known = ", ".join(_OPERATIONS)
+            raise ArgumentError(f"op is {op!r}, expected one of {known}, or torch's ReduceOp of that name")
+        dtypes = _OPERATIONS[name].dtypes
+        if dtype not in dtypes:
+            raise ArgumentError(f"op {name!r} does not take {dtype}; it takes {', '.join(str(d)[6:] for d in dtypes)}")
         return cls(name, dtype)
+
+    @property
+    def native(self) -> dist.ReduceOp.RedOpType:
+        """The operation of torch.distributed that does this to encoded tensors."""
+        return _OPERATIONS[self.name].native
 
     @property
     def label(self) -> str:
@@ -95,12 +83,9 @@ class Reduction:
         return (tensor != 0).to(torch.uint8) if self.name.startswith("logical") else tensor
 
     def combine(self, shares: Sequence[Tensor]) -> Tensor:
-        """The reduction of every rank's share, in rank order; encoded tensors in and out. None of them is changed.
-
-        The result of a single share may be that share itself.
-        """
+        """The reduction of encoded shares, in rank order. None is changed; the result of a single one may be itself."""
         carried = shares[0].dtype
-        function = _FUNCTIONS[self.name]
+        function = _OPERATIONS[self.name].function
         total = shares[0].to(_WIDE.get(carried, carried))
         for turn, share in enumerate(shares[1:]):
             # The first turn makes a tensor, as `total` is the caller's still.

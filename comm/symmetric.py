@@ -1,30 +1,17 @@
-"""Symmetric memory: one buffer a rank, all of one size, which every rank of the group can load from and store to.
-
-| heap | for | how |
-|---|---|---|
-| posix | processes of one host, on its CPU | a nameless file in memory, which the peers map through /proc |
-| cuda | processes with GPUs that reach each other | `torch.distributed._symmetric_memory` |
-| threads | ranks that are threads of one process | plain allocations |
-
-Allocation goes in steps, and each step ends with an exchange of how it went on every rank. So it succeeds everywhere or
-fails everywhere with the same error. Files in memory have no name: what a killed process held, the kernel frees.
-"""
+"""Symmetric memory: one buffer a rank, all of one size, which every rank of the group can load from and store to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cuda_heap import CudaHeap
+from thinwire.comm.heap import Heap
 from thinwire.comm.posix_heap import PosixHeap
-from thinwire.comm.thread_heap import ThreadHeap
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
-
-__all__ = ["SymmetricMemory", "allocate"]
 
 _T = TypeVar("_T")
 
@@ -91,9 +78,7 @@ class SymmetricMemory:
     def __enter__(self) -> SymmetricMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -167,9 +152,8 @@ def _on_all_ranks(comm: Communicator, step: Callable[[], _T]) -> list[_T]:
         raise
     except (CapacityError, TransportUnavailable) as problem:
         error = problem
-    except (
-        Exception
-    ) as problem:  # of the system or of torch's private functions: the peers must hear of it all the same
+    except Exception as problem:
+        # Of the system or of torch's private functions: the peers must hear of it all the same.
         error = TransportUnavailable(
             f"rank {comm.rank} could not make symmetric memory: {type(problem).__name__}: {problem}"
         )
@@ -181,37 +165,7 @@ def _on_all_ranks(comm: Communicator, step: Callable[[], _T]) -> list[_T]:
     return [outcome for _, outcome in outcomes]
 
 
-# --- heaps ------------------------------------------------------------------------------------------------------------
-
-
-class _Heap(Protocol):
-    """How one kind of memory is made. All ranks take each step before any of them takes the next.
-
-    Attributes:
-        local: the own buffer, once `create` has run.
-        mappings: what keeps the peers' buffers at their addresses.
-    """
-
-    kind: str
-    local: torch.Tensor | None
-    mappings: list[Any]
-
-    def __init__(self, comm: Communicator, num_bytes: int) -> None: ...
-
-    def inspect(self) -> Any:
-        """What the ranks must know of this one before anything is allocated."""
-
-    def create(self, facts: list[Any]) -> Any:
-        """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
-
-    def attach(self, offers: list[Any]) -> list[int]:
-        """Maps the peers' buffers and returns the addresses of all."""
-
-    def finish(self) -> None:
-        """Gives back what only the steps needed."""
-
-
-def _choose_heap(comm: Communicator) -> type[_Heap]:
+def _choose_heap(comm: Communicator) -> type[Heap]:
     if comm.in_process or (comm.size == 1 and comm.device.type == "cuda"):
-        return ThreadHeap
+        return Heap
     return CudaHeap if comm.device.type == "cuda" else PosixHeap

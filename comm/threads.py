@@ -13,20 +13,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import Posted, check_buffers, name_ranks
+from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, name_ranks
 from thinwire.errors import PeerTimeout
 
-__all__ = ["ThreadExchange", "ThreadWorld"]
-
 _T = TypeVar("_T")
-_POLL_SECONDS = 20e-6
 _OBJECT = -1  # the length of a message that is an object
 
 # source, target, place in their sequence, bytes, kind of memory, label
@@ -34,12 +30,7 @@ _Key = tuple[int, int, int, int, str, str]
 
 
 class ThreadWorld:
-    """What the ranks of one group of threads share.
-
-    Args:
-        size: ranks in the group.
-        within: the world that one of its ranks made this one in, if so; it fails together with that one.
-    """
+    """What the ranks of one group of threads share; it fails together with the world `within` which it was made."""
 
     def __init__(self, size: int, within: ThreadWorld | None = None) -> None:
         self.size = size
@@ -51,15 +42,13 @@ class ThreadWorld:
         if within is not None:
             within._inner.add(self)
 
-    def leave(self, rank: int, reason: str, to_blame: Iterable[int] | None = None) -> None:
-        """Ends a rank's part, and every wait for it. Only the first call for a rank counts.
-
-        Args:
-            rank: who goes.
-            reason: what peers are told, such as "rank 1 raised ValueError".
-            to_blame: ranks; None means that one.
-        """
-        self._leave(rank, (reason,), (rank,) if to_blame is None else to_blame)
+    def leave(self, rank: int, *reasons: str, to_blame: Iterable[int] | None = None) -> None:
+        """Ends a rank's part, and every wait for it; peers are told the reasons of the first call for the rank."""
+        with self._changed:
+            if rank not in self._gone:
+                self._gone[rank] = _Departure(reasons, frozenset((rank,) if to_blame is None else to_blame))
+                self._half_posted = {key: half for key, half in self._half_posted.items() if half.poster != rank}
+                self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """Ends the part of every rank: all that wait, now or later, raise PeerTimeout at once.
@@ -69,7 +58,7 @@ class ThreadWorld:
         with self._changed:
             stuck = [rank for rank in range(self.size) if rank not in self._gone and rank not in self._waiting]
             for rank in range(self.size):
-                self._leave(rank, (reason,), stuck)
+                self.leave(rank, reason, to_blame=stuck)
         for world in list(self._inner):
             world.fail(reason)
 
@@ -109,19 +98,12 @@ class ThreadWorld:
             finally:
                 self._waiting.pop(rank, None)
 
-    def _leave(self, rank: int, reasons: tuple[str, ...], to_blame: Iterable[int]) -> None:
-        with self._changed:
-            if rank not in self._gone:
-                self._gone[rank] = _Departure(reasons, frozenset(to_blame))
-                self._half_posted = {key: half for key, half in self._half_posted.items() if half.poster != rank}
-                self._changed.notify_all()
-
     def _error(self, rank: int, text: str, gone: set[int]) -> PeerTimeout:
         """What `rank` raises on account of ranks that are gone, itself perhaps. From now on it is gone, too."""
         departures = [self._gone[peer] for peer in sorted(gone)]
         reasons = tuple(dict.fromkeys(reason for departure in departures for reason in departure.reasons))
         to_blame = frozenset().union(*(departure.to_blame for departure in departures)) - {rank} or gone - {rank}
-        self._leave(rank, reasons, to_blame)
+        self.leave(rank, *reasons, to_blame=to_blame)
         return PeerTimeout(f"rank {rank} of {self.size}: {text}: {'; '.join(reasons)}", ranks=to_blame)
 
     def _give_up_on_silent(self, rank: int, missing: set[int], timeout: float) -> PeerTimeout:
@@ -137,7 +119,7 @@ class ThreadWorld:
         if to_blame != missing:
             text += f"; it was {name_ranks(to_blame)} that did not wait for others"
         text = f"rank {rank} of {self.size}: {text}"
-        self.leave(rank, text, to_blame)
+        self.leave(rank, text, to_blame=to_blame)
         return PeerTimeout(text, ranks=to_blame)
 
 
@@ -148,20 +130,16 @@ class _Departure(NamedTuple):
     to_blame: frozenset[int]
 
 
-@dataclass
 class _End:
     """What one rank posted of a message: a uint8 tensor, or a list that holds or shall hold an object."""
 
-    buffer: Any
-    stream: torch.cuda.Stream | None  # on which the buffer is used
-    ready: torch.cuda.Event | None  # from when on it may be touched
-
-    @classmethod
-    def of(cls, buffer: Any) -> _End:
-        if not isinstance(buffer, Tensor) or buffer.device.type != "cuda":
-            return cls(buffer, None, None)
-        stream = torch.cuda.current_stream(buffer.device)
-        return cls(buffer, stream, stream.record_event())
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.stream: torch.cuda.Stream | None = None  # on which the buffer is used
+        self.ready: torch.cuda.Event | None = None  # from when on it may be touched
+        if isinstance(buffer, Tensor) and buffer.device.type == "cuda":
+            self.stream = torch.cuda.current_stream(buffer.device)
+            self.ready = self.stream.record_event()
 
 
 class _Transfer:
@@ -199,79 +177,50 @@ class _Transfer:
             self.finished = received.stream.record_event()
 
 
-class _ThreadPosted(Posted):
-    """An exchange under way, and its messages."""
-
-    def __init__(self, exchange: ThreadExchange, transfers: list[_Transfer]) -> None:
-        super().__init__(exchange, (), ())
-        self.transfers = transfers
-
-
-class ThreadExchange:
-    """One rank's sends and receives. Not thread-safe: only its own rank's thread may use it.
+class ThreadExchange(Exchange):
+    """One rank's sends and receives. Only its own rank's thread may use it.
 
     On CUDA, a rank's copies into its buffers run on the stream that was current when it posted them, after what the
     sender's stream had been given until it posted. Waiting blocks the host until the peers have posted, too.
-
-    Args:
-        world: what the ranks share.
-        rank: this one's.
-        timeout: seconds that a wait may last.
-        device: where tensors may live, beside main memory.
     """
 
-    backend = "threads"
-
     def __init__(self, world: ThreadWorld, rank: int, timeout: float, device: torch.device) -> None:
-        self.world = world
-        self.rank = rank
-        self.size = world.size
-        self.timeout = timeout
-        self.device = device
-        self._num_sent = [0] * self.size
-        self._num_received = [0] * self.size
+        super().__init__(rank, world.size, timeout, "threads", tuple(dict.fromkeys(("cpu", device.type))))
+        self.world, self.device = world, device
 
-    def post(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], label: str = "") -> Posted:
-        """Starts the exchange described at :meth:`Communicator.post`."""
+    def _require_usable(self) -> None:
         self.world.require_present(self.rank)
-        device_types = tuple(dict.fromkeys(("cpu", self.device.type)))
-        for name, buffers in (("sends", sends), ("receives", receives)):
-            check_buffers(name, buffers, self.rank, self.size, "an exchange between threads", device_types)
-        return self._post(sends, receives, lambda buffer: (buffer.numel(), buffer.device.type, label))
 
     def share_objects(self, obj: _T) -> list[_T]:
         """Every rank's object itself, in rank order."""
         self.world.require_present(self.rank)
         sends = [None if peer == self.rank else [obj] for peer in range(self.size)]
         receives: list[list[_T] | None] = [None if peer == self.rank else [] for peer in range(self.size)]
-        self.complete(self._post(sends, receives, lambda _: (_OBJECT, "cpu", "")))
+        self.complete(self._start(sends, receives))
         return [obj if box is None else box[0] for box in receives]
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
-        """Ends `posted`; see :meth:`Posted.wait`."""
-        assert isinstance(posted, _ThreadPosted)
         deadline = time.monotonic() + self.timeout
-        self.world.wait(self.rank, posted.transfers, self.timeout)
-        events = {transfer: transfer.finished for transfer in posted.transfers if transfer.finished is not None}
+        self.world.wait(self.rank, posted._works, self.timeout)
+        events = {transfer: transfer.finished for transfer in posted._works if transfer.finished is not None}
         for event in events.values():
             torch.cuda.current_stream(self.device).wait_event(event)
         while block_host and (slow := [transfer for transfer, event in events.items() if not event.query()]):
             if time.monotonic() > deadline:
                 peers = {transfer.other_end(self.rank) for transfer in slow}
-                text = f"rank {self.rank} of {self.size}: the copies with {name_ranks(peers)} were not done within "
-                self.world.leave(self.rank, f"{text}{self.timeout:g} s", ())
-                raise PeerTimeout(f"{text}{self.timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        posted.transfers = []
+                text = f"the copies with {name_ranks(peers)} were not done within {self.timeout:g} s"
+                text = f"rank {self.rank} of {self.size}: {text}"
+                self.world.leave(self.rank, text, to_blame=())
+                raise PeerTimeout(text)
+            time.sleep(POLL_SECONDS)
+        posted._works = []
 
     def close(self) -> None:
-        """Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout."""
+        # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.
         self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")
 
-    def _post(
-        self, sends: Sequence[Any], receives: Sequence[Any], describe: Callable[[Any], tuple[int, str, str]]
-    ) -> _ThreadPosted:
-        transfers = []
+    def _start(self, sends: Sequence[Any], receives: Sequence[Any], label: str = "") -> Posted:
+        posted = Posted(self)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             for buffer, counters, pair in (
@@ -280,7 +229,8 @@ class ThreadExchange:
             ):
                 if buffer is None or (isinstance(buffer, Tensor) and not buffer.numel()):
                     continue
-                key = (*pair, counters[peer], *describe(buffer))
+                described = (buffer.numel(), buffer.device.type) if isinstance(buffer, Tensor) else (_OBJECT, "cpu")
+                key = (*pair, counters[peer], *described, label)
                 counters[peer] += 1
-                transfers.append(self.world.post(key, self.rank, _End.of(buffer)))
-        return _ThreadPosted(self, transfers)
+                posted._works.append(self.world.post(key, self.rank, _End(buffer)))
+        return posted

@@ -8,8 +8,6 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Step", "Work", "deliver", "without_traceback"]
-
 _T = TypeVar("_T")
 
 

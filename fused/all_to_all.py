@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.arguments import extent
+from thinwire.comm.p2p import extent
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError, WireFormatError
 from thinwire.fused.backend import select_backend

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.arguments import extent
+from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float

@@ -7,7 +7,6 @@ Parts travel flat, so groups of consecutive elements share a scale, wherever a r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.communicator import shared_split
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
-from thinwire.comm.layout_plan import Block, RedistributePlan, Step, plan_redistribute
-from thinwire.comm.split import shared_split
+from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -176,8 +175,8 @@ def _all_to_all(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
     sends, receives = step.blocks[rank], [row[rank] for row in step.blocks]
     parts = [x[_within(block, step.held[rank])].reshape(-1) for block in sends if block is not None]
     flat = torch.cat(parts) if parts else x.new_empty(0)
-    counts = [_num_elements(block) for block in receives]
-    sent = [_num_elements(block) for block in sends]
+    counts = [num_elements(block) for block in receives]
+    sent = [num_elements(block) for block in sends]
     got = _received(all_to_all_v(flat, sent, counts, **link.among(step.groups)))
     out = x.new_empty(step.dst.shard_shape(step.shape))
     for block, part in zip(receives, got.split(counts), strict=True):
@@ -195,10 +194,6 @@ _OPERATIONS: dict[str, Callable[[Step, torch.Tensor, _Link], torch.Tensor]] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
 }
-
-
-def _num_elements(block: Block | None) -> int:
-    return 0 if block is None else math.prod(part.stop - part.start for part in block)
 
 
 def _within(block: Block, outer: Block) -> Block:

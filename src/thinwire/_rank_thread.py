@@ -144,7 +144,7 @@ class _RankThread(threading.Thread):
         first_line = str(error).partition("\n")[0]
         reason = f"rank {self._comm.rank} raised {type(error).__name__}: {first_line}"
         to_blame = error.ranks if isinstance(error, PeerTimeout) and error.ranks else None
-        self.world.leave(self._comm.rank, reason, to_blame)
+        self.world.leave(self._comm.rank, reason, to_blame=to_blame)
 
 
 def _stack_of(thread: threading.Thread) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import RankInfo, default_communicator, discover, domains, init, launchers
+from thinwire.comm import RankInfo, bootstrap, default_communicator, discover, init, launchers
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
@@ -33,7 +33,7 @@ def alone(monkeypatch):
     for names in launchers.LAUNCHERS:
         for name in (*names[1:], "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(domains, "_of_process", domains.Domains())
+    monkeypatch.setattr(bootstrap, "_of_process", bootstrap.Domains())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

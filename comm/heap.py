@@ -1,6 +1,8 @@
-"""Symmetric memory of ranks that are threads of one process: plain allocations, whose addresses all of them share."""
+"""How symmetric memory is made, in steps; plain allocations, which threads of one process share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -8,27 +10,33 @@ from thinwire.comm.available import available_bytes, require_available
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError
 
-__all__ = ["ThreadHeap"]
 
+class Heap:
+    """One kind of memory: here that of ranks that are threads of one process, or of one rank alone.
 
-class ThreadHeap:
-    """Memory of ranks that are threads of one process, or of one rank alone."""
+    All ranks take each step before any of them takes the next.
+
+    Attributes:
+        local: the own buffer, once `create` has run.
+        mappings: what keeps the peers' buffers at their addresses.
+    """
 
     kind = "threads"
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.comm, self.num_bytes = comm, num_bytes
         self.local: torch.Tensor | None = None
-        self.mappings: list[torch.Tensor] = []
+        self.mappings: list[Any] = []
 
-    def inspect(self) -> int:
-        device = self.comm.device
-        if device.type != "cuda":
+    def inspect(self) -> Any:
+        """What the ranks must know of this one before anything is allocated."""
+        if self.comm.device.type != "cuda":
             return available_bytes()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
+        torch.cuda.empty_cache()  # what torch keeps for itself cannot be had for this
+        return torch.cuda.mem_get_info(self.comm.device)[0]
 
-    def create(self, facts: list[int]) -> int:
+    def create(self, facts: list[Any]) -> Any:
+        """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
         require_available(self.comm.size, self.num_bytes, min(facts), str(self.comm.device))
         try:
             self.local = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.comm.device)
@@ -41,11 +49,11 @@ class ThreadHeap:
             torch.cuda.current_stream(self.comm.device).synchronize()
         return self.local.data_ptr()
 
-    def attach(self, offers: list[int]) -> list[int]:
-        assert self.local is not None
+    def attach(self, offers: list[Any]) -> list[int]:
+        """Maps the peers' buffers and returns the addresses of all."""
         # A peer that closes first must not take its memory away from this rank's kernels.
         self.mappings = self.comm.share_objects(self.local) if self.comm.in_process else []
         return offers
 
     def finish(self) -> None:
-        """Nothing was needed for the steps alone."""
+        """Gives back what only the steps needed."""
