@@ -15,13 +15,15 @@ import torch
 from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.arguments import extent
 from thinwire.comm.work import Work, deliver
-from thinwire.errors import CountsError, WireFormatError
+from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW
-from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.codec import resolve_wire
+from thinwire.fused.collective_arguments import check_input
 from thinwire.fused.counts import (
     Counts,
     Segments,
+    dense_segments,
     equal_split,
     parse_integers,
     receive_segments,
@@ -29,7 +31,7 @@ from thinwire.fused.counts import (
 )
 from thinwire.fused.direct import move_plainly, open_channel, send_rows
 from thinwire.fused.size_switch import AUTO, resolve_wires
-from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Refusal, choose
 from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
@@ -102,7 +104,8 @@ def all_to_all_v(
     """
     comm = comm if comm is not None else default_communicator()
     if wire == AUTO:
-        wire = _choose_wire(x, send_counts, comm, transport)
+        comm.check_device("x", x)
+        (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
     wire = resolve_wire(wire)
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
     if ordinary and recv_counts is not None:
@@ -141,16 +144,6 @@ def all_to_all_v(
         return deliver(finish, target.device, async_op)
 
 
-def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:
-    comm.check_device("x", x)
-
-    def call(t: torch.Tensor, wire: WireFormat) -> object:
-        return all_to_all_v(t, wire=wire, comm=comm, transport=transport)
-
-    alike = send_counts is None
-    return resolve_wires(comm, "all_to_all_v", x, [AUTO], transport, call if alike else None)[0]
-
-
 def _new_output(x: torch.Tensor, tail: torch.Size, receives: Segments) -> torch.Tensor:
     """Zeros only where there are gaps: segments do not overlap, so they leave some if the rows outnumber theirs."""
     shape = (receives.rows, *tail)
@@ -159,16 +152,7 @@ def _new_output(x: torch.Tensor, tail: torch.Size, receives: Segments) -> torch.
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:
     """All that can be refused of tensors before peers hear of this call. Returns the shape of a row."""
-    # check_device is asked only where the answer is not plain: small calls are over in microseconds.
-    if not isinstance(x, torch.Tensor) or x.device != comm.device:
-        comm.check_device("x", x)
-    require_float(x, wire, "all_to_all_v")
-    if x.dim() < 1:
-        raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise WireFormatError(
-            "all_to_all_v has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
-        )
+    check_input("all_to_all_v", x, [wire], comm)
     tail = x.shape[1:]
     if out is None:
         return tail
@@ -240,16 +224,13 @@ def _post_exact(
     """Rows travel as the bytes they are, straight out of x and into out."""
     source = x.resolve_conj().resolve_neg().contiguous()
 
-    def byte_views(tensor: torch.Tensor, segments: Segments) -> list[torch.Tensor | None]:
-        views: list[torch.Tensor | None] = []
-        for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
-            rows = tensor[displ : displ + count]
-            views.append(as_bytes(rows) if count and peer != comm.rank else None)
-        return views
+    sent, received = sends.cut(source), receives.cut(out)
 
-    own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
-    out[own_receive : own_receive + own] = source[own_send : own_send + own]
-    work = comm.post(byte_views(source, sends), byte_views(out, receives), f"all_to_all_v {x.dtype}")
+    def byte_views(views: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
+
+    received[comm.rank].copy_(sent[comm.rank])
+    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype}")
 
     def finish() -> torch.Tensor:
         work.wait()
@@ -305,19 +286,15 @@ def _post_flat(
     row_sends = dense_segments([-(-count // FLAT_ROW) for count in sends.counts])
     row_receives = dense_segments([-(-count // FLAT_ROW) for count in receives.counts])
     rows = x.new_zeros((row_sends.rows, FLAT_ROW))
-    for (count, displ), first in zip(_pairs(sends), row_sends.displs, strict=True):
-        rows.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count] = x[displ : displ + count]
+    for part, first in zip(sends.cut(x), row_sends.displs, strict=True):
+        rows[first:].view(-1)[: len(part)] = part
     unpack = _post_rows(rows, row_sends, row_receives, wire, comm)
 
     def finish() -> torch.Tensor:
         arrived = x.new_empty((row_receives.rows, FLAT_ROW))
         unpack(arrived)
-        for (count, displ), first in zip(_pairs(receives), row_receives.displs, strict=True):
-            out[displ : displ + count] = arrived.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count]
+        for part, first in zip(receives.cut(out), row_receives.displs, strict=True):
+            part.copy_(arrived[first:].view(-1)[: len(part)])
         return out
 
     return finish
-
-
-def _pairs(segments: Segments) -> list[tuple[int, int]]:
-    return list(zip(segments.counts, segments.displs, strict=True))

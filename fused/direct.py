@@ -12,10 +12,9 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, RowFormat, Transfer, channel_layout
-from thinwire.fused.counts import Segments
+from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.device_channel import DeviceChannel, piece_bytes_for
 from thinwire.fused.host_channel import HostChannel
-from thinwire.fused.staged import dense_segments
 from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.wire import WireFormat
 

@@ -49,19 +49,19 @@ Call = Callable[[torch.Tensor, WireFormat], object]
 
 def resolve_wires(
     comm: Communicator,
-    what: str,
+    function: Callable[..., object],
     x: torch.Tensor,
     wires: Sequence[str | WireFormat | None],
     transport: str,
-    call: Call | None,
+    alike: bool = True,
 ) -> list[WireFormat]:
     """The formats of a call's legs. Collective where one is "auto" and its threshold is not known yet.
 
     Args:
-        what: the operation.
-        x: a rank's tensor, of the same size on all ranks.
+        function: the operation; it is measured with x, wire, comm and transport.
+        x: a rank's tensor.
         wires: of the legs, as passed.
-        call: runs the operation with a tensor and a format; None where the ranks' messages differ in size.
+        alike: whether all ranks' messages have one size.
 
     Raises:
         WireFormatError: an unknown format, or "auto" where sizes differ.
@@ -70,7 +70,8 @@ def resolve_wires(
     """
     if not any(type(wire) is str and wire == AUTO for wire in wires):
         return [resolve_wire(wire) for wire in wires]
-    if call is None:
+    what = function.__name__
+    if not alike:
         raise WireFormatError(
             f'{what}: wire="auto" needs messages of one size on all ranks, which would take different paths otherwise; '
             "pass a wire format"
@@ -81,6 +82,10 @@ def resolve_wires(
     if x.dtype not in FLOAT_DTYPES:
         chosen = WireFormat("none")
     else:
+
+        def call(t: torch.Tensor, wire: WireFormat) -> object:
+            return function(t, wire=wire, comm=comm, transport=transport)
+
         switch = comm.attached(_KEY, lambda: SizeSwitch(comm))
         threshold = switch.threshold(what, x.dtype, transport, chosen, call)
         if threshold is None or x.nbytes < threshold:
