@@ -44,9 +44,11 @@ class Attachment(Protocol):
 
     def describe(self) -> str: ...
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        return  # most have nothing under way
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 _A = TypeVar("_A", bound=Attachment)

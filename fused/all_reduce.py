@@ -51,11 +51,8 @@ def all_reduce(
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
-            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
-        PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+        ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Allreduce, MPI standard 4.1, section 6.9.
 

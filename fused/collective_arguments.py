@@ -56,15 +56,7 @@ class Call:
         op: object = _NONE,
         alike: bool = True,
     ) -> Call:
-        """Refuses what cannot travel. `op` is a reduction's; `alike`: all ranks' tensors have one size.
-
-        Raises:
-            WireFormatError: a dtype or an operation that a quantised wire cannot carry, or a tensor that wants a
-                gradient.
-            CountsError: a scalar.
-            ArgumentError: an unknown operation, or one that does not take the dtype.
-            TransportUnavailable: no tensor, or one on another device.
-        """
+        """Refuses what cannot travel. `op` is a reduction's; `alike`: all ranks' tensors have one size."""
         comm = comm if comm is not None else default_communicator()
         comm.check_device("x", x)
         what = function.__name__
@@ -78,13 +70,7 @@ class Call:
     def check_out(self, out: torch.Tensor | None, shape: Sequence[int], place: int) -> None:
         """Refuses an output that cannot be filled.
 
-        Args:
-            shape: that it must have.
-            place: bytes from where x begins to where an output may begin that shares memory with it.
-
-        Raises:
-            CountsError: another shape, dtype or layout, or memory that overlaps x's otherwise.
-            TransportUnavailable: another device.
+        If it shares memory with x, it must begin `place` bytes from where x begins.
         """
         if out is None:
             return
@@ -102,11 +88,8 @@ class Call:
             raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
         if x.is_contiguous() and not (x.is_neg() or x.is_conj()) and out.data_ptr() == x.data_ptr() + place:
             return
-        if x.numel() and out.numel():
-            first, last = extent(x)
-            start, stop = extent(out)
-            if start < last and first < stop:
-                raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
+        if x.numel() and out.numel() and overlap(x, out):
+            raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
 
     @torch.no_grad()
     def run(
@@ -119,17 +102,13 @@ class Call:
         staged: Way,
         exactly: Way | None = None,
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """Carries the call out, the way that suits it.
+        """Carries the call out: directly, or the way that is `staged`, or torch.distributed's, `exactly`.
 
         Args:
             op: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
             parts: elements of every rank's part.
             row: elements of a row.
             shape: of the output.
-            exactly: torch.distributed's way, for `self.exactly`.
-
-        Raises:
-            TransportUnavailable: the transport was asked for and cannot be had, and why.
         """
         comm, wires, x = self.comm, self.wires, self.x
         direct: DirectCollectives | Refusal = Refusal(self.what, "torch.distributed does it")
@@ -154,7 +133,7 @@ class Call:
 
 
 def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:
-    """Refuses a tensor that cannot travel; raises as `Call.of`."""
+    """Refuses a tensor that cannot travel."""
     # check_device is asked only where the answer is not plain: small calls are over in microseconds.
     if not isinstance(x, torch.Tensor) or x.device != comm.device:
         comm.check_device("x", x)
@@ -166,6 +145,12 @@ def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: C
         raise WireFormatError(
             f"{what} has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
         )
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    (first, stop), (start, last) = extent(a), extent(b)
+    return start < stop and first < last and a.device == b.device
 
 
 def _reduces_exactly(what: str, op: object, x: torch.Tensor, wires: Sequence[WireFormat]) -> bool:

@@ -53,11 +53,7 @@ def dense_segments(counts: list[int]) -> Segments:
 
 
 def parse_integers(values: Counts, size: int, name: str) -> list[int]:
-    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor.
-
-    Raises:
-        CountsError: naming the argument and the entry that is wrong.
-    """
+    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor; or CountsError."""
     if type(values) is list and len(values) == size and {*map(type, values)} == _PLAIN:
         if min(values) >= 0 and max(values) <= _LARGEST:  # the usual case, told apart at little cost
             return values.copy()
@@ -80,11 +76,7 @@ def parse_integers(values: Counts, size: int, name: str) -> list[int]:
 
 
 def equal_split(rows: int, size: int) -> list[int]:
-    """The counts when none are given.
-
-    Raises:
-        CountsError: when the rows cannot be dealt out evenly.
-    """
+    """The counts when none are given; CountsError when the rows cannot be dealt out evenly."""
     if rows % size:
         raise CountsError(f"{rows} rows cannot be split equally among {size} ranks; pass send_counts and recv_counts")
     return [rows // size] * size
@@ -97,11 +89,7 @@ def _segments(counts: list[int], displs: Counts | None, name: str) -> Segments:
 
 
 def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segments:
-    """What is read of the input. Segments may overlap: reading twice is no fault.
-
-    Raises:
-        CountsError: when a segment ends past the input's last row.
-    """
+    """What is read of the input, or CountsError. Segments may overlap: reading twice is no fault."""
     segments = _segments(counts, displs, "send_displs")
     if displs is not None or sum(counts) > rows:
         _check_bounds(segments, rows, "send", "the input has")
@@ -109,11 +97,7 @@ def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segmen
 
 
 def receive_segments(counts: list[int], displs: Counts | None, rows: int | None) -> Segments:
-    """What is written of the output, which has `rows` rows; None means as many as are needed.
-
-    Raises:
-        CountsError: when a segment ends past the output's last row, or two overlap.
-    """
+    """What is written of the output, which has `rows` rows or as many as are needed; CountsError where two overlap."""
     segments = _segments(counts, displs, "recv_displs")
     if rows is not None and (displs is not None or sum(counts) > rows):
         _check_bounds(segments, rows, "recv", "out has")

@@ -13,8 +13,6 @@ from thinwire.fused.channel import describe_wire_word, wire_word
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.wire import WireFormat
 
-__all__ = ["describe_signature", "gathered_parts", "row_elements", "signature_of", "split_parts"]
-
 #: Elements of a row: of a short message, and of one with enough for each rank. The longer, the less is padded.
 SHORT_ROW, LONG_ROW = 1024, 4096
 
@@ -57,12 +55,7 @@ def gathered_parts(counts: Sequence[int]) -> tuple[Segments, int]:
 def signature_of(
     op: int, parts: Segments, row: int, dtype: str, wire: WireFormat, gather_wire: WireFormat
 ) -> tuple[int, int, int, int]:
-    """What ranks tell each other of a call: four int64, equal on ranks that do the same.
-
-    Args:
-        op: an index into all_reduce, reduce_scatter, all_gather.
-        dtype: of the tensors, such as "bfloat16".
-    """
+    """What ranks tell each other of a call: four int64, equal on ranks that do the same."""
     spread = zlib.crc32(repr((parts.counts, row)).encode())
     return op | _DTYPES.index(dtype) << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
 

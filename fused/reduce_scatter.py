@@ -47,11 +47,8 @@ def reduce_scatter(
 
     Raises:
         CountsError: rows that cannot be shared equally, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
-            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
-        PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+        ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Reduce_scatter_block, MPI standard 4.1, section 6.10.
 

@@ -1,9 +1,8 @@
 """The staged transport: records are packed into a buffer, travel point to point, and land in slot order.
 
-Both sides of a pair know how many records pass between them, so pairs without any exchange nothing. A pair's records
-travel in pieces of about `PIECE_BYTES`, cut alike by both sides: piece by piece, records are packed, their sends and
-receives posted, and the next piece is packed while they travel. Every rank posts its pieces in ascending order and
-waits only after it has posted all of them, so no rank can wait for one that waits for it.
+A pair's records travel in pieces of about `PIECE_BYTES`, cut alike by both sides; a piece is packed while the one
+before travels. Every rank posts its pieces in ascending order and waits only after it has posted all of them, so no
+rank can wait for one that waits for it.
 
 A rank's own records take the same way but for the network: what a row looks like on arrival does not depend on which
 rank it came from.
@@ -78,18 +77,14 @@ class StagedExchange:
         return cls(received, pieces)
 
     def arrivals(self) -> Iterator[tuple[int, int]]:
-        """Waits for each piece in turn and yields the (start, stop) that `pack` had.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-        """
+        """Waits for each piece in turn and yields the (start, stop) that `pack` had."""
         for work, start, stop in self._pieces:
             work.wait()
             yield start, stop
         self._pieces.clear()
 
     def wait(self) -> torch.Tensor:
-        """Waits for everything and returns `received`; raises as `arrivals`."""
+        """Waits for everything and returns `received`."""
         for _ in self.arrivals():
             pass
         return self.received

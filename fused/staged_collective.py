@@ -72,13 +72,7 @@ class _Rows:
 
 
 def arrived(x: torch.Tensor, world: int, wire: WireFormat) -> torch.Tensor:
-    """What a rank's summand of an all-reduce is by the time that it is added up, rounded to its dtype.
-
-    Args:
-        x: 1-D, contiguous.
-        world: ranks of the all-reduce.
-        wire: quantised.
-    """
+    """What a rank's summand (1-D, contiguous) of an all-reduce is when it is added up, rounded to its dtype."""
     parts, row = split_parts(x.numel(), world)
     form, out = _Rows(x.device, row, wire, x.dtype), torch.empty_like(x)
     for part, target, rows in zip(parts.cut(x), parts.cut(out), form.counts(parts), strict=True):
@@ -106,11 +100,7 @@ class ScatterLeg(_Rows):
         self.exchange = StagedExchange.post(comm, counts, receives, self.record_bytes, pack, label)
 
     def sum_rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Sums rows start ... stop - 1, which have arrived, in ascending rank, in float32.
-
-        Args:
-            out: [stop - start, row], of the tensor's dtype, which it is rounded to, or float32.
-        """
+        """Sums rows start ... stop - 1, which have arrived, in ascending rank, in float32, then rounded."""
         if not self.wire.quantized and out.dtype != self.dtype:
             # The backend's sums of exact rows are of their own dtype.
             records = self.exchange.received.view(self.world, self.own_rows, -1)[:, start:stop]
@@ -124,11 +114,7 @@ class ScatterLeg(_Rows):
         self.backend.sum_records(self.exchange.received, index, self.wire, out)
 
     def sum_into(self, part: torch.Tensor) -> None:
-        """Waits for all rows and sums them into this rank's part, 1-D.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-        """
+        """Waits for all rows and sums them into this rank's part, 1-D."""
         for start, stop in self.exchange.arrivals():
             stop = min(stop, self.own_rows)
             if start < stop:
@@ -140,9 +126,6 @@ class GatherLeg(_Rows):
 
     Args:
         own: this rank's part, 1-D; or the leg that brings its summands, which are summed as they arrive and sent on.
-
-    Raises:
-        PeerTimeout: a peer did not answer in time.
     """
 
     def __init__(
@@ -181,11 +164,7 @@ class GatherLeg(_Rows):
         return pack
 
     def recv_into(self, out: torch.Tensor) -> None:
-        """Waits for everything, and dequantises it into the whole tensor, 1-D.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-        """
+        """Waits for everything, and dequantises it into the whole tensor, 1-D."""
         for start, stop in self.exchange.arrivals():
             arrivals = self.slots.within(start, stop).cut(self.exchange.received)
             for records, part in zip(arrivals, self.parts.cut(out), strict=True):
