@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
@@ -186,6 +187,14 @@ class Channel(ExchangeTransport):
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         """What `complete` does; gives the output."""
         raise NotImplementedError
+
+    def differences(self, wrong: np.ndarray, counts: list[int], signature: list[int]) -> str:
+        """How the headers of peers that are `wrong` differ from what this rank expected of them."""
+        headers = self.headers()
+        return "; ".join(
+            describe_difference(self.rank, peer, headers[peer][1], counts[peer], headers[peer][2:], signature)
+            for peer in np.flatnonzero(wrong).tolist()
+        )
 
     def settle(self) -> None:
         """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
 
 import torch
 
@@ -32,9 +31,9 @@ from thinwire.triton_kernels.exchange_layout import (
     Job,
 )
 from thinwire.triton_kernels.signal import (
-    CONTROL_EPOCH,
     CONTROL_STATUS,
     MAX_WORLD,
+    MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
@@ -236,17 +235,18 @@ class DirectCollectives(ExchangeTransport):
 
         self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned), launch)
 
-    def refuse(self, error: ThinwireError) -> NoReturn:
-        """On the CPU the host looks after each wait: all ranks have found it in the same epoch, and may go on."""
-        if self.on_gpu:
-            self.fail(error)
+    def raise_findings(self) -> None:
+        """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""
+        if self.on_gpu or self.report[REPORT_STATUS] != MISMATCHED:
+            return super().raise_findings()
+        error = self.mismatch()
         self._end.report.zero_()
         self._end.control[CONTROL_STATUS] = RUNNING
         raise error
 
     def mismatch(self) -> ConfigMismatch:
         """What each rank was doing. No peer has gone on to this half's next epoch."""
-        headers = self.headers(int(self._end.control[CONTROL_EPOCH]))
+        headers = self.headers()
         calls = [describe_signature(signature) for _, _, *signature in headers]
         lines = [f"in call {self.report[REPORT_EPOCH]} the ranks do different things:"]
         lines += [f"  rank {self.rank}: {calls[self.rank]}"]

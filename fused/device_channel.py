@@ -31,7 +31,7 @@ from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_EPOCH, REPORT_PEERS
+from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS
 from thinwire.wire import WireFormat
 
 
@@ -136,7 +136,7 @@ class DeviceChannel(Channel):
         self._wait(form, kernels.HEADERS, 0, check=not looks)
         error: Exception | None = None
         if looks:
-            headers = self._headers()
+            headers = self.headers()
             self.raise_findings()
             counts, pieces = [line[1] for line in headers], [line[0] + 1 for line in headers]
             try:
@@ -200,9 +200,6 @@ class DeviceChannel(Channel):
         if self.always_looks:
             self.raise_findings()
 
-    def _headers(self) -> list[list[int]]:
-        return self.headers(int(self._end.control[CONTROL_EPOCH]))
-
     def _compare(self, form: DeviceRowFormat, headers: list[list[int]], expected: Sequence[int]) -> None:
         """Raises what is wrong with the headers."""
         signature = form.signature.tolist()
@@ -237,13 +234,7 @@ class DeviceChannel(Channel):
 
     def mismatch(self) -> CountsError:
         """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""
-        world = self.layout.WORLD
-        table = self._end.table.tolist()
-        expected, signature = table[3 * world : 4 * world], table[6 * world :]
-        wrong = self.report[REPORT_PEERS : REPORT_PEERS + world].tolist()
-        found = [
-            describe_difference(self.rank, peer, count, expected[peer], sent, signature)
-            for peer, (_, count, *sent) in enumerate(self._headers())
-            if wrong[peer]
-        ]
-        return CountsError(f"in call {self.report[REPORT_EPOCH]}: {'; '.join(found)}")
+        world, table = self.world, self._end.table.tolist()
+        wrong = self.report[REPORT_PEERS : REPORT_PEERS + world]
+        found = self.differences(wrong, table[3 * world : 4 * world], table[6 * world :])
+        return CountsError(f"in call {self.report[REPORT_EPOCH]}: {found}")

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
-from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
+from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
@@ -196,7 +196,10 @@ class HostChannel(Channel):
         if status == TIMED_OUT:
             self.fail(self.timed_out())
         if status == MISMATCHED:
-            error = CountsError(self._describe_differences())
+            signature = self._kernels.SCALARS.index("signature0")
+            wrong = self._peers[self._kernels.PEERS.index("answer")] == self._kernels.DIFFERS
+            counts, expected = self._peers[_RECV_COUNT].tolist(), self._call[signature : signature + 4].tolist()
+            error = CountsError(self.differences(wrong, counts, expected))
             self._drop()
             raise error
 
@@ -212,14 +215,6 @@ class HostChannel(Channel):
             status = self._kernel(self._call, self._peers, (todo & ~self._post) | self._kernels.RESUME)
         return status
 
-    def _describe_differences(self) -> str:
-        kernels = self._kernels
-        headers = self.headers(int(self._call[kernels.SCALARS.index("epoch")]))
-        signature = kernels.SCALARS.index("signature0")
-        expected = self._call[signature : signature + 4].tolist()
-        found = []
-        for peer in np.flatnonzero(self._peers[kernels.PEERS.index("answer")] == kernels.DIFFERS).tolist():
-            _, count, *sent = headers[peer]
-            wanted = int(self._peers[_RECV_COUNT, peer])
-            found.append(describe_difference(self.rank, peer, count, wanted, sent, expected))
-        return "; ".join(found)
+    def open_epoch(self) -> int:
+        """The number of the call under way."""
+        return int(self._call[self._kernels.SCALARS.index("epoch")])

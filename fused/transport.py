@@ -26,6 +26,7 @@ from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
 from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,
     REPORT_EPOCH,
@@ -271,16 +272,12 @@ class DirectTransport(Attachment):
         if status == TIMED_OUT:
             self.fail(self.timed_out())
         if status == MISMATCHED:
-            self.refuse(self.mismatch())
+            self.fail(self.mismatch())
 
     def fail(self, error: ThinwireError) -> NoReturn:
         """Raises an error after which this end is of no more use."""
         self.failure = without_traceback(error)
         raise error
-
-    def refuse(self, error: ThinwireError) -> NoReturn:
-        """Raises what `mismatch` found: kernels that were launched already cannot be told."""
-        self.fail(error)
 
     def peers_in(self, report: np.ndarray) -> np.ndarray:
         """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
@@ -358,9 +355,13 @@ class ExchangeTransport(DirectTransport):
             f"bytes{self.remark}{failed}"
         )
 
-    def headers(self, epoch: int) -> list[list[int]]:
-        """Every rank's header of an epoch: ring pieces, count, signature. On CUDA this waits for the current stream."""
-        size = self.world * SIGNAL_LINE_BYTES
+    def open_epoch(self) -> int:
+        """The number of the call under way."""
+        return int(self._end.control[CONTROL_EPOCH])
+
+    def headers(self) -> list[list[int]]:
+        """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""
+        epoch, size = self.open_epoch(), self.world * SIGNAL_LINE_BYTES
         first = self.layout.HEADERS + (epoch & 1) * size
         words = self.memory.local[first : first + size].cpu().view(torch.int64).view(self.world, -1)
         return [[line[0] >> 32, *line[1 : 2 + SIGNATURE_WORDS]] for line in words.tolist()]  # behind the flag
