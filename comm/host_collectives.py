@@ -38,7 +38,8 @@ class Attachment(Protocol):
     def settle(self) -> None:
         return  # for those that have nothing under way
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 _A = TypeVar("_A", bound=Attachment)

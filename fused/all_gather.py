@@ -8,22 +8,20 @@ all_to_all_v.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.work import Work, deliver
+from thinwire.comm import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat
+from thinwire.fused.collective_arguments import Call
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.partition import gathered_parts
-from thinwire.fused.size_switch import resolve_wires
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
 from thinwire.wire import WireFormat
-
-__all__ = ["all_gather", "all_gather_v"]
 
 
 def all_gather(
@@ -69,13 +67,8 @@ def all_gather(
     torch.Size([2, 3])
     >>> comm.close()
     """
-    comm = comm if comm is not None else default_communicator()
-    comm.check_device("x", x)
-    (wire,) = resolve_wires(
-        comm, "all_gather", x, [wire], transport, lambda t, w: all_gather(t, wire=w, comm=comm, transport=transport)
-    )
-    check_input("all_gather", x, [wire], comm)
-    return _gather("all_gather", x, [x.shape[0]] * comm.size, out, wire, comm, transport, async_op)
+    call = Call.of(all_gather, x, ["none", wire], comm, transport, async_op)
+    return _gather(call, [x.shape[0]] * call.comm.size, out)
 
 
 def all_gather_v(
@@ -103,56 +96,33 @@ def all_gather_v(
     Raises:
         CountsError: counts that do not fit; else see `all_gather`.
     """
-    comm = comm if comm is not None else default_communicator()
-    comm.check_device("x", x)
-    (wire,) = resolve_wires(comm, "all_gather_v", x, [wire], transport, None)
-    check_input("all_gather_v", x, [wire], comm)
+    call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
+    comm = call.comm
     if counts is None:
         parsed = comm.exchange_counts([x.shape[0]] * comm.size)
     else:
         parsed = parse_integers(counts, comm.size, "counts")
         if parsed[comm.rank] != x.shape[0]:
             raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
-    return _gather("all_gather_v", x, parsed, out, wire, comm, transport, async_op)
+    return _gather(call, parsed, out)
 
 
-def _gather(
-    what: str,
-    x: torch.Tensor,
-    counts: list[int],
-    out: torch.Tensor | None,
-    wire: WireFormat,
-    comm: Communicator,
-    transport: str,
-    async_op: bool,
-) -> torch.Tensor | Work[torch.Tensor]:
-    tail, size, row = x.shape[1:], comm.size, math.prod(x.shape[1:])
-    place = sum(counts[: comm.rank]) * row * x.itemsize
-    check_out(what, out, x, [sum(counts), *tail], -place)
+def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:
+    x, comm, wire = call.x, call.comm, call.wires[-1]
+    shape, size, elements = [sum(counts), *x.shape[1:]], comm.size, math.prod(x.shape[1:])
+    place = sum(counts[: comm.rank]) * elements * x.itemsize
+    call.check_out(out, shape, -place)
     if not wire.quantized:
         if out is not None and x.numel() and out.data_ptr() + place == x.data_ptr():
             x = x.clone()  # all_to_all_v wants them apart
         return all_to_all_v(
             x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
-            transport=transport, async_op=async_op,
+            transport=call.transport, async_op=call.async_op,
         )  # fmt: skip
-    collectives = choose_collectives(what, transport, [wire], comm)
-    target = x.new_empty(sum(counts), *tail) if out is None else out
-    elements = [count * row for count in counts]
-    if collectives is None and not sum(elements):
-        return deliver(lambda: target, target.device, async_op)
-    parts, length = gathered_parts(elements)
-    with torch.no_grad():
-        own, whole = flat(x.detach()), target.detach().view(-1)
-        if collectives is not None:
-            exact = WireFormat("none")
-            collectives.run(collectives.job(ALL_GATHER, parts, length, exact, wire, x.dtype), own, whole)
-            return deliver(lambda: target, target.device, async_op)
-        leg = GatherLeg(comm, parts, length, wire, x.dtype)
-        leg.post_part(own)
+    parts, row = gathered_parts([count * elements for count in counts])
 
-        def finish() -> torch.Tensor:
-            leg.recv_into(whole)
-            return target
+    def staged(own: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
+        leg = GatherLeg(comm, parts, row, wire, x.dtype, own)
+        return lambda: leg.recv_into(whole)
 
-        return deliver(finish, target.device, async_op)
+    return call.run(ALL_GATHER, parts, row, out, shape, staged)

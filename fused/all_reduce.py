@@ -7,19 +7,17 @@ On the direct transport the kernel that sums also sends, so three launches do al
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.reductions import Reduction
-from thinwire.comm.work import Work, deliver
-from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
+from thinwire.comm import Communicator
+from thinwire.comm.work import Work
+from thinwire.fused.collective_arguments import Call
 from thinwire.fused.partition import split_parts
-from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
-
-__all__ = ["all_reduce"]
 
 
 def all_reduce(
@@ -53,11 +51,8 @@ def all_reduce(
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
-            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
-        PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+        ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Allreduce, MPI standard 4.1, section 6.9.
 
@@ -67,44 +62,21 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    comm = comm if comm is not None else default_communicator()
-    comm.check_device("x", x)
-    if wire == AUTO and Reduction.of(op, x.dtype).name != "sum":
-        wire = "none"  # only sums are quantised
-    wires = resolve_wires(
-        comm, "all_reduce", x, [wire, wire if gather_wire is None else gather_wire], transport,
-        lambda t, w: all_reduce(t, wire=w, comm=comm, transport=transport),
-    )  # fmt: skip
-    check_input("all_reduce", x, wires, comm)
-    exactly = reduces_exactly("all_reduce", op, x, wires)
-    check_out("all_reduce", out, x, x.shape, 0)
-    collectives = None if exactly else choose_collectives("all_reduce", transport, wires, comm)
-    target = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if collectives is None and not x.numel():
-        return deliver(lambda: target, target.device, async_op)
-    with torch.no_grad():
-        source, whole = flat(x.detach()), target.detach().view(-1)
-        if exactly:
-            if whole.data_ptr() != source.data_ptr():
-                whole.copy_(source)
-            work = comm.all_reduce(whole, op, async_op=True)
+    legs = [wire] if gather_wire is None else [wire, gather_wire]
+    call = Call.of(all_reduce, x, legs, comm, transport, async_op, op=op)
+    call.check_out(out, x.shape, 0)
+    comm, wires = call.comm, call.wires
+    parts, row = split_parts(x.numel(), comm.size)
 
-            def finish() -> torch.Tensor:
-                work.wait()
-                return target
+    def exactly(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
+        if whole.data_ptr() != source.data_ptr():
+            whole.copy_(source)
+        return comm.all_reduce(whole, op, async_op=True).wait
 
-            return deliver(finish, target.device, async_op)
-        parts, length = split_parts(source.numel(), comm.size)
-        if collectives is not None:
-            collectives.run(collectives.job(ALL_REDUCE, parts, length, wires[0], wires[1], x.dtype), source, whole)
-            return deliver(lambda: target, target.device, async_op)
-        leg = ScatterLeg(comm, source, parts, length, wires[0])
-        gather = GatherLeg(comm, parts, length, wires[1], x.dtype)
+    def staged(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
+        leg = ScatterLeg(comm, source, parts, row, wires[0])
         # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
-        gather.post_sums(leg)
+        gather = GatherLeg(comm, parts, row, wires[-1], x.dtype, leg)
+        return lambda: gather.recv_into(whole)
 
-        def finish_staged() -> torch.Tensor:
-            gather.recv_into(whole)
-            return target
-
-        return deliver(finish_staged, target.device, async_op)
+    return call.run(ALL_REDUCE, parts, row, out, x.shape, staged, exactly)

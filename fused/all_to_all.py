@@ -13,28 +13,28 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.p2p import extent
 from thinwire.comm.work import Work, deliver
-from thinwire.errors import CountsError, WireFormatError
+from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW
-from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.channel import FLAT_ROW, RecvBuffer
+from thinwire.fused.codec import resolve_wire
+from thinwire.fused.collective_arguments import check_input, overlap
 from thinwire.fused.counts import (
     Counts,
     Segments,
+    dense_segments,
     equal_split,
     parse_integers,
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import move_plainly, open_channel, send_rows
+from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.size_switch import AUTO, resolve_wires
-from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Refusal, choose
 from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
-
-__all__ = ["all_to_all_v"]
 
 _NOT_STAGED = ("auto", "direct")
 
@@ -102,20 +102,36 @@ def all_to_all_v(
     """
     comm = comm if comm is not None else default_communicator()
     if wire == AUTO:
-        wire = _choose_wire(x, send_counts, comm, transport)
+        comm.check_device("x", x)
+        (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
     wire = resolve_wire(wire)
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
     if ordinary and recv_counts is not None:
-        moved = move_plainly(comm, x, send_counts, recv_counts, out, wire)
+        plain = comm.attached("all_to_all_v")
+        moved = plain.send_plainly(x, send_counts, recv_counts, out, wire) if type(plain) is HostChannel else None
         if moved is not None:
             return moved
     tail = _check_tensors(x, out, wire, comm)
-    sends, counts = _resolve_counts(x, send_counts, recv_counts, send_displs, recv_displs, comm)
-    rows = None if out is None else out.shape[0]
+    counts: list[int] | None = None
+    if send_counts is None:
+        if recv_counts is not None or send_displs is not None or recv_displs is not None:
+            raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
+        counts = equal_split(x.shape[0], comm.size)
+        sends = send_segments(counts, None, x.shape[0])
+    else:
+        sends = send_segments(parse_integers(send_counts, comm.size, "send_counts"), send_displs, x.shape[0])
+        if recv_displs is not None:
+            parse_integers(recv_displs, comm.size, "recv_displs")
+        if recv_counts is not None:
+            counts = parse_integers(recv_counts, comm.size, "recv_counts")
 
-    def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
-        receives = receive_segments(counts, recv_displs, rows)
-        return receives, _new_output(x, tail, receives) if out is None else out
+    def place(counts: list[int]) -> RecvBuffer:
+        receives = receive_segments(counts, recv_displs, None if out is None else out.shape[0])
+        if out is not None:
+            return RecvBuffer(receives, out)
+        # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
+        new = x.new_empty if sum(counts) == receives.rows else x.new_zeros
+        return RecvBuffer(receives, new((receives.rows, *tail)))
 
     placed = None
     if counts is not None:
@@ -130,45 +146,19 @@ def all_to_all_v(
     if not isinstance(channel, Refusal):
         transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
         return deliver(transfer.wait, comm.device, async_op)
-    receives, target = placed or place(comm.exchange_counts(sends.counts))
+    placed = placed or place(comm.exchange_counts(sends.counts))
     with torch.no_grad():
-        if math.prod(tail) == 0:
-            return deliver(lambda: target, target.device, async_op)
-        if wire.quantized:
-            finish = _post_quantized(x.resolve_neg(), sends, target, receives, wire, comm)
-        else:
-            finish = _post_exact(x, sends, target, receives, comm)
-        return deliver(finish, target.device, async_op)
-
-
-def _choose_wire(x: torch.Tensor, send_counts: Counts | None, comm: Communicator, transport: str) -> WireFormat:
-    comm.check_device("x", x)
-
-    def call(t: torch.Tensor, wire: WireFormat) -> object:
-        return all_to_all_v(t, wire=wire, comm=comm, transport=transport)
-
-    alike = send_counts is None
-    return resolve_wires(comm, "all_to_all_v", x, [AUTO], transport, call if alike else None)[0]
-
-
-def _new_output(x: torch.Tensor, tail: torch.Size, receives: Segments) -> torch.Tensor:
-    """Zeros only where there are gaps: segments do not overlap, so they leave some if the rows outnumber theirs."""
-    shape = (receives.rows, *tail)
-    return x.new_empty(shape) if sum(receives.counts) == shape[0] else x.new_zeros(shape)
+        finish = placed.output
+        if math.prod(tail) and wire.quantized:
+            finish = _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
+        elif math.prod(tail):
+            finish = _post_exact(x, sends, placed, comm)
+        return deliver(finish, placed.memory.device, async_op)
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:
     """All that can be refused of tensors before peers hear of this call. Returns the shape of a row."""
-    # check_device is asked only where the answer is not plain: small calls are over in microseconds.
-    if not isinstance(x, torch.Tensor) or x.device != comm.device:
-        comm.check_device("x", x)
-    require_float(x, wire, "all_to_all_v")
-    if x.dim() < 1:
-        raise CountsError("all_to_all_v needs a tensor of at least 1 dimension; got a scalar")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise WireFormatError(
-            "all_to_all_v has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
-        )
+    check_input("all_to_all_v", x, [wire], comm)
     tail = x.shape[1:]
     if out is None:
         return tail
@@ -183,34 +173,9 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, 
             f"out must be contiguous and hold its own values; it has strides {list(out.stride())} for shape "
             f"{list(out.shape)}, conj {out.is_conj()}, neg {out.is_neg()}"
         )
-    if _overlap(x, out):
+    if overlap(x, out):
         raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
     return tail
-
-
-def _resolve_counts(
-    x: torch.Tensor,
-    send_counts: Counts | None,
-    recv_counts: Counts | None,
-    send_displs: Counts | None,
-    recv_displs: Counts | None,
-    comm: Communicator,
-) -> tuple[Segments, list[int] | None]:
-    """The send segments, and the receive counts unless they must be asked for."""
-    if send_counts is None:
-        if recv_counts is not None or send_displs is not None or recv_displs is not None:
-            raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
-        counts = equal_split(x.shape[0], comm.size)
-        return send_segments(counts, None, x.shape[0]), counts
-    sends = send_segments(parse_integers(send_counts, comm.size, "send_counts"), send_displs, x.shape[0])
-    if recv_displs is not None:
-        parse_integers(recv_displs, comm.size, "recv_displs")
-    return sends, None if recv_counts is None else parse_integers(recv_counts, comm.size, "recv_counts")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    (first, stop), (start, last) = extent(a), extent(b)
-    return start < stop and first < last and a.device == b.device
 
 
 def _compare_with_peers(
@@ -234,90 +199,57 @@ def _compare_with_peers(
     return [sent[comm.rank] for sent, _, _ in everyone]
 
 
-def _post_exact(
-    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, comm: Communicator
-) -> Callable[[], torch.Tensor]:
-    """Rows travel as the bytes they are, straight out of x and into out."""
-    source = x.resolve_conj().resolve_neg().contiguous()
+def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Communicator) -> Callable[[], torch.Tensor]:
+    """Rows travel as the bytes they are, straight out of x and into the output."""
+    sent = sends.cut(x.resolve_conj().resolve_neg().contiguous())
+    received = placed.segments.cut(placed.memory)
 
-    def byte_views(tensor: torch.Tensor, segments: Segments) -> list[torch.Tensor | None]:
-        views: list[torch.Tensor | None] = []
-        for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
-            rows = tensor[displ : displ + count]
-            views.append(as_bytes(rows) if count and peer != comm.rank else None)
-        return views
+    def byte_views(views: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
 
-    own_send, own_receive, own = sends.displs[comm.rank], receives.displs[comm.rank], sends.counts[comm.rank]
-    out[own_receive : own_receive + own] = source[own_send : own_send + own]
-    work = comm.post(byte_views(source, sends), byte_views(out, receives), f"all_to_all_v {x.dtype}")
+    received[comm.rank].copy_(sent[comm.rank])
+    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype}")
 
     def finish() -> torch.Tensor:
         work.wait()
-        return out
+        return placed.memory
 
     return finish
 
 
 def _post_quantized(
-    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
+    x: torch.Tensor, sends: Segments, placed: RecvBuffer, wire: WireFormat, comm: Communicator
 ) -> Callable[[], torch.Tensor]:
-    if x.dim() == 1:
-        return _post_flat(x, sends, out, receives, wire, comm)
-    hidden = math.prod(x.shape[1:])
-    rows = x.reshape(x.shape[0], hidden)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    unpack = _post_rows(rows, sends, receives, wire, comm)
-
-    def finish() -> torch.Tensor:
-        unpack(out.view(out.shape[0], hidden))
-        return out
-
-    return finish
-
-
-def _post_rows(
-    rows: torch.Tensor, sends: Segments, receives: Segments, wire: WireFormat, comm: Communicator
-) -> Callable[[torch.Tensor], None]:
-    """Posts rows [n, hidden] as records; what is returned waits for the peers' and unpacks them into its argument."""
-    backend = select_backend(rows.device, wire)
+    """Rows travel as records; each segment of a 1-D tensor as rows of FLAT_ROW elements, the last padded with zeros."""
+    flat, out, row_sends, row_receives = x.dim() == 1, placed.memory, sends, placed.segments
+    if flat:
+        row_sends, row_receives = (
+            dense_segments([-(-count // FLAT_ROW) for count in segments.counts])
+            for segments in (sends, placed.segments)
+        )
+        rows, row_out = x.new_zeros((row_sends.rows, FLAT_ROW)), x.new_empty((row_receives.rows, FLAT_ROW))
+        for part, first in zip(sends.cut(x), row_sends.displs, strict=True):
+            rows[first:].view(-1)[: len(part)] = part
+    else:
+        rows, row_out = (tensor.reshape(len(tensor), math.prod(x.shape[1:])) for tensor in (x, out))
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    backend = select_backend(x.device, wire)
 
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
-        backend.pack_rows(rows, wire, sends.row_index(start, stop, rows.device), records)
+        backend.pack_rows(rows, wire, row_sends.row_index(start, stop, x.device), records)
 
-    row_bytes = wire.row_bytes(rows.shape[1], rows.dtype)
-    label = f"all_to_all_v {wire!r} {rows.dtype}"
-    exchange = StagedExchange.post(comm, sends.counts, receives.counts, row_bytes, pack, label)
-    slots = dense_segments(receives.counts)
-
-    def unpack(out: torch.Tensor) -> None:
-        for start, stop in exchange.arrivals():
-            record_index = slots.row_index(start, stop, out.device)
-            row_index = receives.row_index(start, stop, out.device)
-            backend.unpack_rows(exchange.received, wire, record_index, row_index, out)
-
-    return unpack
-
-
-def _post_flat(
-    x: torch.Tensor, sends: Segments, out: torch.Tensor, receives: Segments, wire: WireFormat, comm: Communicator
-) -> Callable[[], torch.Tensor]:
-    """A 1-D tensor: each segment travels as rows of FLAT_ROW elements, the last one padded with zeros."""
-    row_sends = dense_segments([-(-count // FLAT_ROW) for count in sends.counts])
-    row_receives = dense_segments([-(-count // FLAT_ROW) for count in receives.counts])
-    rows = x.new_zeros((row_sends.rows, FLAT_ROW))
-    for (count, displ), first in zip(_pairs(sends), row_sends.displs, strict=True):
-        rows.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count] = x[displ : displ + count]
-    unpack = _post_rows(rows, row_sends, row_receives, wire, comm)
+    row_bytes, label = wire.row_bytes(rows.shape[1], x.dtype), f"all_to_all_v {wire!r} {x.dtype}"
+    exchange = StagedExchange.post(comm, row_sends.counts, row_receives.counts, row_bytes, pack, label)
+    slots = dense_segments(row_receives.counts)
 
     def finish() -> torch.Tensor:
-        arrived = x.new_empty((row_receives.rows, FLAT_ROW))
-        unpack(arrived)
-        for (count, displ), first in zip(_pairs(receives), row_receives.displs, strict=True):
-            out[displ : displ + count] = arrived.view(-1)[first * FLAT_ROW : first * FLAT_ROW + count]
+        for start, stop in exchange.arrivals():
+            record_index = slots.row_index(start, stop, out.device)
+            row_index = row_receives.row_index(start, stop, out.device)
+            backend.unpack_rows(exchange.received, wire, record_index, row_index, row_out)
+        if flat:
+            for part, first in zip(placed.segments.cut(out), row_receives.displs, strict=True):
+                part.copy_(row_out[first:].view(-1)[: len(part)])
         return out
 
     return finish
-
-
-def _pairs(segments: Segments) -> list[tuple[int, int]]:
-    return list(zip(segments.counts, segments.displs, strict=True))

@@ -4,9 +4,8 @@
 lies where. One call is one epoch, and only one call may be outstanding. A row of quantised bytes is made in the peer's
 memory by the quantising kernel and read there by the dequantising one.
 
-*Ranks that disagree stay in step.* A receiver that expected another count, dtype, row or wire takes in and drops what
-that peer sends in this epoch, as many pieces as the header announces, and raises `CountsError` at the end. Its peers
-notice nothing, and all may go on: a lost channel would turn one rank's error into everyone's timeout.
+*Ranks that disagree stay in step*: who expected another count, dtype, row or wire takes in and drops what that peer
+sends in this epoch, and raises `CountsError` at the end.
 """
 
 from __future__ import annotations
@@ -14,53 +13,43 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import WireFormatError
+from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
-from thinwire.fused.transport import DirectTransport
+from thinwire.fused.transport import ExchangeTransport
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "FLAT_ROW",
-    "PIECES",
-    "Channel",
-    "RecvBuffer",
-    "RowFormat",
-    "Transfer",
-    "channel_layout",
-    "describe_difference",
-    "describe_wire_word",
-    "signature_of",
-    "wire_word",
-]
-
 #: Elements to a row when a 1-D tensor is quantised.
 FLAT_ROW = 1024
-#: Bytes of a piece and slots of a ring, where the group is not too large for them.
-PIECE_BYTES, PIECES = 1 << 18, 4
-_MOST_BYTES = 64 << 20  # of one rank's memory
+#: Slots of a ring, where the group is not too large for them.
+PIECES = 4
+#: Bytes of a piece, and of all of a rank's memory. On a GPU a step of the ring is four launches, about as long as 4 MiB
+#: take to each of 8 peers at 400 GB/s or more: smaller pieces would leave the link idle, and larger ones hardly gain.
+_PIECE_BYTES, _MOST_BYTES = 1 << 18, 64 << 20
+_GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _WIRES = ("none", "int8", "int4", "fp8")
 
 
-def channel_layout(world: int, piece_bytes: int | None = None, pieces: int = PIECES) -> ExchangeLayout:
-    """The layout of a channel's memory, before anything is allocated.
-
-    Args:
-        world: ranks.
-        piece_bytes: of one piece, a multiple of 128; None means 256 KiB, or less in a large group.
-        pieces: slots of a ring.
+def channel_layout(
+    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False
+) -> ExchangeLayout:
+    """The layout of a channel's memory, before anything is allocated. Pieces are of a multiple of 128 bytes.
 
     >>> channel_layout(8).NUM_BYTES, channel_layout(72).SLOT_BYTES
     (12585472, 155264)
+    >>> channel_layout(8, on_gpu=True).SLOT_BYTES, channel_layout(72, on_gpu=True).SLOT_BYTES
+    (4194304, 621312)
     """
     if piece_bytes is None:
-        piece_bytes = ExchangeLayout.slot_bytes_within(_MOST_BYTES, world, pieces, PIECE_BYTES)
+        wanted, memory = (_GPU_PIECE_BYTES, _GPU_MOST_BYTES) if on_gpu else (_PIECE_BYTES, _MOST_BYTES)
+        piece_bytes = ExchangeLayout.slot_bytes_within(memory, world, pieces, wanted)
     return ExchangeLayout.of(world, piece_bytes, pieces)
 
 
@@ -70,14 +59,14 @@ class RowFormat:
 
     Attributes:
         step: bytes from one of what is counted (a row, or an element of a 1-D tensor) to the next, side by side.
-        words: what the kernel is told of it.
         record_bytes: 0, or, where one record is longer than a piece, its length. Such rows are quantised by the caller,
             and their records travel as exact rows of bytes do, which may be cut anywhere: `step` is then of those.
+        words: what numba's kernel is told of it.
     """
 
     step: int
-    words: tuple[int, ...]
     record_bytes: int = 0
+    words: tuple[int, ...] = ()
 
 
 class RecvBuffer(NamedTuple):
@@ -87,30 +76,37 @@ class RecvBuffer(NamedTuple):
     memory: torch.Tensor
     finish: Callable[[], torch.Tensor] | None = None
 
+    def output(self) -> torch.Tensor:
+        """The output, once all rows are here."""
+        return self.memory if self.finish is None else self.finish()
 
+
+@dataclass(eq=False)
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
 
-    Args:
-        channel: that carries it out.
-        x: read until the call ends.
-        place: makes the buffer from the counts, once they are known.
+    Attributes:
+        row_format: the channel's own form of these rows.
+        x: what is sent, read until the call ends; the elements of a row lie side by side.
+        step: bytes from one of what is counted to the next.
+        sends: the parts of x for each rank, within x.
         recv_buffer: where the peers' rows go; None where it is not known how many there are.
+        place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
+            alone.
+        stream, over: on CUDA the stream on which the call began; whether all steps were launched.
     """
 
-    __slots__ = ("channel", "error", "place", "recv_buffer", "result", "x")
-
-    def __init__(
-        self,
-        channel: Channel,
-        x: torch.Tensor,
-        place: Callable[[list[int]], RecvBuffer] | None,
-        recv_buffer: RecvBuffer | None,
-    ) -> None:
-        self.channel, self.place, self.recv_buffer = channel, place, recv_buffer
-        self.x: torch.Tensor | None = x
-        self.error: BaseException | None = None
-        self.result: torch.Tensor | None = None
+    channel: Channel
+    row_format: Any
+    x: torch.Tensor | None
+    step: int
+    sends: Segments
+    recv_buffer: RecvBuffer | None
+    place: Callable[[list[int]], RecvBuffer] | None = None
+    stream: torch.cuda.Stream | None = field(default=None, init=False)
+    over: bool = field(default=False, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    result: torch.Tensor | None = field(default=None, init=False)
 
     def wait(self) -> torch.Tensor:
         """The output, filled; on CUDA in the order of the stream on which the call began.
@@ -129,19 +125,14 @@ class Transfer:
         return self.result
 
 
-class Channel(DirectTransport):
-    """The memory and the state of one communicator's direct all-to-all-v, at one rank.
-
-    Args:
-        memory, rank, timeout: see `DirectTransport`.
-        layout: of each buffer.
-    """
+class Channel(ExchangeTransport):
+    """The memory and the state of one communicator's direct all-to-all-v, at one rank; see `ExchangeTransport`."""
 
     phases = ("headers", "pieces")
+    slots = "pieces"
 
     def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
-        super().__init__("all_to_all_v", memory, rank, timeout)
-        self.layout = layout
+        super().__init__("all_to_all_v", memory, layout, rank, timeout)
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
         self._under_way: Transfer | None = None
 
@@ -159,48 +150,56 @@ class Channel(DirectTransport):
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         raise NotImplementedError
 
-    def send(
-        self,
-        row_format: RowFormat,
-        x: torch.Tensor,
-        x_step: int,
-        sends: Segments,
-        recv_buffer: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer],
-        *,
-        wait: bool,
-    ) -> Transfer:
-        """Begins a call; what was under way before is ended first.
-
-        Args:
-            row_format: the rows' form.
-            x: what is sent; the elements of a row lie side by side.
-            x_step: bytes from one of what is counted to the next.
-            sends: the parts of x for each rank, within x.
-            recv_buffer: where the peers' rows go; None where it is not known how many there are.
-            place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
-                alone.
-            wait: end the call right away.
+    def send(self, transfer: Transfer, *, wait: bool) -> Transfer:
+        """Begins a call, and with `wait` ends it right away; what was under way before is ended first.
 
         Raises:
             PeerTimeout: the channel failed before, or does now.
             CountsError: with `wait`, as `Transfer.wait`; on CUDA also, by what a peer sent, in an earlier call, or
                 counts that are not given while a CUDA graph is captured, which could not be asked for.
         """
+        self.settle()
+        self.require_usable()
+        self._begin(transfer, wait)
+        return transfer
+
+    def _begin(self, transfer: Transfer, wait: bool) -> None:
         raise NotImplementedError
 
-    def complete(self, transfer: Transfer) -> None:
-        """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say."""
+    def complete(self, transfer: Transfer, todo: int = 0) -> None:
+        """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
+
+        Args:
+            todo: what of the kernel's work is left to do before.
+        """
+        if transfer is not self._under_way:
+            return
+        if self.closed:
+            transfer.error = ThinwireError("the communicator was closed while this call was under way")
+        else:
+            try:
+                transfer.result = self._drain(transfer, todo)
+            except Exception as error:
+                transfer.error = error
+        # Not after KeyboardInterrupt: whoever comes next goes on where it stopped.
+        self._under_way = transfer.x = None
+
+    def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
+        """What `complete` does; gives the output."""
         raise NotImplementedError
+
+    def differences(self, wrong: np.ndarray, counts: list[int], signature: list[int]) -> str:
+        """How the headers of peers that are `wrong` differ from what this rank expected of them."""
+        headers = self.headers()
+        return "; ".join(
+            describe_difference(self.rank, peer, headers[peer][1], counts[peer], headers[peer][2:], signature)
+            for peer in np.flatnonzero(wrong).tolist()
+        )
 
     def settle(self) -> None:
         """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
         if self._under_way is not None:
             self.complete(self._under_way)
-
-    def details(self) -> str:
-        """What is worth telling of the memory."""
-        return f"pieces of {self.layout.SLOT_BYTES} bytes"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,32 +1,142 @@
-"""What the quantised collectives are given, checked before anything is sent."""
+"""A call of a collective: what it is given, checked before anything is sent, and which way it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, default_communicator
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
+from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.counts import Segments
+from thinwire.fused.size_switch import AUTO, resolve_wires
 from thinwire.fused.transport import Refusal, choose
 from thinwire.wire import WireFormat
 
-__all__ = ["check_input", "check_out", "choose_collectives", "flat", "reduces_exactly"]
+#: Begins a call with its input and output, both flat; what it returns ends the call.
+Way = Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]
+
+_NONE = object()  # not a reduction; None would be a wrong one
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every collective is called with.
+
+    Attributes:
+        what: the collective's name.
+        wires: of its legs; one, where they have the same.
+        exactly: whether a reduction is torch.distributed's affair: no leg is quantised, and it is no sum of floats.
+    """
+
+    what: str
+    x: torch.Tensor
+    wires: list[WireFormat]
+    comm: Communicator
+    transport: str
+    async_op: bool
+    exactly: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., object],
+        x: torch.Tensor,
+        wires: Sequence[str | WireFormat | None],
+        comm: Communicator | None,
+        transport: str,
+        async_op: bool,
+        *,
+        op: object = _NONE,
+        alike: bool = True,
+    ) -> Call:
+        """Refuses what cannot travel. `op` is a reduction's; `alike`: all ranks' tensors have one size."""
+        comm = comm if comm is not None else default_communicator()
+        comm.check_device("x", x)
+        what = function.__name__
+        if op is not _NONE and wires[0] == AUTO and Reduction.of(op, x.dtype).name != "sum":
+            wires = ["none", *wires[1:]]  # only sums are quantised
+        resolved = resolve_wires(comm, function, x, wires, transport, alike)
+        check_input(what, x, resolved, comm)
+        exactly = op is not _NONE and _reduces_exactly(what, op, x, resolved)
+        return cls(what, x, resolved, comm, transport, async_op, exactly)
+
+    def check_out(self, out: torch.Tensor | None, shape: Sequence[int], place: int) -> None:
+        """Refuses an output that cannot be filled.
+
+        If it shares memory with x, it must begin `place` bytes from where x begins.
+        """
+        if out is None:
+            return
+        what, x = self.what, self.x
+        if not isinstance(out, torch.Tensor) or out.device != x.device:
+            raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
+        if out.dtype != x.dtype or list(out.shape) != list(shape):
+            raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
+        if not out.is_contiguous() or out.is_conj() or out.is_neg():
+            raise CountsError(
+                f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
+                f"{out.is_conj()}, neg {out.is_neg()}"
+            )
+        if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+            raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
+        if x.is_contiguous() and not (x.is_neg() or x.is_conj()) and out.data_ptr() == x.data_ptr() + place:
+            return
+        if x.numel() and out.numel() and overlap(x, out):
+            raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
+
+    @torch.no_grad()
+    def run(
+        self,
+        op: int,
+        parts: Segments,
+        row: int,
+        out: torch.Tensor | None,
+        shape: Sequence[int],
+        staged: Way,
+        exactly: Way | None = None,
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Carries the call out: directly, or the way that is `staged`, or torch.distributed's, `exactly`.
+
+        Args:
+            op: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
+            parts: elements of every rank's part.
+            row: elements of a row.
+            shape: of the output.
+        """
+        comm, wires, x = self.comm, self.wires, self.x
+        direct: DirectCollectives | Refusal = Refusal(self.what, "torch.distributed does it")
+        if not self.exactly:
+            direct = choose(self.what, self.transport, comm, wires, lambda: open_collectives(comm, wires=wires))
+        target = x.new_empty(shape) if out is None else out
+        finish = None
+        if not isinstance(direct, Refusal):
+            comm._settle()  # peers may wait for what is under way here, and this call waits for them
+            job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
+            direct.run(job, _flat(x.detach()), target.detach().view(-1))
+        elif target.numel():
+            way = exactly if self.exactly and exactly is not None else staged
+            finish = way(_flat(x.detach()), target.detach().view(-1))
+
+        def end() -> torch.Tensor:
+            if finish is not None:
+                finish()
+            return target
+
+        return deliver(end, target.device, self.async_op)
 
 
 def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:
-    """Refuses a tensor that cannot travel.
-
-    Raises:
-        WireFormatError: a dtype that a quantised wire cannot carry, or a tensor that wants a gradient.
-        CountsError: a scalar.
-        TransportUnavailable: no tensor, or one on another device.
-    """
-    comm.check_device("x", x)
+    """Refuses a tensor that cannot travel."""
+    # check_device is asked only where the answer is not plain: small calls are over in microseconds.
+    if not isinstance(x, torch.Tensor) or x.device != comm.device:
+        comm.check_device("x", x)
     for wire in wires:
         require_float(x, wire, what)
     if x.dim() < 1:
@@ -37,13 +147,13 @@ def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: C
         )
 
 
-def reduces_exactly(what: str, op: object, x: torch.Tensor, wires: Sequence[WireFormat]) -> bool:
-    """Whether a reduction is torch.distributed's affair: no leg is quantised, and it is no sum of floats.
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    (first, stop), (start, last) = extent(a), extent(b)
+    return start < stop and first < last and a.device == b.device
 
-    Raises:
-        WireFormatError: an operation other than the sum, with a quantised leg.
-        ArgumentError: an unknown operation, or one that does not take the dtype.
-    """
+
+def _reduces_exactly(what: str, op: object, x: torch.Tensor, wires: Sequence[WireFormat]) -> bool:
     name = Reduction.of(op, x.dtype).name
     quantized = [wire for wire in wires if wire.quantized]
     if name != "sum" and quantized:
@@ -53,60 +163,12 @@ def reduces_exactly(what: str, op: object, x: torch.Tensor, wires: Sequence[Wire
     return not quantized and (name != "sum" or x.dtype not in FLOAT_DTYPES)
 
 
-def check_out(what: str, out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int], place: int) -> None:
-    """Refuses an output that cannot be filled.
-
-    Args:
-        shape: that it must have.
-        place: bytes from where x begins to where an output may begin that shares memory with it.
-
-    Raises:
-        CountsError: another shape, dtype or layout, or memory that overlaps x's otherwise.
-        TransportUnavailable: another device.
-    """
-    if out is None:
-        return
-    if not isinstance(out, torch.Tensor) or out.device != x.device:
-        raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
-    if out.dtype != x.dtype or list(out.shape) != list(shape):
-        raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
-    if not out.is_contiguous() or out.is_conj() or out.is_neg():
-        raise CountsError(
-            f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
-            f"{out.is_conj()}, neg {out.is_neg()}"
-        )
-    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-        raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
-    if x.is_contiguous() and not (x.is_neg() or x.is_conj()) and out.data_ptr() == x.data_ptr() + place:
-        return
-    if x.numel() and out.numel():
-        first, last = extent(x)
-        start, stop = extent(out)
-        if start < last and first < stop:
-            raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
-
-
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return f"a {type(value).__name__}"
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: torch.Tensor) -> torch.Tensor:
     """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def choose_collectives(
-    what: str, transport: str, wires: Sequence[WireFormat], comm: Communicator
-) -> DirectCollectives | None:
-    """What the direct transport works with; None for the staged one.
-
-    Raises:
-        TransportUnavailable: the transport was asked for and cannot be had, and why.
-    """
-    found = choose(what, transport, comm, wires, lambda: open_collectives(comm, wires=wires))
-    if isinstance(found, Refusal):
-        return None
-    comm._settle()  # peers may wait for what is under way here, and this call waits for them
-    return found

@@ -10,8 +10,6 @@ import torch
 
 from thinwire.errors import CountsError
 
-__all__ = ["Counts", "Segments", "equal_split", "parse_integers", "receive_segments", "send_segments"]
-
 Counts = Sequence[int] | torch.Tensor
 
 _LARGEST = 2**63 - 1  # what kernels and messages hold
@@ -27,7 +25,17 @@ class Segments(NamedTuple):
     @property
     def rows(self) -> int:
         """The largest `displ + count`: rows of a tensor that holds all segments."""
-        return max(d + c for c, d in zip(self.counts, self.displs, strict=True))
+        return max(map(sum, zip(*self, strict=True)))
+
+    def within(self, start: int, stop: int) -> Segments:
+        """Rows start ... stop - 1 of every segment; fewer, or none, where it ends before."""
+        firsts = [min(start, count) for count in self.counts]
+        counts = [min(stop, count) - first for count, first in zip(self.counts, firsts, strict=True)]
+        return Segments(counts, [displ + first for displ, first in zip(self.displs, firsts, strict=True)])
+
+    def cut(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every segment of a tensor."""
+        return [x[displ : displ + count] for count, displ in zip(*self, strict=True)]
 
     def row_index(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """Rows start ... stop - 1 of every segment, in order of peers: int64, made on `device`, not copied to it.
@@ -35,19 +43,17 @@ class Segments(NamedTuple):
         >>> Segments([2, 0, 3], [4, 0, 7]).row_index(1, 3).tolist()
         [5, 8, 9]
         """
-        pieces = [
-            torch.arange(displ + min(start, count), displ + min(stop, count), device=device)
-            for count, displ in zip(self.counts, self.displs, strict=True)
-        ]
-        return torch.cat(pieces)
+        pairs = zip(*self.within(start, stop), strict=True)
+        return torch.cat([torch.arange(displ, displ + count, device=device) for count, displ in pairs])
+
+
+def dense_segments(counts: list[int]) -> Segments:
+    """Segments that follow one another from row 0."""
+    return Segments(counts, [0, *accumulate(counts[:-1])])
 
 
 def parse_integers(values: Counts, size: int, name: str) -> list[int]:
-    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor.
-
-    Raises:
-        CountsError: naming the argument and the entry that is wrong.
-    """
+    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor; or CountsError."""
     if type(values) is list and len(values) == size and {*map(type, values)} == _PLAIN:
         if min(values) >= 0 and max(values) <= _LARGEST:  # the usual case, told apart at little cost
             return values.copy()
@@ -70,11 +76,7 @@ def parse_integers(values: Counts, size: int, name: str) -> list[int]:
 
 
 def equal_split(rows: int, size: int) -> list[int]:
-    """The counts when none are given.
-
-    Raises:
-        CountsError: when the rows cannot be dealt out evenly.
-    """
+    """The counts when none are given; CountsError when the rows cannot be dealt out evenly."""
     if rows % size:
         raise CountsError(f"{rows} rows cannot be split equally among {size} ranks; pass send_counts and recv_counts")
     return [rows // size] * size
@@ -82,16 +84,12 @@ def equal_split(rows: int, size: int) -> list[int]:
 
 def _segments(counts: list[int], displs: Counts | None, name: str) -> Segments:
     if displs is None:
-        return Segments(counts, [0, *accumulate(counts[:-1])])
+        return dense_segments(counts)
     return Segments(counts, parse_integers(displs, len(counts), name))
 
 
 def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segments:
-    """What is read of the input. Segments may overlap: reading twice is no fault.
-
-    Raises:
-        CountsError: when a segment ends past the input's last row.
-    """
+    """What is read of the input, or CountsError. Segments may overlap: reading twice is no fault."""
     segments = _segments(counts, displs, "send_displs")
     if displs is not None or sum(counts) > rows:
         _check_bounds(segments, rows, "send", "the input has")
@@ -99,17 +97,13 @@ def send_segments(counts: list[int], displs: Counts | None, rows: int) -> Segmen
 
 
 def receive_segments(counts: list[int], displs: Counts | None, rows: int | None) -> Segments:
-    """What is written of the output, which has `rows` rows; None means as many as are needed.
-
-    Raises:
-        CountsError: when a segment ends past the output's last row, or two overlap.
-    """
+    """What is written of the output, which has `rows` rows or as many as are needed; CountsError where two overlap."""
     segments = _segments(counts, displs, "recv_displs")
     if rows is not None and (displs is not None or sum(counts) > rows):
         _check_bounds(segments, rows, "recv", "out has")
     if displs is None:
         return segments
-    filled = sorted((d, d + c, peer) for peer, (c, d) in enumerate(zip(counts, segments.displs, strict=True)) if c)
+    filled = sorted((d, d + c, peer) for peer, (c, d) in enumerate(zip(*segments, strict=True)) if c)
     for (start, stop, peer), (next_start, next_stop, next_peer) in zip(filled, filled[1:], strict=False):
         if next_start < stop:
             raise CountsError(
@@ -120,7 +114,7 @@ def receive_segments(counts: list[int], displs: Counts | None, rows: int | None)
 
 
 def _check_bounds(segments: Segments, rows: int, side: str, owner: str) -> None:
-    for peer, (count, displ) in enumerate(zip(segments.counts, segments.displs, strict=True)):
+    for peer, (count, displ) in enumerate(zip(*segments, strict=True)):
         if count and displ + count > rows:
             raise CountsError(
                 f"{side}_displs[{peer}] + {side}_counts[{peer}] = {displ} + {count} is past the end: "

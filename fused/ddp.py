@@ -21,8 +21,6 @@ from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.staged_collective import arrived
 from thinwire.wire import WireFormat
 
-__all__ = ["AllReduceState", "all_reduce_hook"]
-
 
 @dataclass
 class AllReduceState:
@@ -52,11 +50,7 @@ class AllReduceState:
         """What the last step lost of a bucket's gradients; zeros at first, and after buckets were made anew."""
         parameters, found = self._lost.get(bucket.index(), ([], None))
         now = bucket.parameters()
-        if (
-            found is None
-            or len(parameters) != len(now)
-            or any(a is not b for a, b in zip(parameters, now, strict=True))
-        ):
+        if found is None or [*map(id, parameters)] != [*map(id, now)]:
             found = torch.zeros_like(bucket.buffer())
             self._lost[bucket.index()] = (now, found)
         return found

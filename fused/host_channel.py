@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CountsError, ThinwireError
-from thinwire.fused.channel import (
-    FLAT_ROW,
-    Channel,
-    RecvBuffer,
-    RowFormat,
-    Transfer,
-    describe_difference,
-    signature_of,
-)
+from thinwire.errors import CountsError
+from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
-
-__all__ = ["HostChannel"]
 
 _INTS = {int}
 _MOST_FORMATS = 1024  # that are remembered
@@ -42,20 +31,14 @@ _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 
 
 class HostChannel(Channel):
-    """A channel of CPU ranks, with numba's kernel.
-
-    Args:
-        memory, layout, rank, timeout: see `Channel`.
-    """
+    """A channel of CPU ranks, with numba's kernel."""
 
     def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
         super().__init__(memory, layout, rank, timeout)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
-        self._lines = memory.local.numpy()[: layout.HALVES].view(np.int64)
         world, scalars = layout.WORLD, len(kernels.SCALARS)
-        self.report = np.zeros(REPORT_PEERS + 3 * world, np.int32)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
         self._words = memoryview(words)
         self._call = words[:scalars]
@@ -100,40 +83,27 @@ class HostChannel(Channel):
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.SLOT_BYTES
         if not wire.quantized or not row_elements:
-            return RowFormat(step, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
+            return RowFormat(step, 0, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
 
         counts_per_row = 1 if tail else FLAT_ROW
         layout = record_layout(wire, row_elements * counts_per_row, dtype)
         record_bytes = layout[-1]
         if record_bytes > piece_bytes:
-            return RowFormat(record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *signature), record_bytes)
+            return RowFormat(record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *signature))
         per_piece = piece_bytes // record_bytes
-        return RowFormat(step, (0, counts_per_row, record_bytes, per_piece, dtype_code(dtype), *layout, *signature))
+        return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, dtype_code(dtype), *layout, *signature))
 
-    def send(
-        self,
-        row_format: RowFormat,
-        x: torch.Tensor,
-        x_step: int,
-        sends: Segments,
-        recv_buffer: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer],
-        *,
-        wait: bool,
-    ) -> Transfer:
-        """See `Channel.send`."""
-        if self._under_way is not None:
-            self.complete(self._under_way)
-        self.require_usable()
-        transfer = Transfer(self, x, place, recv_buffer)
+    def _begin(self, transfer: Transfer, wait: bool) -> None:
+        row_format, sends, recv_buffer = transfer.row_format, transfer.sends, transfer.recv_buffer
+        assert transfer.x is not None
         address, expected = 0, self._expects_anything
         if recv_buffer is not None:
             address = recv_buffer.memory.data_ptr()
             expected = (*recv_buffer.segments.counts, *recv_buffer.segments.displs)
         self._brought.pack_into(
             self._words, self._brought_at,
-            0, x.data_ptr(), x_step, address, row_format.step, 0, 0, *row_format.words,
+            0, transfer.x.data_ptr(), transfer.step, address, row_format.step, 0, 0, *row_format.words,
             *sends.counts, *sends.displs, *expected,
         )  # fmt: skip
         self._under_way = transfer
@@ -145,21 +115,17 @@ class HostChannel(Channel):
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
             self._under_way = transfer.x = None  # the usual case, without the detour
-            transfer.result = recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
-        return transfer
+            transfer.result = recv_buffer.output()
 
     def send_plainly(
         self, x: object, send_counts: object, recv_counts: object, out: object, wire: WireFormat
     ) -> torch.Tensor | None:
-        """One whole call, whose arguments have not been checked. None: not done, and not begun either.
+        """One whole call, whose arguments have not been checked; raises as `Transfer.wait`.
 
         It takes contiguous tensors, lists of ints, and rows of a form that was sent before.
 
         Returns:
-            The output, filled: `out`, or a new tensor if that is None.
-
-        Raises:
-            CountsError, PeerTimeout: as `Transfer.wait`.
+            The output, filled: `out`, or a new tensor if that is None. None: not done, and not begun either.
         """
         if type(x) is not torch.Tensor or not x.is_cpu or x.requires_grad or x.is_neg() or not x.is_contiguous():
             return None
@@ -196,7 +162,8 @@ class HostChannel(Channel):
         except struct.error:  # a number of more than 64 bits
             return None
         # Whatever interrupts this, the next call finds what there is to end.
-        self._under_way = transfer = Transfer(self, x, None, RecvBuffer(_PLACED_BY_THE_KERNEL, out))
+        recv_buffer = RecvBuffer(_PLACED_BY_THE_KERNEL, out)
+        self._under_way = transfer = Transfer(self, row_format, x, row_format.step, _PLACED_BY_THE_KERNEL, recv_buffer)
         status = self._kernel(self._call, self._peers, self._plainly)
         if status == RUNNING:
             self._under_way = None
@@ -206,24 +173,6 @@ class HostChannel(Channel):
             return None
         self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         return transfer.wait()
-
-    def complete(self, transfer: Transfer, todo: int = 0) -> None:
-        """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
-
-        Args:
-            todo: what of the kernel's work is left to do before.
-        """
-        if transfer is not self._under_way:
-            return
-        if self.closed:
-            transfer.error = ThinwireError("the communicator was closed while this call was under way")
-        else:
-            try:
-                transfer.result = self._drain(transfer, todo)
-            except Exception as error:
-                transfer.error = error
-        # Not after KeyboardInterrupt: whoever comes next goes on where it stopped.
-        self._under_way = transfer.x = None
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         recv_buffer = transfer.recv_buffer
@@ -239,48 +188,33 @@ class HostChannel(Channel):
             self._peers[_RECV_DISPL] = recv_buffer.segments.displs
             todo, transfer.recv_buffer = 0, recv_buffer
         self._move(todo | self._kernels.DRAIN)
-        return recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
+        return recv_buffer.output()
 
     def _move(self, todo: int) -> None:
         """Runs the kernel and raises what it found. If peers sent what was not expected, the call is then over."""
-        status = self._kernel(self._call, self._peers, todo)
-        while status == self._kernels.PAUSED:
-            status = self._resume(todo)
+        status = self._run(todo)
         if status == TIMED_OUT:
             self.fail(self.timed_out())
         if status == MISMATCHED:
-            error = CountsError(self._describe_differences())
+            signature = self._kernels.SCALARS.index("signature0")
+            wrong = self._peers[self._kernels.PEERS.index("answer")] == self._kernels.DIFFERS
+            counts, expected = self._peers[_RECV_COUNT].tolist(), self._call[signature : signature + 4].tolist()
+            error = CountsError(self.differences(wrong, counts, expected))
             self._drop()
             raise error
 
     def _drop(self) -> None:
         """Takes in what is still to come in this call, and keeps none of it."""
         self._call[self._kernels.SCALARS.index("discard")] = 1
-        status = self._kernel(self._call, self._peers, self._kernels.DRAIN)
-        while status == self._kernels.PAUSED:
-            status = self._resume(self._kernels.DRAIN)
-        if status == TIMED_OUT:
+        if self._run(self._kernels.DRAIN) == TIMED_OUT:
             self.failure = self.timed_out()
 
-    def _resume(self, todo: int) -> int:
-        return self._kernel(self._call, self._peers, (todo & ~self._post) | self._kernels.RESUME)
+    def _run(self, todo: int) -> int:
+        status: int = self._kernel(self._call, self._peers, todo)
+        while status == self._kernels.PAUSED:
+            status = self._kernel(self._call, self._peers, (todo & ~self._post) | self._kernels.RESUME)
+        return status
 
-    def _describe_differences(self) -> str:
-        kernels, world = self._kernels, self.layout.WORLD
-        half = int(self._call[kernels.SCALARS.index("epoch")]) & 1
-        signature = kernels.SCALARS.index("signature0")
-        expected = self._call[signature : signature + 4].tolist()
-        answers = self._peers[kernels.PEERS.index("answer")]
-        found = []
-        for peer in np.flatnonzero(answers == kernels.DIFFERS).tolist():
-            line = (self.layout.HEADERS + (half * world + peer) * SIGNAL_LINE_BYTES) // 8
-            count, *sent = self._lines[line + 1 : line + 6].tolist()
-            wanted = int(self._peers[_RECV_COUNT, peer])
-            found.append(describe_difference(self.rank, peer, count, wanted, sent, expected))
-        return "; ".join(found)
-
-    def close(self) -> None:
-        """See `DirectTransport.close`."""
-        if not self.closed:
-            self._lines = self._lines[:0]
-        super().close()
+    def open_epoch(self) -> int:
+        """The number of the call under way."""
+        return int(self._call[self._kernels.SCALARS.index("epoch")])

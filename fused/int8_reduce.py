@@ -19,8 +19,6 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.wire import WireFormat
 
-__all__ = ["int8_all_to_all_reduce"]
-
 
 def int8_all_to_all_reduce(
     x: torch.Tensor,
@@ -82,8 +80,7 @@ def int8_all_to_all_reduce(
     with torch.no_grad():
         own = counts[comm.rank]
         flat = x.detach().contiguous().view(-1)
-        exact = WireFormat("none")
-        received = all_to_all_v(flat, counts, [own] * comm.size, wire=exact, comm=comm, transport=transport)
+        received = all_to_all_v(flat, counts, [own] * comm.size, wire="none", comm=comm, transport=transport)
         assert isinstance(received, torch.Tensor)
         total = received.view(comm.size, own).sum(0, dtype=torch.int32).float()
         if factors.numel() > 1:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import accumulate
 
 from thinwire.fused.channel import describe_wire_word, wire_word
-from thinwire.fused.counts import Segments
+from thinwire.fused.counts import Segments, dense_segments
 from thinwire.wire import WireFormat
-
-__all__ = ["describe_signature", "even_parts", "gathered_parts", "row_elements", "signature_of", "split_parts"]
 
 #: Elements of a row: of a short message, and of one with enough for each rank. The longer, the less is padded.
 SHORT_ROW, LONG_ROW = 1024, 4096
@@ -46,35 +43,19 @@ def split_parts(elements: int, world: int) -> tuple[Segments, int]:
     return Segments(counts, displs), row
 
 
-def even_parts(elements: int, world: int) -> tuple[Segments, int]:
-    """Equal parts of a number of elements that divides, and the elements of a row.
-
-    >>> even_parts(12, 4)
-    (Segments(counts=[3, 3, 3, 3], displs=[0, 3, 6, 9]), 1024)
-    """
-    part = elements // world
-    return Segments([part] * world, [rank * part for rank in range(world)]), row_elements(part)
-
-
 def gathered_parts(counts: Sequence[int]) -> tuple[Segments, int]:
     """What each rank contributes, one after the other, and the elements of a row.
 
     >>> gathered_parts([3, 0, 5000])
     (Segments(counts=[3, 0, 5000], displs=[0, 3, 3]), 4096)
     """
-    counts = list(counts)
-    return Segments(counts, [0, *accumulate(counts[:-1])]), row_elements(max(counts))
+    return dense_segments(list(counts)), row_elements(max(counts))
 
 
 def signature_of(
     op: int, parts: Segments, row: int, dtype: str, wire: WireFormat, gather_wire: WireFormat
 ) -> tuple[int, int, int, int]:
-    """What ranks tell each other of a call: four int64, equal on ranks that do the same.
-
-    Args:
-        op: an index into all_reduce, reduce_scatter, all_gather.
-        dtype: of the tensors, such as "bfloat16".
-    """
+    """What ranks tell each other of a call: four int64, equal on ranks that do the same."""
     spread = zlib.crc32(repr((parts.counts, row)).encode())
     return op | _DTYPES.index(dtype) << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
 

@@ -7,7 +7,7 @@ Parts travel flat, so groups of consecutive elements share a scale, wherever a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.wire import WireFormat
-
-__all__ = ["plan_redistribute", "redistribute"]
 
 
 def redistribute(
@@ -138,70 +136,46 @@ def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link) -> torch.Te
     if 0 in plan.shape:
         return x.new_empty(plan.dst.shard_shape(plan.shape))
     for step in plan.steps:
-        x = _OPERATIONS[step.op](step, x, link)
+        x = _take_step(step, x, link)
     return x
 
 
-def _slice(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    return x[_within(step.wanted[link.comm.rank], step.held[link.comm.rank])].contiguous()
-
-
-def _zero(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    return x if step.keeps(link.comm.rank) else torch.zeros_like(x)
-
-
-def _all_reduce(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    return _received(all_reduce(x.reshape(-1), **link.among(step.groups))).view(x.shape)
-
-
-def _reduce_scatter(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    own, group = step.held[link.comm.rank], step.group_of(link.comm.rank)
-    shares = torch.cat([x[_within(step.wanted[member], own)].reshape(-1) for member in group])
-    summed = _received(reduce_scatter(shares, **link.among(step.groups)))
-    return summed.view(step.dst.shard_shape(step.shape))
-
-
-def _all_gather(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    own, group = step.wanted[link.comm.rank], step.group_of(link.comm.rank)
-    gathered = _received(all_gather(x.reshape(-1), **link.among(step.groups)))
-    out = x.new_empty(step.dst.shard_shape(step.shape))
-    for member, part in zip(group, gathered.chunk(len(group)), strict=True):
-        out[_within(step.held[member], own)] = part.view(x.shape)
-    return out
-
-
-def _all_to_all(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
+def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
     rank = link.comm.rank
+    moved: Any  # a tensor: these collectives are waited for
+    if step.op == "slice":
+        return x[_within(step.wanted[rank], step.held[rank])].contiguous()
+    if step.op == "zero":
+        return x if step.keeps(rank) else torch.zeros_like(x)
+    through = link.among(step.groups)
+    if step.op == "all_reduce":
+        moved = all_reduce(x.reshape(-1), **through)
+        return moved.view(x.shape)
+    shape = step.dst.shard_shape(step.shape)
+    if step.op == "reduce_scatter":
+        parts = [x[_within(step.wanted[member], step.held[rank])].reshape(-1) for member in step.group_of(rank)]
+        moved = reduce_scatter(torch.cat(parts), **through)
+        return moved.view(shape)
+    if step.op == "all_gather":
+        group = step.group_of(rank)
+        moved = all_gather(x.reshape(-1), **through)
+        out = x.new_empty(shape)
+        for member, part in zip(group, moved.chunk(len(group)), strict=True):
+            out[_within(step.held[member], step.wanted[rank])] = part.view(x.shape)
+        return out
     sends, receives = step.blocks[rank], [row[rank] for row in step.blocks]
     parts = [x[_within(block, step.held[rank])].reshape(-1) for block in sends if block is not None]
     flat = torch.cat(parts) if parts else x.new_empty(0)
     counts = [num_elements(block) for block in receives]
-    sent = [num_elements(block) for block in sends]
-    got = _received(all_to_all_v(flat, sent, counts, **link.among(step.groups)))
-    out = x.new_empty(step.dst.shard_shape(step.shape))
-    for block, part in zip(receives, got.split(counts), strict=True):
+    moved = all_to_all_v(flat, [num_elements(block) for block in sends], counts, **through)
+    out = x.new_empty(shape)
+    for block, part in zip(receives, moved.split(counts), strict=True):
         if block is not None:
             place = _within(block, step.wanted[rank])
             out[place] = part.view(out[place].shape)
     return out
 
 
-_OPERATIONS: dict[str, Callable[[Step, torch.Tensor, _Link], torch.Tensor]] = {
-    "slice": _slice,
-    "zero": _zero,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-}
-
-
 def _within(block: Block, outer: Block) -> Block:
     """Where a block is in a tensor that holds `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(block, outer, strict=True))
-
-
-def _received(result: Any) -> torch.Tensor:
-    """What a collective that was waited for returns; it would be a Work otherwise."""
-    assert isinstance(result, torch.Tensor)
-    return result

@@ -7,20 +7,18 @@ rank owns a row, nor on the transport.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.reductions import Reduction
-from thinwire.comm.work import Work, deliver
+from thinwire.comm import Communicator
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError
-from thinwire.fused.collective_arguments import check_input, check_out, choose_collectives, flat, reduces_exactly
-from thinwire.fused.partition import even_parts
-from thinwire.fused.size_switch import AUTO, resolve_wires
+from thinwire.fused.collective_arguments import Call
+from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
-
-__all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(
@@ -49,11 +47,8 @@ def reduce_scatter(
 
     Raises:
         CountsError: rows that cannot be shared equally, or an `out` that does not fit.
-        ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
-            quantised wire.
         WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
-        PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+        ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Reduce_scatter_block, MPI standard 4.1, section 6.10.
 
@@ -63,46 +58,22 @@ def reduce_scatter(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    comm = comm if comm is not None else default_communicator()
-    comm.check_device("x", x)
-    if wire == AUTO and Reduction.of(op, x.dtype).name != "sum":
-        wire = "none"  # only sums are quantised
-    (wire,) = resolve_wires(
-        comm, "reduce_scatter", x, [wire], transport,
-        lambda t, w: reduce_scatter(t, wire=w, comm=comm, transport=transport),
-    )  # fmt: skip
-    check_input("reduce_scatter", x, [wire], comm)
-    exactly = reduces_exactly("reduce_scatter", op, x, [wire])
+    call = Call.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
+    comm = call.comm
     if x.shape[0] % comm.size:
         raise CountsError(f"reduce_scatter: x has {x.shape[0]} rows, which {comm.size} ranks cannot share equally")
-    rows = x.shape[0] // comm.size
-    shape = [rows, *x.shape[1:]]
     share = x.numel() // comm.size
-    check_out("reduce_scatter", out, x, shape, comm.rank * share * x.itemsize)
-    collectives = None if exactly else choose_collectives("reduce_scatter", transport, [wire], comm)
-    target = x.new_empty(shape) if out is None else out
-    if collectives is None and not share:
-        return deliver(lambda: target, target.device, async_op)
-    with torch.no_grad():
-        whole, own = flat(x.detach()), target.detach().view(-1)
-        if exactly:
-            # x may be overwritten where out is a part of it, so the shares are copied.
-            shares = list(whole.clone().view(comm.size, share).unbind())
-            work = comm.reduce_scatter(own, shares, op, async_op=True)
+    shape = [x.shape[0] // comm.size, *x.shape[1:]]
+    call.check_out(out, shape, comm.rank * share * x.itemsize)
+    parts, row = gathered_parts([share] * comm.size)
 
-            def finish() -> torch.Tensor:
-                work.wait()
-                return target
+    def exactly(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
+        # x may be overwritten where out is a part of it, so the shares are copied.
+        shares = list(whole.clone().view(comm.size, share).unbind())
+        return comm.reduce_scatter(own, shares, op, async_op=True).wait
 
-            return deliver(finish, target.device, async_op)
-        parts, length = even_parts(whole.numel(), comm.size)
-        if collectives is not None:
-            collectives.run(collectives.job(REDUCE_SCATTER, parts, length, wire, wire, x.dtype), whole, own)
-            return deliver(lambda: target, target.device, async_op)
-        leg = ScatterLeg(comm, whole, parts, length, wire)
+    def staged(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
+        leg = ScatterLeg(comm, whole, parts, row, call.wires[0])
+        return lambda: leg.sum_into(own)
 
-        def finish_staged() -> torch.Tensor:
-            leg.sum_into(own)
-            return target
-
-        return deliver(finish_staged, target.device, async_op)
+    return call.run(REDUCE_SCATTER, parts, row, out, shape, staged, exactly)

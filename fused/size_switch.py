@@ -11,6 +11,7 @@ different paths. The result is stored, and rank 0's file serves all in the next 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
+from thinwire.comm.communicator import Attachment
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
@@ -31,8 +33,6 @@ from thinwire.fused.transport import check_transport
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.version import VERSION
 from thinwire.wire import WireFormat
-
-__all__ = ["AUTO", "CACHE_VARIABLE", "THRESHOLD_VARIABLE", "SizeSwitch", "crossover", "resolve_wires"]
 
 AUTO = "auto"
 CACHE_VARIABLE = "THINWIRE_CACHE"
@@ -44,36 +44,29 @@ _FILE = "size_switch.json"
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 ROUNDS = 7
 
-Call = Callable[[torch.Tensor, WireFormat], object]
-
 
 def resolve_wires(
     comm: Communicator,
-    what: str,
+    function: Callable[..., object],
     x: torch.Tensor,
     wires: Sequence[str | WireFormat | None],
     transport: str,
-    call: Call | None,
+    alike: bool = True,
 ) -> list[WireFormat]:
     """The formats of a call's legs. Collective where one is "auto" and its threshold is not known yet.
 
     Args:
-        what: the operation.
-        x: a rank's tensor, of the same size on all ranks.
+        function: the operation; it is measured with x, wire, comm and transport.
+        x: a rank's tensor.
         wires: of the legs, as passed.
-        call: runs the operation with a tensor and a format; None where the ranks' messages differ in size.
-
-    Raises:
-        WireFormatError: an unknown format, or "auto" where sizes differ.
-        ThinwireError: the first "auto" call of its kind is being captured in a CUDA graph.
-        PeerTimeout: a peer did not take part.
+        alike: whether all ranks' messages have one size.
     """
     if not any(type(wire) is str and wire == AUTO for wire in wires):
         return [resolve_wire(wire) for wire in wires]
-    if call is None:
+    if not alike:
         raise WireFormatError(
-            f'{what}: wire="auto" needs messages of one size on all ranks, which would take different paths otherwise; '
-            "pass a wire format"
+            f'{function.__name__}: wire="auto" needs messages of one size on all ranks, which would take different '
+            "paths otherwise; pass a wire format"
         )
     check_transport(transport)
     format_ = resolve_wire(None)
@@ -82,13 +75,13 @@ def resolve_wires(
         chosen = WireFormat("none")
     else:
         switch = comm.attached(_KEY, lambda: SizeSwitch(comm))
-        threshold = switch.threshold(what, x.dtype, transport, chosen, call)
+        threshold = switch.threshold(function, x.dtype, transport, chosen)
         if threshold is None or x.nbytes < threshold:
             chosen = WireFormat("none")
     return [chosen if type(wire) is str and wire == AUTO else resolve_wire(wire) for wire in wires]
 
 
-class SizeSwitch:
+class SizeSwitch(Attachment):
     """The thresholds of one communicator."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -97,8 +90,11 @@ class SizeSwitch:
         self._thresholds: dict[str, int | None] = {}
         self._origins: dict[str, str] = {}
 
-    def threshold(self, what: str, dtype: torch.dtype, transport: str, wire: WireFormat, call: Call) -> int | None:
+    def threshold(
+        self, function: Callable[..., object], dtype: torch.dtype, transport: str, wire: WireFormat
+    ) -> int | None:
         """Bytes from which on a message is quantised; None: never."""
+        what = function.__name__
         key = f"{what} {str(dtype).removeprefix('torch.')} {transport} {wire}"
         if key not in self._thresholds:
             comm = self._comm
@@ -111,11 +107,15 @@ class SizeSwitch:
             forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
             comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
             if forced:
-                self._thresholds[key] = _parse_bytes(forced)
-                self._origins[key] = f"as {THRESHOLD_VARIABLE} says"
+                if not forced.strip().isdigit():
+                    raise ThinwireError(
+                        f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
+                    )
+                self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
             elif stored is not None:
                 self._thresholds[key], self._origins[key] = stored["threshold"], "measured in an earlier run"
             else:
+                call = functools.partial(function, comm=comm, transport=transport)
                 samples = _measure(comm, dtype, wire, call)
                 self._thresholds[key] = crossover(samples)
                 self._origins[key] = "measured" + self._store(key, samples)
@@ -155,12 +155,6 @@ class SizeSwitch:
             lines.append(f"  {key}: {'never' if threshold is None else threshold}, {self._origins[key]}")
         return "\n".join(lines)
 
-    def settle(self) -> None:
-        """There is nothing under way."""
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
-
 
 def crossover(samples: dict[int, tuple[float, float]]) -> int | None:
     """The smallest size from which on quantised messages were faster than exact ones; None if the largest was not.
@@ -182,7 +176,9 @@ def crossover(samples: dict[int, tuple[float, float]]) -> int | None:
     return found
 
 
-def _measure(comm: Communicator, dtype: torch.dtype, wire: WireFormat, call: Call) -> dict[int, tuple[float, float]]:
+def _measure(
+    comm: Communicator, dtype: torch.dtype, wire: WireFormat, call: Callable[..., object]
+) -> dict[int, tuple[float, float]]:
     """Seconds of exact and quantised calls on the slowest rank, medians of rounds in turn; the same on all ranks."""
     ways = WireFormat("none"), wire
     own: dict[tuple[int, int], list[float]] = {}
@@ -194,7 +190,7 @@ def _measure(comm: Communicator, dtype: torch.dtype, wire: WireFormat, call: Cal
                 for way, format_ in enumerate(ways):
                     _synchronise(comm)
                     start = time.perf_counter()
-                    call(x, format_)
+                    call(x, wire=format_)
                     _synchronise(comm)
                     if number >= 0:  # the first call compiles
                         own.setdefault((size, way), []).append(time.perf_counter() - start)
@@ -209,12 +205,6 @@ def _measure(comm: Communicator, dtype: torch.dtype, wire: WireFormat, call: Cal
 def _synchronise(comm: Communicator) -> None:
     if comm.device.type == "cuda":
         torch.cuda.current_stream(comm.device).synchronize()
-
-
-def _parse_bytes(text: str) -> int:
-    if not text.strip().isdigit():
-        raise ThinwireError(f"{THRESHOLD_VARIABLE} is {text!r} in the environment, expected a number of bytes")
-    return int(text)
 
 
 def _file() -> Path | None:
@@ -240,9 +230,7 @@ def _read(path: Path | None) -> dict[str, Any]:
 
 def _machine(comm: Communicator) -> str:
     """What a threshold holds for: it says little of other machines, ranks placed otherwise, or another version."""
-    device = "cpu"
-    if comm.device.type == "cuda":
-        device = torch.cuda.get_device_name(comm.device)
+    device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
     kind = "threads" if comm.in_process else "processes"
     hosts = comm.all_gather_object(platform.node())
     placed = " ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))

@@ -1,9 +1,8 @@
 """The staged transport: records are packed into a buffer, travel point to point, and land in slot order.
 
-Both sides of a pair know how many records pass between them, so pairs without any exchange nothing. A pair's records
-travel in pieces of about `PIECE_BYTES`, cut alike by both sides: piece by piece, records are packed, their sends and
-receives posted, and the next piece is packed while they travel. Every rank posts its pieces in ascending order and
-waits only after it has posted all of them, so no rank can wait for one that waits for it.
+A pair's records travel in pieces of about `PIECE_BYTES`, cut alike by both sides; a piece is packed while the one
+before travels. Every rank posts its pieces in ascending order and waits only after it has posted all of them, so no
+rank can wait for one that waits for it.
 
 A rank's own records take the same way but for the network: what a row looks like on arrival does not depend on which
 rank it came from.
@@ -13,34 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.fused.counts import Segments
-
-__all__ = ["PIECE_BYTES", "StagedExchange", "dense_segments"]
+from thinwire.comm.exchange import Posted
+from thinwire.fused.counts import dense_segments
 
 #: Bytes of one piece of one pair's records.
 PIECE_BYTES = 1 << 20
-
-
-class _Work(Protocol):
-    def wait(self) -> None: ...
-
-
-@dataclass
-class _Piece:
-    work: _Work
-    sent: torch.Tensor  # must outlive the work
-    start: int
-    stop: int
-
-
-def dense_segments(counts: list[int]) -> Segments:
-    """Segments that follow one another from row 0."""
-    return Segments(counts, [sum(counts[:peer]) for peer in range(len(counts))])
 
 
 @dataclass
@@ -53,65 +33,58 @@ class StagedExchange:
     """
 
     received: torch.Tensor
-    _pieces: list[_Piece]
+    _pieces: list[tuple[Posted, int, int]]
 
     @classmethod
     def post(
         cls,
         comm: Communicator,
-        send_counts: list[int],
+        send_counts: list[int] | None,
         recv_counts: list[int],
         record_bytes: int,
         pack: Callable[[int, int, torch.Tensor], None],
         label: str,
+        piece_rows: int | None = None,
     ) -> StagedExchange:
-        """Packs and posts everything; waits for nothing.
+        """Packs and posts everything; waits for nothing but what `pack` waits for.
 
         Args:
-            comm: the group.
-            send_counts: records for each rank.
-            recv_counts: records from each rank.
+            send_counts: records for each rank; None: this rank's own in `recv_counts` go to everyone, packed once.
             record_bytes: of one record, a multiple of 16.
             pack: `pack(start, stop, records)` fills records, uint8 [n, record_bytes], with records start ... stop - 1
                 of every rank's share (fewer where a share ends before), in order of ranks.
             label: what the records are; see `Communicator.post`.
+            piece_rows: of a piece of a pair's records; None: about PIECE_BYTES.
         """
         slots = dense_segments(recv_counts)
         received = torch.empty(sum(recv_counts), record_bytes, dtype=torch.uint8, device=comm.device)
-        piece_rows = max(1, PIECE_BYTES // record_bytes)
+        piece_rows = piece_rows or max(1, PIECE_BYTES // record_bytes)
         pieces = []
-        for start in range(0, max(max(send_counts), max(recv_counts)), piece_rows):
+        for start in range(0, max(*recv_counts, *(send_counts or [0])), piece_rows):
             stop = start + piece_rows
-            shares = [min(stop, count) - min(start, count) for count in send_counts]
-            sent = torch.empty(sum(shares), record_bytes, dtype=torch.uint8, device=comm.device)
-            pack(start, stop, sent)
-            outgoing = list(sent.split(shares))
-            incoming = [
-                received[displ + min(start, count) : displ + min(stop, count)]
-                for count, displ in zip(recv_counts, slots.displs, strict=True)
-            ]
-            incoming[comm.rank].copy_(outgoing[comm.rank])
+            incoming = slots.within(start, stop).cut(received)
+            if send_counts is None:
+                outgoing = [incoming[comm.rank]] * comm.size
+                pack(start, stop, incoming[comm.rank])
+            else:
+                shares = dense_segments(send_counts).within(start, stop).counts
+                sent = torch.empty(sum(shares), record_bytes, dtype=torch.uint8, device=comm.device)
+                pack(start, stop, sent)
+                outgoing = list(sent.split(shares))
+                incoming[comm.rank].copy_(outgoing[comm.rank])
             work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label)
-            pieces.append(_Piece(work, sent, start, stop))
+            pieces.append((work, start, stop))
         return cls(received, pieces)
 
     def arrivals(self) -> Iterator[tuple[int, int]]:
-        """Waits for each piece in turn and yields the (start, stop) that `pack` had.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-        """
-        for piece in self._pieces:
-            piece.work.wait()
-            yield piece.start, piece.stop
+        """Waits for each piece in turn and yields the (start, stop) that `pack` had."""
+        for work, start, stop in self._pieces:
+            work.wait()
+            yield start, stop
         self._pieces.clear()
 
     def wait(self) -> torch.Tensor:
-        """Waits for everything and returns `received`.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-        """
+        """Waits for everything and returns `received`."""
         for _ in self.arrivals():
             pass
         return self.received

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm.communicator import Attachment, Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.symmetric import SymmetricMemory, allocate
@@ -24,20 +24,22 @@ from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, Transport
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
+from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
 from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
     grace_of,
 )
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
-
-__all__ = ["TRANSPORTS", "DirectTransport", "Refusal", "check_transport", "choose", "open_direct", "uses_triton"]
 
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
@@ -51,7 +53,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(Attachment):
     """Why a communicator does without; the same on every rank.
 
     Attributes:
@@ -67,19 +69,9 @@ class Refusal:
         """One line for `Communicator.explain`."""
         return f"{self.name}: staged, as {self.reason}"
 
-    def settle(self) -> None:
-        """There is nothing under way."""
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
-
 
 def check_transport(transport: str) -> None:
-    """Refuses what is no transport.
-
-    Raises:
-        TransportUnavailable: naming what is.
-    """
+    """Raises TransportUnavailable for what is no transport, naming what is."""
     if transport not in TRANSPORTS:
         raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(TRANSPORTS)}")
 
@@ -95,15 +87,10 @@ def choose(
     """What the direct transport works with, or, for the staged one, why.
 
     Args:
-        name: of the operation, for people.
-        transport: one of TRANSPORTS.
         wires: formats whose rows the staged transport needs a backend for.
         open_: gives what the direct transport works with; collective in its first call.
-        no_memory: what is raised where the direct one was asked for, and only its memory is not to be had.
-
-    Raises:
-        TransportUnavailable: a transport that is not known; the direct one, asked for and not to be had, and why; or
-            neither is there.
+        no_memory: what is raised where the direct one was asked for, and only its memory is not to be had; else
+            TransportUnavailable, as where there is neither.
     """
     check_transport(transport)
     refusal = Refusal(name, "as asked for")
@@ -142,11 +129,9 @@ def open_direct(
     """What an operation needs on the direct transport, or why there is none. Collective.
 
     Args:
-        name: of the operation, for people.
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on, beside the library's version.
         make: takes the memory; not collective. What it raises on one rank keeps the others from going on.
-        generation: of the memory.
 
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
@@ -178,22 +163,17 @@ def open_direct(
 
 def _why_not(comm: Communicator) -> str | None:
     """What keeps this rank from the direct transport."""
-    backend = os.environ.get(BACKEND_VARIABLE)
-    if comm.device.type == "cuda":
-        if backend not in (None, "", "triton"):
-            return f"it needs the triton backend on {comm.device} and {BACKEND_VARIABLE}={backend}"
-        return None if HAS_TRITON else "triton is not installed"
-    if comm.device.type != "cpu":
+    backend, on_gpu, triton = os.environ.get(BACKEND_VARIABLE), comm.device.type == "cuda", uses_triton(comm)
+    if comm.device.type not in ("cpu", "cuda"):
         return f"it is for the CPU and CUDA, and the communicator's tensors live on {comm.device}"
-    if backend == "triton":
-        if not HAS_TRITON:
-            return "triton is not installed"
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
-    if backend not in (None, "", "numba"):
-        return f"it needs the numba backend and {BACKEND_VARIABLE}={backend}"
-    if not HAS_NUMBA:
-        return "numba is not installed"
+    kernels = "triton" if triton else "numba"
+    if backend not in (None, "", kernels):
+        where = f" on {comm.device}" if on_gpu else ""
+        return f"it needs the {kernels} backend{where} and {BACKEND_VARIABLE}={backend}"
+    if not (HAS_TRITON if triton else HAS_NUMBA):
+        return f"{kernels} is not installed"
+    if triton and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
     return None
 
 
@@ -201,7 +181,7 @@ def _why_not(comm: Communicator) -> str | None:
 # What all users of peers' memory have in common
 
 
-class DirectTransport:
+class DirectTransport(Attachment):
     """One rank's end of the direct transport: streams, preparation, what kernels report, and the end of it all.
 
     Kernels report into host memory that the host may read at any time. On the CPU it looks after each wait; on CUDA
@@ -287,26 +267,17 @@ class DirectTransport:
         self.raise_findings()
 
     def raise_findings(self) -> None:
-        """Raises what a kernel reported, if one did.
-
-        Raises:
-            PeerTimeout: a wait ended.
-            ThinwireError: `mismatch`.
-        """
+        """Raises what a kernel reported, if one did: PeerTimeout, or `mismatch`."""
         status = self.report[REPORT_STATUS]
         if status == TIMED_OUT:
             self.fail(self.timed_out())
         if status == MISMATCHED:
-            self.refuse(self.mismatch())
+            self.fail(self.mismatch())
 
     def fail(self, error: ThinwireError) -> NoReturn:
         """Raises an error after which this end is of no more use."""
         self.failure = without_traceback(error)
         raise error
-
-    def refuse(self, error: ThinwireError) -> NoReturn:
-        """Raises what `mismatch` found: kernels that were launched already cannot be told."""
-        self.fail(error)
 
     def peers_in(self, report: np.ndarray) -> np.ndarray:
         """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
@@ -335,28 +306,10 @@ class DirectTransport:
     # What a communicator asks of it
 
     def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong on the device.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-            ThinwireError: ranks that disagreed.
-        """
+        """Waits for what was launched on the current stream, and raises what went wrong on the device."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
         self.require_usable()
-
-    def settle(self) -> None:
-        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
-
-    def details(self) -> str:
-        """What is worth telling of the memory."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """One line for `Communicator.explain`."""
-        failed = ", failed" if self.failure is not None or self.report[REPORT_STATUS] != RUNNING else ""
-        size = self.memory.num_bytes / 2**20
-        return f"{self.operation}: direct, {size:.1f} MiB of symmetric memory, {self.details()}{failed}"
 
     def close(self) -> None:
         """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves.
@@ -373,3 +326,48 @@ def _with_text(error: ThinwireError, text: str) -> ThinwireError:
     if isinstance(error, PeerTimeout):
         return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
     return type(error)(text)
+
+
+class ExchangeTransport(DirectTransport):
+    """One rank's end of an exchange: `docs/protocol.md`, "The exchange". `layout` is that of each buffer."""
+
+    #: What a slot is called, and what else is worth telling of it.
+    slots, remark = "slots", ""
+
+    def __init__(
+        self, operation: str, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float
+    ) -> None:
+        super().__init__(operation, memory, rank, timeout)
+        self.layout = layout
+        # Kernels find the second one given up and do nothing; it is for those that are only compiled and loaded.
+        self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
+        self._idle.control[CONTROL_STATUS] = TIMED_OUT
+        self.report = self._end.report.numpy()
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()  # what was zeroed here is used on any stream
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        failed = ", failed" if self.failure is not None or self.report[REPORT_STATUS] != RUNNING else ""
+        size = self.memory.num_bytes / 2**20
+        return (
+            f"{self.operation}: direct, {size:.1f} MiB of symmetric memory, {self.slots} of {self.layout.SLOT_BYTES} "
+            f"bytes{self.remark}{failed}"
+        )
+
+    def open_epoch(self) -> int:
+        """The number of the call under way."""
+        return int(self._end.control[CONTROL_EPOCH])
+
+    def headers(self) -> list[list[int]]:
+        """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""
+        epoch, size = self.open_epoch(), self.world * SIGNAL_LINE_BYTES
+        first = self.layout.HEADERS + (epoch & 1) * size
+        words = self.memory.local[first : first + size].cpu().view(torch.int64).view(self.world, -1)
+        return [[line[0] >> 32, *line[1 : 2 + SIGNATURE_WORDS]] for line in words.tolist()]  # behind the flag
+
+    def close(self) -> None:
+        """See `DirectTransport.close`."""
+        super().close()
+        # Endpoints would hold this rank's buffer for as long as the communicator is there.
+        self._end = self._idle = replace(self._end, buffer=self._end.buffer.new_empty(0))

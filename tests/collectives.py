@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.fused.partition import even_parts, gathered_parts, split_parts
+from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.triton_kernels.codec import quantize_reference, round_reference, scaled_reference
 from thinwire.wire import WireFormat
 
@@ -38,7 +38,7 @@ def all_gathered(tensors: list[torch.Tensor], wire: WireFormat) -> torch.Tensor:
 
 def reduce_scattered(tensors: list[torch.Tensor], wire: WireFormat, rank: int) -> torch.Tensor:
     x, world = tensors[0], len(tensors)
-    segments, row = even_parts(x.numel(), world)
+    segments, row = gathered_parts([x.numel() // world] * world)
     parts = [tensor.reshape(-1)[segments.displs[rank] :][: segments.counts[rank]] for tensor in tensors]
     return round_reference(summed(parts, row, wire), x.dtype, saturate=wire.quantized).view(-1, *x.shape[1:])
 

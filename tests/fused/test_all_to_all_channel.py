@@ -18,9 +18,9 @@ import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError
-from thinwire.fused.channel import Transfer, channel_layout
+from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.fused.counts import Segments, receive_segments, send_segments
+from thinwire.fused.counts import receive_segments, send_segments
 from thinwire.fused.direct import send_rows
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
@@ -102,9 +102,9 @@ def exchange(
 ) -> Transfer:
     """`all_to_all_v` without its checks."""
 
-    def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
+    def place(counts: list[int]) -> RecvBuffer:
         receives = receive_segments(counts, recv_displs, None if out is None else out.shape[0])
-        return receives, x.new_zeros((receives.rows, *x.shape[1:])) if out is None else out
+        return RecvBuffer(receives, x.new_zeros((receives.rows, *x.shape[1:])) if out is None else out)
 
     sends = send_segments(send_counts, send_displs, x.shape[0])
     return send_rows(
@@ -463,7 +463,7 @@ def test_ranks_that_disagree_are_told_and_go_on(size: int) -> None:
 def _failing_place(rank: int, channel: HostChannel) -> list[float]:
     x = torch.full((20, 64), float(rank))
 
-    def place(counts: list[int]) -> tuple[Segments, torch.Tensor]:
+    def place(counts: list[int]) -> RecvBuffer:
         raise MemoryError(f"no room for {counts}")
 
     if rank == 0:

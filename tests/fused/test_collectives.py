@@ -282,28 +282,28 @@ def _poisoned(comm: Communicator) -> None:
     """All slots are overwritten before every call: what is read was sent in this call."""
     opened = open_collectives(comm, SMALL_SLOT)
     assert isinstance(opened, DirectCollectives)
-    opened.lane.control[CONTROL_EPOCH] = 2**31 - 4  # and the epoch wraps
+    opened._end.control[CONTROL_EPOCH] = 2**31 - 4  # and the epoch wraps
     for half in range(2):
         first = opened.layout.HEADERS + half * comm.size * 64
-        opened.lane.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
+        opened._end.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
     second = opened.layout.TAILS
-    opened.lane.buffer[second : second + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
+    opened._end.buffer[second : second + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
     wire = WireFormat.parse("int8")
     for seed in range(6):
         tensors = _tensors(seed, comm.size, (comm.size * 30, 301), torch.float32)
         comm.barrier()
-        opened.lane.buffer[opened.layout.HALVES :] = 0xFF
+        opened._end.buffer[opened.layout.HALVES :] = 0xFF
         comm.barrier()
         got = all_reduce(tensors[comm.rank], comm=comm)
         assert_same_bits("all_reduce", all_reduced(tensors, wire, wire), got)
         comm.barrier()
-        opened.lane.buffer[opened.layout.HALVES :] = 0xFF
+        opened._end.buffer[opened.layout.HALVES :] = 0xFF
         comm.barrier()
         got = reduce_scatter(tensors[comm.rank], comm=comm)
         assert_same_bits("reduce_scatter", reduce_scattered(tensors, wire, comm.rank), got)
         got = all_gather(tensors[comm.rank], comm=comm)
         assert_same_bits("all_gather", all_gathered(tensors, wire), got)
-    assert int(opened.lane.control[CONTROL_EPOCH]) < 0
+    assert int(opened._end.control[CONTROL_EPOCH]) < 0
 
 
 def test_nothing_is_read_that_was_not_sent_and_epochs_wrap() -> None:
