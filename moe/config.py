@@ -15,19 +15,12 @@ from thinwire.moe.routing import expert_range
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 
-__all__ = ["ParallelConfig"]
-
 _MAX_TOP_K = 32
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up.
-
-    Raises:
-        RoutingError: sizes that make no sense.
-        TransportUnavailable: no such transport, or no communicator.
-    """
+    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up."""
 
     comm: Communicator
     num_experts: int

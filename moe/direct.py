@@ -43,19 +43,9 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
-__all__ = ["DirectRounds"]
-
 
 class DirectRounds(DirectTransport, Rounds):
-    """Lanes over symmetric memory.
-
-    Args:
-        config: whose rounds they are.
-        layout: of one lane.
-        memory: at least `layout.NUM_BYTES` for each lane; closed with this object.
-        kernels: that do the work.
-        reason: why this transport was chosen.
-    """
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
 
     name = "direct"
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
@@ -116,18 +106,20 @@ class DirectRounds(DirectTransport, Rounds):
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
-        if not self.on_gpu:
-            if self._reports[lane][REPORT_STATUS] == MISMATCHED:
-                self._refuse_mismatch(lane)
-            self.raise_failure(lane)
+        if self.on_gpu:
+            return
+        if self._reports[lane][REPORT_STATUS] == MISMATCHED:
+            # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on.
+            error = self._mismatch(lane)
+            self._reports[lane][REPORT_STATUS] = self.lanes[lane].control[CONTROL_STATUS] = RUNNING
+            self.close_round(lane)
+            raise error
+        self.raise_failure(lane)
 
-    def _refuse_mismatch(self, lane: int) -> None:
-        """On the CPU nothing was read yet, and every rank sees the mismatch: all of them close the round and go on."""
-        error = self._mismatch(lane)
-        self._reports[lane][REPORT_STATUS] = RUNNING
-        self.lanes[lane].control[CONTROL_STATUS] = RUNNING
-        self.close_round(lane)
-        raise error
+    def _lines(self, lane: int, offset: int) -> torch.Tensor:
+        """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
+        lines = self.lanes[lane].buffer[offset:][: self.world * SIGNAL_LINE_BYTES]
+        return lines.cpu().view(torch.int32).view(self.world, -1)
 
     def raise_failure(self, lane: int) -> None:
         """Raises what kernels reported on a lane.
@@ -163,8 +155,7 @@ class DirectRounds(DirectTransport, Rounds):
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
-            lines = tensors.buffer[tensors.layout.STUCK :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-            said = lines.view(self.world, -1)[:, SIGNAL_FLAG].tolist()
+            said = self._lines(lane, tensors.layout.STUCK)[:, SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][REPORT_STATUS] == RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
@@ -196,12 +187,10 @@ class DirectRounds(DirectTransport, Rounds):
 
     def _mismatch(self, lane: int) -> RoutingError:
         layout = self.lanes[lane].layout
-        lines = self.lanes[lane].buffer[layout.SIGNALS :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-        lines = lines.view(self.world, -1)
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         described = [
             f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
-            for rank, line in enumerate(lines)
+            for rank, line in enumerate(self._lines(lane, layout.SIGNALS))
         ]
         return RoutingError(
             f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens; they "
@@ -285,26 +274,21 @@ class _DirectRound(Dispatched):
     def dispatch_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        plane = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)[: layout.WORLD * self._plane_words]
-        ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[config.comm.rank, : self._num_sent]
+        words = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)
+        of_a_rank = layout.MAX_TOKENS * layout.TOP_K
+        ids = words[config.comm.rank * of_a_rank :][: self._num_sent * layout.TOP_K].view(-1, layout.TOP_K)
         counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
-        rows = sum(counts) - counts[config.comm.rank]
         to_each_peer = self._num_sent * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
-        wire_bytes = rows * config.wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * to_each_peer
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
+        record_bytes = config.wire.row_bytes(config.hidden_size, self._dtype)
+        return self._traffic(counts, record_bytes, (layout.WORLD - 1) * to_each_peer)
 
     @property
     def combine_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1)
-        rows = int(sent.sum() - sent[config.comm.rank])
-        wire_bytes = rows * config.combine_wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * 8
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
-
-    @property
-    def _plane_words(self) -> int:
-        return self._tensors.layout.MAX_TOKENS * self._tensors.layout.TOP_K
+        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1).tolist()
+        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
+        return self._traffic(sent, record_bytes, (layout.WORLD - 1) * 8)
 
     def _require_latest(self) -> None:
         if self._rounds.rounds_begun[self.lane] != self._number:

@@ -12,8 +12,6 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 
-__all__ = ["StagedRounds"]
-
 
 class StagedRounds(Rounds):
     """Counts are exchanged first; both sides derive the order of records from ids alone."""
@@ -67,17 +65,6 @@ class StagedRounds(Rounds):
                     "of a round need the same dtype"
                 )
         return [value // kinds for value in received]
-
-    @property
-    def memory_bytes(self) -> int:
-        """None: what a call needs is allocated for that call."""
-        return 0
-
-    def check(self) -> None:
-        """Nothing to look for: its calls raise what goes wrong."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def describe(self) -> str:
         """For `explain`."""
@@ -142,16 +129,9 @@ class _StagedRound(Dispatched):
 
     @property
     def dispatch_traffic(self) -> Traffic:
-        rows = sum(self._sends.counts) - self._sends.counts[self._rounds.config.comm.rank]
-        return Traffic(rows, rows * self._logical_bytes, rows * self._rounds.message_bytes(self._dtype))
+        return self._traffic(self._sends.counts, self._rounds.message_bytes(self._dtype))
 
     @property
     def combine_traffic(self) -> Traffic:
         config = self._rounds.config
-        rows = sum(self._recv_counts) - self._recv_counts[config.comm.rank]
-        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
-        return Traffic(rows, rows * self._logical_bytes, rows * record_bytes)
-
-    @property
-    def _logical_bytes(self) -> int:
-        return self._rounds.config.hidden_size * self._dtype.itemsize
+        return self._traffic(self._recv_counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))
