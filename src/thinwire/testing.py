@@ -132,8 +132,17 @@ def run_ranks(
     """
     _check_request(world_size, mode, device, timeout, env)
     if mode == "thread":
-        return _run_threads(fn, world_size, args, device, timeout)
-    return _run_processes(fn, world_size, args, device, timeout, env or {})
+        results, failures, stacks = run_rank_threads(fn, world_size, args, device, timeout, _GRACE)
+        stuck = {rank: ("had not returned", stack) for rank, stack in stacks.items()}
+        fate, end = "cannot be killed", "; threads cannot be killed, but their waits for peers were ended"
+    else:
+        results, failures, stuck = _run_processes(fn, world_size, args, device, timeout, env or {})
+        fate, end = "killed", " and were killed"
+    if failures:
+        raise _rank_error(failures, list(stuck), world_size, fate)
+    if stuck:
+        raise _timeout_error(stuck, world_size, timeout, end)
+    return results
 
 
 def _check_request(world_size: int, mode: str, device: str, timeout: float, env: dict[str, str] | None) -> None:
@@ -157,20 +166,6 @@ def _check_request(world_size: int, mode: str, device: str, timeout: float, env:
         )
 
 
-def _run_threads(
-    fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float
-) -> list[T]:
-    outcome = run_rank_threads(fn, world_size, args, device, timeout, _GRACE)
-    if outcome.failures:
-        raise _rank_error(outcome.failures, list(outcome.stacks), world_size, "and cannot be killed")
-    if outcome.stacks:
-        stuck = {rank: ("had not returned", stack) for rank, stack in outcome.stacks.items()}
-        raise _timeout_error(
-            stuck, world_size, timeout, "; threads cannot be killed, but their waits for peers were ended"
-        )
-    return [outcome.results[rank] for rank in range(world_size)]
-
-
 def _run_processes(
     fn: Callable[..., T],
     world_size: int,
@@ -178,7 +173,8 @@ def _run_processes(
     device: str,
     timeout: float,
     env: dict[str, str],
-) -> list[T]:
+) -> tuple[list[T], dict[int, str], dict[int, tuple[str, str]]]:
+    """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
     environ = {**_loopback(), **os.environ, **env}
     payload = _pack(fn, args, environ)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
@@ -197,12 +193,9 @@ def _run_processes(
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
-        if failures:
-            raise _rank_error(failures, unfinished, world_size, "and killed")
-        if unfinished:
-            stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
-            raise _timeout_error(stuck, world_size, timeout, " and were killed")
-        return [_load_result(launch) for launch in launches]
+        stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
+        results = [] if failures or stuck else [_load_result(launch) for launch in launches]
+        return results, failures, stuck
 
 
 def _loopback() -> dict[str, str]:
@@ -274,7 +267,14 @@ def _main_source() -> tuple[str, str] | None:
 
 
 def _start(launches: list[Launch], environ: dict[str, str], processes: list[BaseProcess]) -> None:
-    make = _process_maker(launches[0], environ)
+    device, preloaded = launches[0].device, launches[0].preloaded
+    if preloaded:
+        make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], environ)
+    else:
+        context: Any = multiprocessing.get_context(_start_method(device))
+        if _start_method(device) == "forkserver":
+            context.set_forkserver_preload(_PRELOAD)
+        make = context.Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
     outputs = (InheritedFile(1), InheritedFile(2))
     with _without_main():
@@ -288,15 +288,6 @@ def _start_method(device: str) -> str:
     """A fork server starts a rank in milliseconds, as it has imported torch; CUDA does not survive a fork."""
     forks = device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods()
     return "forkserver" if forks else "spawn"
-
-
-def _process_maker(launch: Launch, environ: dict[str, str]) -> Callable[..., BaseProcess]:
-    if launch.preloaded:
-        return functools.partial(ServedProcess, [*_PRELOAD, *launch.preloaded], environ)
-    context: Any = multiprocessing.get_context(_start_method(launch.device))
-    if _start_method(launch.device) == "forkserver":
-        context.set_forkserver_preload(_PRELOAD)
-    return context.Process
 
 
 def _prepare_server(preloaded: tuple[str, ...], environ: dict[str, str]) -> None:
@@ -407,7 +398,7 @@ def _rank_error(failures: dict[int, str], unfinished: list[int], world_size: int
     for rank, text in failures.items():
         lines += ["", f"--- rank {rank} ---", text.rstrip()]
     if unfinished:
-        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, {fate} ---"]
+        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, and {fate} ---"]
     return RankError("\n".join(lines), failures)
 
 
