@@ -20,8 +20,6 @@ from torch import nn
 from thinwire.errors import CheckpointError
 from thinwire.moe.layer import MoELayer
 
-__all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
-
 
 def _expert_tensors(model: nn.Module) -> dict[str, MoELayer]:
     """The names of all stacked expert tensors, each with its layer."""

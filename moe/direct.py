@@ -15,7 +15,7 @@ import torch
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
-from thinwire.fused.backend import RoundKernels
+from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
@@ -50,12 +50,10 @@ class DirectRounds(DirectTransport, Rounds):
     name = "direct"
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
-    ) -> None:
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         DirectTransport.__init__(self, "ExpertParallel", memory, config.comm.rank, config.peer_timeout)
         Rounds.__init__(self, config, reason)
-        self.kernels = kernels
+        self.kernels = select_round_kernels(config.dispatch_backend)
         self.lanes = [
             Lane.of(
                 layout,

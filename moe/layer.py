@@ -15,8 +15,6 @@ from thinwire.moe.routing import top_k_route
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
 
-__all__ = ["MoELayer", "Routing"]
-
 
 class Routing(NamedTuple):
     """What the router decided for T tokens: the input of :func:`thinwire.moe.routing.load_balancing_loss`."""

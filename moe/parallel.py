@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError
-from thinwire.fused.backend import select_backend, select_round_kernels
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
@@ -102,8 +101,7 @@ class ExpertParallel:
         """Everything that depends on the group. Collective."""
         self._config, self._generation = config, generation
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
-        self.dispatch_backend = select_backend(self.comm.device, self.wire)
-        self.combine_backend = select_backend(self.comm.device, self.combine_wire)
+        self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
         found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
         if isinstance(found, Refusal):
@@ -133,9 +131,7 @@ class ExpertParallel:
             "ExpertParallel",
             self.lanes * layout.NUM_BYTES,
             {},
-            lambda memory: DirectRounds(
-                self._config, layout, memory, select_round_kernels(self.dispatch_backend), reason
-            ),
+            lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
         )
 

@@ -6,8 +6,6 @@ import torch
 
 from thinwire.errors import RoutingError
 
-__all__ = ["expert_range", "load_balancing_loss", "top_k_route"]
-
 
 def expert_range(num_experts: int, world_size: int, rank: int) -> range:
     """Global ids of the experts that ``rank`` owns: contiguous blocks, as equal as possible.

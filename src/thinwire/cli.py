@@ -10,8 +10,6 @@ from pathlib import Path
 from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
-__all__ = ["main"]
-
 _DEMO = """\
 Splits a small trained mixture-of-experts model over CPU ranks, scores a text with it under several wire formats, and
 prints what each format cost and saved. The model and the text come with the package."""
