@@ -68,21 +68,14 @@ class MoELayer(nn.Module):
         self.ep = ep
         self.local_experts = range(num_experts) if ep is None else self._owned(ep)
         self.router = nn.Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
-        self.experts = GroupedExperts(
-            len(self.local_experts),
-            hidden_size,
-            ff_size,
-            activation=activation,
-            gated=gated,
-            dtype=dtype,
-            device=device,
-        )
+        sizes = (len(self.local_experts), hidden_size, ff_size)
+        self.experts = GroupedExperts(*sizes, activation=activation, gated=gated, dtype=dtype, device=device)
 
     def _owned(self, ep: ExpertParallel) -> range:
-        mine = {"num_experts": self.num_experts, "top_k": self.top_k, "hidden_size": self.hidden_size}
-        for name, value in mine.items():
-            if getattr(ep, name) != value:
-                raise ValueError(f"this layer has {name} {value}, its ep {getattr(ep, name)}: they must be the same")
+        for name in ("num_experts", "top_k", "hidden_size"):
+            mine, its = getattr(self, name), getattr(ep, name)
+            if mine != its:
+                raise ValueError(f"this layer has {name} {mine}, its ep {its}: they must be the same")
         owned = ep.local_experts
         if owned.step != 1 or not 0 <= owned.start <= owned.stop <= self.num_experts:
             raise ValueError(f"ep.local_experts must be a contiguous range within 0..{self.num_experts}, got {owned}")

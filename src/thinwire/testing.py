@@ -67,14 +67,11 @@ class RanksTimeout(ThinwireError, TimeoutError):
 def preload(*modules: str) -> None:
     """Has ranks that are CPU processes start with these modules imported, from now on; with none, as without the call.
 
-    Ranks are forked from a server that has imported torch and no more. A test suite that starts ranks a thousand times
-    saves seconds each time with a server that has imported what most of them need, and has loaded what numba keeps in
-    its cache. The modules must not start threads: those do not survive a fork.
-
-    The server imports them once, at the first `run_ranks`, whose time limit begins after that. What they read from the
-    environment meanwhile is what this process has then, other than in a variable that begins with TRITON_ or NUMBA_:
-    where ranks are given another value of one, they come from a second server, which has imported the modules under
-    that value.
+    Ranks are forked from a server that has imported torch and no more; who starts ranks a thousand times saves seconds
+    each time with one that has imported more. It does so at the first `run_ranks`, whose time limit begins after that,
+    under the environment that this process has then. Where ranks are given another value of a variable that begins with
+    TRITON_ or NUMBA_, they come from a second server, which has imported the modules under that value. The modules must
+    not start threads: those do not survive a fork.
 
     Args:
         modules: importable from `sys.path` as it is at the first `run_ranks`; a rank whose server could not import them
@@ -368,8 +365,8 @@ def _read_death(launch: Launch, process: BaseProcess) -> tuple[float, str] | Non
     if code == 0 and returned:
         return None
     how = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    parts = [f"{how}, {'after' if returned else 'before'} fn had returned", _read_stack(launch)]
-    return time.monotonic(), "\n".join(part for part in parts if part)
+    text = f"{how}, {'after' if returned else 'before'} fn had returned\n{_read_stack(launch)}"
+    return time.monotonic(), text.rstrip("\n")
 
 
 def _signal_name(number: int) -> str:
@@ -411,11 +408,9 @@ def _timeout_error(stuck: dict[int, tuple[str, str]], world_size: int, timeout: 
 
 
 def _where_stuck(launch: Launch) -> tuple[str, str]:
-    state = "had not returned"
+    state = "had not returned" if launch.file("stack").exists() else "the process was still starting"
     if launch.file("result").exists():
         state = "fn had returned, but the process did not end"
-    elif not launch.file("stack").exists():
-        state = "the process was still starting"
     return state, _read_stack(launch)
 
 
