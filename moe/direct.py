@@ -20,6 +20,7 @@ from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
+from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -29,18 +30,6 @@ from thinwire.triton_kernels.round_layout import (
     SIGNAL_TOKENS,
     Lane,
     RoundLayout,
-)
-from thinwire.triton_kernels.signal import (
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    MISMATCHED,
-    REPORT_EPOCH,
-    REPORT_PHASE,
-    REPORT_STATUS,
-    RUNNING,
-    SIGNAL_FLAG,
-    SIGNAL_LINE_BYTES,
-    TIMED_OUT,
 )
 
 
@@ -106,17 +95,17 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
         if self.on_gpu:
             return
-        if self._reports[lane][REPORT_STATUS] == MISMATCHED:
+        if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on.
             error = self._mismatch(lane)
-            self._reports[lane][REPORT_STATUS] = self.lanes[lane].control[CONTROL_STATUS] = RUNNING
+            self._reports[lane][signal.REPORT_STATUS] = self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
             self.close_round(lane)
             raise error
         self.raise_failure(lane)
 
     def _lines(self, lane: int, offset: int) -> torch.Tensor:
         """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
-        lines = self.lanes[lane].buffer[offset:][: self.world * SIGNAL_LINE_BYTES]
+        lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
         return lines.cpu().view(torch.int32).view(self.world, -1)
 
     def raise_failure(self, lane: int) -> None:
@@ -131,7 +120,7 @@ class DirectRounds(DirectTransport, Rounds):
         if self._failed is not None:
             raise self._timeout(self._failed)
         report = self._reports[lane]
-        if report[REPORT_STATUS] == MISMATCHED:
+        if report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)
         if report[REPORT_BAD_IDS]:
             report[REPORT_BAD_IDS] = 0
@@ -146,19 +135,21 @@ class DirectRounds(DirectTransport, Rounds):
         A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
         them on the next. Neither are to blame.
         """
-        timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
+        timed_out = [
+            lane for lane, report in enumerate(self._reports) if report[signal.REPORT_STATUS] == signal.TIMED_OUT
+        ]
         if not timed_out:
             return
         if self.capturing:
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
-            said = self._lines(lane, tensors.layout.STUCK)[:, SIGNAL_FLAG].tolist()
+            said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
-            if self._reports[lane][REPORT_STATUS] == RUNNING:
+            if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
                 if not self._open[lane]:
-                    tensors.control[CONTROL_EPOCH] += 1
+                    tensors.control[signal.CONTROL_EPOCH] += 1
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
 
     def _timeout(self, lane: int) -> PeerTimeout:
@@ -166,7 +157,7 @@ class DirectRounds(DirectTransport, Rounds):
         blamed, missing, said = self.peers_in(report)
         ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
         stuck_on_us = [rank for rank in everyone if said[rank] == 2]
-        epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
+        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
         if ranks:
             reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
         elif stuck_on_us:
@@ -199,7 +190,7 @@ class DirectRounds(DirectTransport, Rounds):
         lane = self.lanes[0]
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
-        local["control"][CONTROL_STATUS] = TIMED_OUT
+        local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
         idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
         row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=self.device)
         ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=self.device)
