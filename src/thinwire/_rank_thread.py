@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -34,7 +35,8 @@ def run_rank_threads(
     # Ranks may start ranks of their own. When the outer ones are given up, so are these.
     world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threads = [_RankThread(comm, world, fn, args, ended) for comm in Communicator.of_threads(world, device=device)]
+    comms = Communicator.of_threads(world, device=device)
+    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), ended) for comm in comms]
     limit = time.monotonic() + timeout
     running = set(range(world_size))
     failures: dict[int, str] = {}
@@ -66,19 +68,14 @@ class _RankThread(threading.Thread):
     """One rank. A daemon: one that never returns does not keep the process from ending."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        world: ThreadWorld,
-        fn: Callable[..., Any],
-        args: Sequence[object],
-        ended: queue.SimpleQueue[int],
+        self, comm: Communicator, world: ThreadWorld, call: Callable[[], Any], ended: queue.SimpleQueue[int]
     ) -> None:
         super().__init__(name=f"rank {comm.rank}", daemon=True)
         self.world = world
         self.result: Any = None
         self.failure: str | None = None  # the traceback
         self._comm = comm
-        self._call: tuple[Callable[..., Any], Sequence[object]] | None = (fn, args)
+        self._calls = [call]
         self._ended = ended
         # What the caller's stream was given may be what makes the arguments.
         on_cuda = comm.device.type == "cuda"
@@ -86,12 +83,11 @@ class _RankThread(threading.Thread):
 
     def run(self) -> None:
         """Leaves a result or a failure, and says that it has ended."""
-        assert self._call is not None
-        (fn, args), self._call = self._call, None
+        call = self._calls.pop()  # what the arguments hold is not held for longer than the call
         try:
             with self._comm, rank_thread(self._comm), self._stream_of_its_own():
                 try:
-                    self.result = fn(self._comm, *args)
+                    self.result = call()
                 except BaseException as error:
                     self._tell_peers(error)
                     raise

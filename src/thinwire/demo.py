@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -123,68 +123,59 @@ def _score_rank(
 ) -> tuple[float, list[WireScore]]:
     """Runs in every rank: bits per byte of the unsharded model, and a score for each wire."""
     unsharded = load_tiny_moe()
-    context = unsharded.config.context
-    steps = list(_steps(text, context, comm.rank, comm.size))
-    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
-    expected = []
-    with torch.inference_mode():
-        for inputs, _ in steps:
-            expected.append(unsharded(inputs))
-            progress.step("unsharded")
-        lengths = torch.tensor([nats(e, t) for e, (_, t) in zip(expected, steps, strict=True)], dtype=torch.float64)
-        to_bits = 1 / math.log(2.0) / (len(text) - 1)
-        exact_bits = float(_sum_over_ranks(comm, lengths.sum())) * to_bits
-        scores = [_score_wire(comm, unsharded, wire, steps, expected, to_bits, progress.step) for wire in wires]
-    return exact_bits, scores
-
-
-def _score_wire(
-    comm: Communicator,
-    unsharded: TinyMoE,
-    wire: str,
-    steps: list[tuple[torch.Tensor, torch.Tensor]],
-    expected: list[torch.Tensor],
-    to_bits: float,
-    progress: Callable[[str], None],
-) -> WireScore:
     config = unsharded.config
     sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS_PER_STEP * config.context)
-    ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
-    ep.exact = ExpertParallel(comm, *sizes, wire="none")
-    ep.sent, ep.squares = torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    model = load_tiny_moe(ep=ep)
-    for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
-        model(inputs)
-    squares = _sum_over_ranks(comm, ep.squares)
+    steps = list(_steps(text, config.context, comm.rank, comm.size))
+    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
 
-    ep.exact = None
-    ep.sent.zero_()
-    comm.barrier()
-    started = time.perf_counter()
-    logits = []
-    for inputs, _ in steps:
-        logits.append(model(inputs))
-        progress(wire)
-    comm.barrier()
-    seconds = time.perf_counter() - started
+    def logits_of(model: TinyMoE, label: str) -> list[torch.Tensor]:
+        logits = []
+        for inputs, _ in steps:
+            logits.append(model(inputs))
+            progress.step(label)
+        return logits
 
-    pairs = zip(logits, expected, strict=True)
-    difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
-    length = sum(nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
-    sent = _sum_over_ranks(comm, ep.sent)
-    per_token = (sent[1:] / sent[0]).tolist()
-    return WireScore(
-        wire=wire,
-        bits_per_byte=float(_sum_over_ranks(comm, torch.tensor(length, dtype=torch.float64))) * to_bits,
-        largest_logit_difference=max(comm.all_gather_object(difference)),
-        dispatch_logical_bytes=per_token[0],
-        dispatch_wire_bytes=per_token[1],
-        dispatch_error=float((squares[0] / squares[1]).sqrt()),
-        combine_logical_bytes=per_token[2],
-        combine_wire_bytes=per_token[3],
-        combine_error=float((squares[2] / squares[3]).sqrt()),
-        seconds=seconds,
-    )
+    def bits_per_byte(logits: list[torch.Tensor]) -> float:
+        own = sum(nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
+        return sum(comm.all_gather_object(own)) / math.log(2.0) / (len(text) - 1)
+
+    def score(wire: str) -> WireScore:
+        ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
+        ep.exact = ExpertParallel(comm, *sizes, wire="none")
+        ep.sent, ep.squares = torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        model = load_tiny_moe(ep=ep)
+        for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
+            model(inputs)
+        squares = _sum_over_ranks(comm, ep.squares)
+
+        ep.exact = None
+        ep.sent.zero_()
+        comm.barrier()
+        started = time.perf_counter()
+        logits = logits_of(model, wire)
+        comm.barrier()
+        seconds = time.perf_counter() - started
+
+        pairs = zip(logits, expected, strict=True)
+        difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
+        sent = _sum_over_ranks(comm, ep.sent)
+        per_token = (sent[1:] / sent[0]).tolist()
+        return WireScore(
+            wire=wire,
+            bits_per_byte=bits_per_byte(logits),
+            largest_logit_difference=max(comm.all_gather_object(difference)),
+            dispatch_logical_bytes=per_token[0],
+            dispatch_wire_bytes=per_token[1],
+            dispatch_error=float((squares[0] / squares[1]).sqrt()),
+            combine_logical_bytes=per_token[2],
+            combine_wire_bytes=per_token[3],
+            combine_error=float((squares[2] / squares[3]).sqrt()),
+            seconds=seconds,
+        )
+
+    with torch.inference_mode():
+        expected = logits_of(unsharded, "unsharded")
+        return bits_per_byte(expected), [score(wire) for wire in wires]
 
 
 def format_table(exact_bits: float, scores: list[WireScore]) -> str:
@@ -204,14 +195,7 @@ def format_table(exact_bits: float, scores: list[WireScore]) -> str:
 
 
 def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Path | None, timeout: float) -> None:
-    """Scores a text under each wire format on `ranks` CPU processes and prints the table.
-
-    Args:
-        ranks: processes, at least 1.
-        wires: names of formats.
-        text_path: a file to score; None means the packaged held-out text.
-        json_path: where to write the figures as well, if anywhere.
-        timeout: seconds after which everything is ended.
+    """Scores a text, the packaged one or a file's, under each wire format, prints the table and writes the figures.
 
     Raises:
         WireFormatError: an unknown format.
@@ -247,12 +231,11 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
     )
     print(_USAGE)
     if json_path is not None:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         figures = {
             "demo": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
             "text": "packaged held-out text" if text_path is None else str(text_path),
             "thinwire": VERSION,
-            "machine": machine,
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
             "text_bytes": len(text),
             "unsharded_bits_per_byte": exact_bits,
             "scores": [asdict(score) for score in scores],
