@@ -1,8 +1,7 @@
 """Saving and loading a model with MoE layers; a rank reads only its own experts' bytes.
 
-The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, under the name they have in
-the model, so that the experts of a rank are one contiguous piece of each of them. Floating-point tensors are stored in
-bf16.
+The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, so that the experts of a
+rank are one contiguous piece of each of them.
 """
 
 from __future__ import annotations

@@ -163,8 +163,7 @@ class DirectRounds(DirectTransport, Rounds):
         elif stuck_on_us:
             reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:
-            late = [rank for rank in everyone if missing[rank]]
-            reason = f"{name_ranks(late)} answered too late, or gave up as well"
+            reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
         return PeerTimeout(
             f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild(group) makes new ones",

@@ -27,15 +27,13 @@ class Routing(NamedTuple):
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer: ``y = sum over the top-k experts e of weight_e * expert_e(x)``.
 
-    Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and tokens
-    travel to the ranks that own their experts and back; the layer is then collective: every rank of the group calls it
-    as often as the others, with any number of tokens, also none. Gradients flow as far as ``ep`` lets them; if it has
-    no backward pass, call the layer under ``torch.no_grad()``. A layer built with ``ep`` draws its own random experts
-    and its own random router, and the router has to be the same on every rank: load existing ones with
+    Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
+    collective: every rank of the group calls it as often as the others, with any number of tokens, also none. It has no
+    backward pass then: call it under ``torch.no_grad()``. Built with ``ep`` it draws random experts and a random router
+    of its own, which has to be the same on every rank: load existing ones with
     :func:`thinwire.moe.checkpoint.load_checkpoint`, or use :meth:`shard`.
 
-    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded), so that it is
-    the same from run to run.
+    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded).
 
     Raises:
         ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, or an ``ep`` whose

@@ -1,7 +1,6 @@
 """A small byte-level language model with MoE layers, trained on English documentation text.
 
-It is shipped with the package so that what a wire format does to a model can be measured in bits per byte, without a
-download. It is not meant for anything else.
+It is shipped so that what a wire format does to a model can be measured in bits per byte, and for nothing else.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class TinyMoE(nn.Module):
 
     def __init__(self, config: TinyMoEConfig | None = None, ep: ExpertParallel | None = None) -> None:
         super().__init__()
-        self.config = config if config is not None else TinyMoEConfig()
+        self.config = config or TinyMoEConfig()
         self.embedding = nn.Embedding(VOCABULARY, self.config.hidden_size)
         self.blocks = nn.ModuleList(Block(self.config, ep) for _ in range(self.config.num_layers))
         self.final_norm = nn.RMSNorm(self.config.hidden_size, eps=1e-6)
@@ -170,10 +169,7 @@ def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel
 
 
 def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut ``text`` into consecutive windows of inputs and the bytes that follow them.
-
-    Every byte but the first is a target once. The windows do not overlap, so the first target of a window is predicted
-    from one byte and the last from ``context``.
+    """Cut ``text`` into windows of inputs and the bytes that follow them; every byte but the first is a target once.
 
     Returns:
         (inputs, targets) pairs, int64 [windows, length]: all full windows (length ``context``), then the shorter rest

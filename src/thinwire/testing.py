@@ -99,8 +99,7 @@ def run_ranks(
     As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
     are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks use the
     current GPU, each with a stream of its own. A thread cannot be killed: when a rank failed or time is up, all waits
-    for peers end with PeerTimeout, and a thread that does not return all the same is left behind. It is a daemon, so it
-    ends with the process at the latest.
+    for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
 
     Args:
         fn: called with a :class:`thinwire.comm.Communicator` over all the ranks, and `args`.
@@ -164,12 +163,7 @@ def _check_request(world_size: int, mode: str, device: str, timeout: float, env:
 
 
 def _run_processes(
-    fn: Callable[..., T],
-    world_size: int,
-    args: tuple[object, ...],
-    device: str,
-    timeout: float,
-    env: dict[str, str],
+    fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float, env: dict[str, str]
 ) -> tuple[list[T], dict[int, str], dict[int, tuple[str, str]]]:
     """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
     environ = {**_loopback(), **os.environ, **env}
@@ -315,7 +309,7 @@ def _watch(processes: list[BaseProcess], launches: list[Launch], deadline: float
         What happened on the ranks that failed, the first one first, and the ranks that run on.
     """
     running = dict(enumerate(processes))
-    failures: list[tuple[float, int, str]] = []
+    failures: dict[int, tuple[float, str]] = {}
     limit = deadline
     while running:
         sentinels = [process.sentinel for process in running.values()]
@@ -327,14 +321,14 @@ def _watch(processes: list[BaseProcess], launches: list[Launch], deadline: float
             process.join()
             failure = _read_failure(launches[rank]) or _read_death(launches[rank], process)
             if failure is not None:
-                failures.append((failure[0], rank, failure[1]))
+                failures[rank] = failure
                 limit = min(limit, time.monotonic() + _GRACE)
-    for rank in list(running):
+    for rank in running:
         failure = _read_failure(launches[rank])
         if failure is not None:  # it has raised, and was only about to end
-            failures.append((failure[0], rank, failure[1]))
-            running.pop(rank)
-    return {rank: text for _, rank, text in sorted(failures)}, list(running)
+            failures[rank] = failure
+    in_order = sorted(failures, key=lambda rank: failures[rank][0])
+    return {rank: failures[rank][1] for rank in in_order}, [rank for rank in running if rank not in failures]
 
 
 def _kill(processes: list[BaseProcess]) -> None:
@@ -364,16 +358,10 @@ def _read_death(launch: Launch, process: BaseProcess) -> tuple[float, str] | Non
     code = process.exitcode or 0
     if code == 0 and returned:
         return None
-    how = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    names = {known.value: known.name for known in signal.Signals}
+    how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
     text = f"{how}, {'after' if returned else 'before'} fn had returned\n{_read_stack(launch)}"
     return time.monotonic(), text.rstrip("\n")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _read_stack(launch: Launch) -> str:
