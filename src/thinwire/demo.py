@@ -137,7 +137,7 @@ def _score_rank(
 
     def bits_per_byte(logits: list[torch.Tensor]) -> float:
         own = sum(nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
-        return sum(comm.all_gather_object(own)) / math.log(2.0) / (len(text) - 1)
+        return sum(comm.all_gather_object(own)) * (1 / math.log(2.0) / (len(text) - 1))
 
     def score(wire: str) -> WireScore:
         ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
