@@ -19,7 +19,6 @@ summands.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,9 +86,8 @@ def errors_of_collectives(comm: Communicator) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=None)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(range(2, 9)))
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     described = timing.machine(timing.check_device("cpu"))
     timing.print_machine(described)
@@ -97,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"ranks": size, **run_ranks(errors_of_collectives, size, mode="thread", timeout=300)[0]}
         for size in options.ranks
     ]
-    timing.print_table(lines, COLUMNS)
-    if options.json:
-        timing.write_json(options.json, benchmark="accuracy", machine=described, figures=lines)
+    timing.finish(options, "accuracy", described, (lines, COLUMNS), lines)
 
 
 if __name__ == "__main__":

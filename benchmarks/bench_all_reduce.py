@@ -21,8 +21,6 @@ ranks the ranks are threads that share the first one, and the baseline is a plai
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +37,6 @@ from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.partition import split_parts
-from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
 WIRES = (("none", "none"), ("int8", "none"), ("int8", "int8"))
@@ -153,9 +150,7 @@ def figures(where: str, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, An
                 "way": name,
                 "logical_bytes": num_bytes,
                 "wire_bytes": ranks[0]["wire_bytes"][name],
-                "seconds": statistics.median(seconds),
-                "fastest": min(seconds),
-                "slowest": max(seconds),
+                **timing.spread(seconds),
                 "ratio_to_bf16": timing.median_ratio(samples[narrow], seconds),
                 "ratio_to_fp32": timing.median_ratio(samples[wide], seconds),
                 "error": max(rank["error"][name] for rank in ranks),
@@ -166,7 +161,6 @@ def figures(where: str, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    goal = line["goal"]
     return {
         **line,
         "MB": line["logical_bytes"] / 1e6,
@@ -174,21 +168,17 @@ def _columns(line: Mapping[str, Any]) -> dict[str, Any]:
         "us": line["seconds"] * 1e6,
         "x bf16": line["ratio_to_bf16"],
         "x fp32": line["ratio_to_fp32"],
-        "goal": "" if goal is None else f"{goal:g} {'reached' if line['ratio_to_bf16'] >= goal else 'not reached'}",
+        "goal": timing.verdict(line["goal"], line["ratio_to_bf16"]),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=15, timeout_of="number of ranks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--num-bytes", type=int, nargs="+", help="of a rank's bfloat16 tensor")
     parser.add_argument("--link", action="store_true", help="between two hosts, joined by a link of limited rate")
     parser.add_argument("--rate", nargs="+", default=["1gbit", "10gbit"], help="with --link: bits a second each way")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--sample-seconds", type=float, default=0.02, help="how long a sample is to take, about")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each number of ranks")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     device = timing.check_device(options.device)
     sizes = options.num_bytes or ([32 << 20] if options.link else [1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20])
@@ -211,25 +201,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         described["congestion_control"] = link.congestion_control()
     else:
         for size in options.ranks:
-            shared = options.device == "cuda" and torch.cuda.device_count() < size
-            how: dict[str, Any] = {"mode": "thread"} if shared else {}
             passed = (sizes, options.repeats, options.sample_seconds, ("direct", "staged"))
-            results = run_ranks(measure, size, *passed, device=options.device, timeout=options.timeout, **how)
+            results = timing.run_over_ranks(options, measure, size, *passed)
             for ranks in zip(*results, strict=True):
                 lines += figures(options.device, ranks)
                 missing |= ranks[0]["missing"]
-    timing.print_table([_columns(line) for line in lines], COLUMNS)
-    for name, reason in missing.items():
-        print(f"{name} skipped: {reason}")
-    if options.json:
-        timing.write_json(
-            options.json,
-            benchmark="all_reduce_link" if options.link else "all_reduce",
-            machine=described,
-            repeats=options.repeats,
-            skipped=missing,
-            figures=lines,
-        )
+    name, table = "all_reduce_link" if options.link else "all_reduce", ([_columns(line) for line in lines], COLUMNS)
+    timing.finish(options, name, described, table, lines, repeats=options.repeats, skipped=missing)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ With fewer GPUs than ranks the ranks are threads that share the first one, and t
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +35,6 @@ from benchmarks import timing
 from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
 TRANSFERS = (("direct", "none"), ("direct", "int8"), ("staged", "none"), ("staged", "int8"))
@@ -108,7 +105,7 @@ def _measure_rows(comm: Communicator, rows: int, hidden: int, repeats: int, samp
         transfers[name] = function
         wire_bytes[name] = leaving // hidden * WireFormat.parse(wire).row_bytes(hidden, x.dtype)
         if baseline != _COPY:
-            error[name] = float(torch.linalg.norm(out.float() - truth.float()) / torch.linalg.norm(truth.float()))
+            error[name] = timing.relative_error(out, truth)
     samples = timing.interleaved_over_ranks(comm, transfers, repeats, sample_seconds=sample_seconds)
     return {
         "rows": rows,
@@ -150,9 +147,7 @@ def figures(size: int, hidden: int, device: str, ranks: Sequence[Mapping[str, An
                 "transfer": name,
                 "logical_bytes": ranks[0]["logical_bytes"],
                 "wire_bytes": ranks[0]["wire_bytes"][name],
-                "seconds": statistics.median(seconds),
-                "fastest": min(seconds),
-                "slowest": max(seconds),
+                **timing.spread(seconds),
                 "baseline": baseline,
                 "ratio": timing.median_ratio(samples[baseline], seconds),
                 "error": max((rank["error"][name] for rank in ranks if name in rank["error"]), default=0.0),
@@ -163,7 +158,6 @@ def figures(size: int, hidden: int, device: str, ranks: Sequence[Mapping[str, An
 
 
 def _columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    goal = line["goal"]
     return {
         **line,
         "MB": line["logical_bytes"] / 1e6,
@@ -171,20 +165,16 @@ def _columns(line: Mapping[str, Any]) -> dict[str, Any]:
         "us": line["seconds"] * 1e6,
         "GB/s": line["logical_bytes"] / line["seconds"] / 1e9,
         "x bf16": line["ratio"],
-        "goal": "" if goal is None else f"{goal:g} {'reached' if line['ratio'] >= goal else 'not reached'}",
+        "goal": timing.verdict(line["goal"], line["ratio"]),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=21, timeout_of="number of ranks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512, 4096, 8192], help="rows of a rank")
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--sample-seconds", type=float, default=0.02, help="how long a sample is to take, about")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each number of ranks")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     device = timing.check_device(options.device)
     described = timing.machine(device)
@@ -192,25 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     for size in options.ranks:
-        shared = options.device == "cuda" and torch.cuda.device_count() < size
-        how: dict[str, Any] = {"mode": "thread"} if shared else {}
         sizes = (options.rows, options.hidden, options.repeats, options.sample_seconds)
-        results = run_ranks(measure, size, *sizes, device=options.device, timeout=options.timeout, **how)
+        results = timing.run_over_ranks(options, measure, size, *sizes)
         for ranks in zip(*results, strict=True):
             lines += figures(size, options.hidden, options.device, ranks)
             missing |= ranks[0]["missing"]
-    timing.print_table([_columns(line) for line in lines], COLUMNS)
-    for name, reason in missing.items():
-        print(f"{name} skipped: {reason}")
-    if options.json:
-        timing.write_json(
-            options.json,
-            benchmark="all_to_all",
-            machine=described,
-            repeats=options.repeats,
-            skipped=missing,
-            figures=lines,
-        )
+    table = ([_columns(line) for line in lines], COLUMNS)
+    timing.finish(options, "all_to_all", described, table, lines, repeats=options.repeats, skipped=missing)
 
 
 if __name__ == "__main__":

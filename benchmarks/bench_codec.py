@@ -11,7 +11,6 @@ GPU the tensors rotate, so that none is found in the cache.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -113,14 +112,12 @@ def _columns(figure: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=15)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", help="default: 4096 and 16 on a CPU, 4096 and 128 on a GPU")
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--wires", nargs="+", default=list(WIRES), metavar="WIRE")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     device = timing.check_device(options.device)
     described = timing.machine(device)
@@ -131,9 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for wire in options.wires:
                 figure = bench(device, rows, options.hidden, DTYPES[name], WireFormat.parse(wire), options.repeats)
                 figures.append({"rows": rows, "hidden": options.hidden, "dtype": name, "wire": wire, **figure})
-    timing.print_table([_columns(figure) for figure in figures], COLUMNS)
-    if options.json:
-        timing.write_json(options.json, benchmark="codec", machine=described, repeats=options.repeats, figures=figures)
+    table = ([_columns(figure) for figure in figures], COLUMNS)
+    timing.finish(options, "codec", described, table, figures, repeats=options.repeats)
 
 
 if __name__ == "__main__":

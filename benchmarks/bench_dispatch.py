@@ -21,7 +21,6 @@ All of it runs in turn, round after round, in the same processes; a time is that
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,6 @@ from benchmarks import timing
 from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.testing import run_ranks
 
 ROUNDS = (("direct", "none"), ("direct", "int8"), ("staged", "none"), ("staged", "int8"))
 COLUMNS = {
@@ -90,9 +88,9 @@ def measure(
         outputs[name] = ep.combine(first.tokens, first)
         del first
         rounds[name] = _round(ep, x, ids, weights, result["rows"], laps, name)
-    exact = next(output for name, output in outputs.items() if name.endswith("none")).float()
+    exact = next(output for name, output in outputs.items() if name.endswith("none"))
     for name, output in outputs.items():
-        result["error"][name] = float(torch.linalg.norm(output.float() - exact) / torch.linalg.norm(exact))
+        result["error"][name] = timing.relative_error(output, exact)
     outputs.clear()
     source = torch.randn(max(1, (tokens + result["rows"]) // 2), hidden, device=device, dtype=x.dtype)
     target = torch.empty_like(source)
@@ -146,9 +144,7 @@ def figures(tokens: int, hidden: int, ranks: Sequence[Mapping[str, Any]]) -> lis
                 "rows": rows,
                 "logical_bytes": logical_bytes,
                 "wire_bytes": wire_bytes,
-                "seconds": statistics.median(seconds),
-                "fastest": min(seconds),
-                "slowest": max(seconds),
+                **timing.spread(seconds),
                 "share": timing.median_ratio(samples[COPY], seconds),
             }
         lines.append(line)
@@ -184,24 +180,20 @@ def _free_memory(device: torch.device) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=11, timeout_of="size")
+    parser.set_defaults(timeout=600.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 1024, 8192], help="tokens of a rank")
     parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096, 7168])
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--sample-seconds", type=float, default=0.02, help="how long a sample is to take, about")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each size")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     device = timing.check_device(options.device)
     described = timing.machine(device)
     timing.print_machine(described)
-    shared = options.device == "cuda" and torch.cuda.device_count() < options.ranks
-    how: dict[str, Any] = {"mode": "thread"} if shared else {}
-    on_one_device = options.ranks if options.device == "cpu" or shared else 1
+    together = options.device == "cpu" or timing.share_a_gpu(options.device, options.ranks)
+    on_one_device = options.ranks if together else 1
     lines: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for hidden in options.hidden:
@@ -211,17 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 skipped[f"{tokens} tokens of {hidden}"] = f"needs {needed / 2**30:.1f} GiB of memory"
                 continue
             sizes = (tokens, hidden, options.experts, options.top_k, options.repeats, options.sample_seconds)
-            ranks = run_ranks(measure, options.ranks, *sizes, device=options.device, timeout=options.timeout, **how)
+            ranks = timing.run_over_ranks(options, measure, options.ranks, *sizes)
             lines += figures(tokens, hidden, ranks)
             skipped |= ranks[0]["missing"]
-    timing.print_table([_columns(line) for line in lines], COLUMNS)
-    for name, reason in skipped.items():
-        print(f"{name} skipped: {reason}")
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("experts", "top_k", "repeats")}
-        timing.write_json(
-            options.json, benchmark="dispatch", machine=described, **settings, skipped=skipped, figures=lines
-        )
+    settings = {name: getattr(options, name) for name in ("experts", "top_k", "repeats")}
+    table = ([_columns(line) for line in lines], COLUMNS)
+    timing.finish(options, "dispatch", described, table, lines, **settings, skipped=skipped)
 
 
 if __name__ == "__main__":

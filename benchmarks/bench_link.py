@@ -86,7 +86,7 @@ def measure(comm: Communicator, *, rows: int, hidden: int, wires: Sequence[str],
     for name, function in transfers.items():
         out.fill_(float("nan"))
         function()
-        error[name] = float(torch.linalg.norm(out.float() - sent.float()) / torch.linalg.norm(sent.float()))
+        error[name] = timing.relative_error(out, sent)
     samples = timing.interleaved_over_ranks(comm, transfers, repeats, sample_seconds=0)
     return {"samples": samples, "wire_bytes": wire_bytes, "error": error}
 
@@ -104,9 +104,7 @@ def figures(rate: str, logical_bytes: int, ranks: Sequence[dict[str, Any]]) -> l
                 "transfer": name,
                 "logical_bytes": logical_bytes,
                 "wire_bytes": wire_bytes,
-                "seconds": median,
-                "fastest": min(seconds),
-                "slowest": max(seconds),
+                **timing.spread(seconds),
                 "wire_bits_per_second": wire_bytes * 8 / median,
                 "ratio_to_all_to_all": timing.median_ratio(samples[COLLECTIVE], seconds),
                 "ratio_to_best_bf16": timing.median_ratio(samples[best], seconds),
@@ -139,15 +137,13 @@ def _checked_rate(rate: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.parser(__doc__, repeats=15)
     parser.add_argument(
         "--rate", type=_checked_rate, nargs="+", default=["1gbit", "10gbit"], help="bits a second each way"
     )
     parser.add_argument("--rows", type=int, default=4096, help="rows that each rank sends to the other")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--wires", nargs="+", default=["int8", "int4"], metavar="WIRE")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     described = timing.machine(timing.check_device("cpu"))
     settings = {name: getattr(options, name) for name in ("rows", "hidden", "wires", "repeats")}
@@ -161,21 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines += figures(rate, options.rows * options.hidden * torch.bfloat16.itemsize, ranks)
     described["congestion_control"] = link.congestion_control()
     timing.print_machine(described)
-    timing.print_table([_columns(line) for line in lines], COLUMNS)
+    table = ([_columns(line) for line in lines], COLUMNS)
+    timing.finish(options, "link", described, table, lines, repeats=options.repeats)
     for line in lines:
         goal = GOALS.get((line["rate"], line["transfer"]))
         if goal is not None:
             reached = min(line["ratio_to_all_to_all"], line["ratio_to_best_bf16"])
-            print(f"{line['transfer']} at {line['rate']}: {reached:.2f} x, goal {goal} x, ", end="")
-            print("reached" if reached >= goal else "not reached")
-    if options.json:
-        timing.write_json(
-            options.json,
-            benchmark="link",
-            machine=described,
-            repeats=options.repeats,
-            figures=lines,
-        )
+            print(f"{line['transfer']} at {line['rate']}: {reached:.2f} x, goal {timing.verdict(goal, reached)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ ratio within the round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -23,25 +24,52 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
+from thinwire.testing import run_ranks
 from thinwire.version import VERSION
-
-__all__ = [
-    "Laps",
-    "captured",
-    "check_device",
-    "interleaved",
-    "interleaved_over_ranks",
-    "machine",
-    "median_ratio",
-    "print_machine",
-    "print_table",
-    "write_json",
-]
 
 Times = dict[str, list[float]]
 
 _MOST_CALLS = 2000
 _CALIBRATION_CALLS = 3
+
+
+def parser(description: str | None, repeats: int | None, timeout_of: str | None = None) -> argparse.ArgumentParser:
+    """A command line with what those of benchmarks have in common; of `run_over_ranks` too, if there is a timeout."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", metavar="FILE", help="write all figures there")
+    if repeats is not None:
+        made.add_argument("--repeats", type=int, default=repeats)
+    if timeout_of is not None:
+        made.add_argument("--sample-seconds", type=float, default=0.02, help="how long a sample is to take, about")
+        made.add_argument("--timeout", type=float, default=900.0, help=f"seconds for each {timeout_of}")
+    return made
+
+
+def share_a_gpu(device: str, size: int) -> bool:
+    """Whether there are fewer GPUs than ranks: they are threads then, on the first one."""
+    return device == "cuda" and torch.cuda.device_count() < size
+
+
+def run_over_ranks(options: argparse.Namespace, measure: Callable[..., Any], size: int, *passed: object) -> list[Any]:
+    """What `measure` gives on each rank, which gets what is passed, and is a process unless ranks share a GPU."""
+    mode = "thread" if share_a_gpu(options.device, size) else "process"
+    return run_ranks(measure, size, *passed, mode=mode, device=options.device, timeout=options.timeout)
+
+
+def finish(
+    options: argparse.Namespace,
+    benchmark: str,
+    described: Mapping[str, Any],
+    table: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]],
+    figures: Sequence[Mapping[str, Any]],
+    **settings: Any,
+) -> None:
+    """Prints the table, rows and columns, and what was skipped; writes all figures where `--json` says."""
+    print_table(*table)
+    for name, reason in settings.get("skipped", {}).items():
+        print(f"{name} skipped: {reason}")
+    if options.json:
+        write_json(options.json, benchmark=benchmark, machine=described, **settings, figures=figures)
 
 
 def check_device(name: str) -> torch.device:
@@ -202,6 +230,21 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
     """Median over rounds of one function's time by another's; rounds that only one of them took do not count."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=False))
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and extremes of what was sampled."""
+    return {"seconds": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds)}
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """L2 of the difference by L2 of what is wanted, in float32."""
+    return float(torch.linalg.norm(got.float() - wanted.float()) / torch.linalg.norm(wanted.float()))
+
+
+def verdict(goal: float | None, ratio: float) -> str:
+    """A goal and whether it is reached, for people."""
+    return "" if goal is None else f"{goal:g} {'reached' if ratio >= goal else 'not reached'}"
 
 
 def machine(device: torch.device) -> dict[str, Any]:

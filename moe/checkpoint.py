@@ -1,8 +1,7 @@
 """Saving and loading a model with MoE layers; a rank reads only its own experts' bytes.
 
-The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, under the name they have in
-the model, so that the experts of a rank are one contiguous piece of each of them. Floating-point tensors are stored in
-bf16.
+The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, so that the experts of a
+rank are one contiguous piece of each of them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from torch import nn
 from thinwire.errors import CheckpointError
 from thinwire.moe.layer import MoELayer
 
-__all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
-
 
 def _expert_tensors(model: nn.Module) -> dict[str, MoELayer]:
     """The names of all stacked expert tensors, each with its layer."""
@@ -31,14 +28,6 @@ def _expert_tensors(model: nn.Module) -> dict[str, MoELayer]:
         if isinstance(layer, MoELayer)
         for name, _ in layer.experts.named_parameters()
     }
-
-
-def _stored_shapes(model: nn.Module, expert_tensors: Mapping[str, MoELayer]) -> dict[str, tuple[int, ...]]:
-    """The shape that every tensor of ``model`` has in a file, which holds all experts."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, layer in expert_tensors.items():
-        shapes[name] = (layer.num_experts, *shapes[name][1:])
-    return shapes
 
 
 def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
@@ -111,8 +100,11 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: ran
         wanted = range(layer.num_experts) if experts is None else experts
         if wanted != layer.local_experts:
             raise CheckpointError(f"{name} holds experts {layer.local_experts}, but {wanted} were asked for")
+    stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, layer in expert_tensors.items():
+        stored[name] = (layer.num_experts, *stored[name][1:])  # a file holds all experts
     with _open(path) as file:
-        _check_names_and_shapes(file, path, _stored_shapes(model, expert_tensors))
+        _check_names_and_shapes(file, path, stored)
         values = {}
         for name, tensor in model.state_dict().items():
             if name in expert_tensors:
@@ -139,10 +131,7 @@ def _check_names_and_shapes(file: Any, path: str | os.PathLike[str], expected: M
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     problems = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in found]
     problems += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in expected]
-    problems += [
-        f"{name} is {found[name]}, expected {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
+    different = [name for name, shape in expected.items() if found.get(name, shape) != shape]
+    problems += [f"{name} is {found[name]}, expected {expected[name]}" for name in different]
     if problems:
         raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems))

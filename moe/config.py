@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.errors import RoutingError, TransportUnavailable
+from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 
-__all__ = ["ParallelConfig"]
-
 _MAX_TOP_K = 32
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up.
-
-    Raises:
-        RoutingError: sizes that make no sense.
-        TransportUnavailable: no such transport, or no communicator.
-    """
+    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up."""
 
     comm: Communicator
     num_experts: int
@@ -61,6 +56,16 @@ class ParallelConfig:
             raise TransportUnavailable(
                 f"comm is {self.comm!r}; a Communicator is needed, such as thinwire.init() returns"
             )
+
+    @cached_property
+    def dispatch_backend(self) -> Backend:
+        """The kernels of the dispatch leg."""
+        return select_backend(self.comm.device, self.wire)
+
+    @cached_property
+    def combine_backend(self) -> Backend:
+        """The kernels of the combine leg."""
+        return select_backend(self.comm.device, self.combine_wire)
 
     @property
     def local_experts(self) -> range:

@@ -15,11 +15,12 @@ import torch
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
-from thinwire.fused.backend import RoundKernels
+from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
+from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -30,42 +31,18 @@ from thinwire.triton_kernels.round_layout import (
     Lane,
     RoundLayout,
 )
-from thinwire.triton_kernels.signal import (
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    MISMATCHED,
-    REPORT_EPOCH,
-    REPORT_PHASE,
-    REPORT_STATUS,
-    RUNNING,
-    SIGNAL_FLAG,
-    SIGNAL_LINE_BYTES,
-    TIMED_OUT,
-)
-
-__all__ = ["DirectRounds"]
 
 
 class DirectRounds(DirectTransport, Rounds):
-    """Lanes over symmetric memory.
-
-    Args:
-        config: whose rounds they are.
-        layout: of one lane.
-        memory: at least `layout.NUM_BYTES` for each lane; closed with this object.
-        kernels: that do the work.
-        reason: why this transport was chosen.
-    """
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
 
     name = "direct"
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, kernels: RoundKernels, reason: str
-    ) -> None:
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         DirectTransport.__init__(self, "ExpertParallel", memory, config.comm.rank, config.peer_timeout)
         Rounds.__init__(self, config, reason)
-        self.kernels = kernels
+        self.kernels = select_round_kernels(config.dispatch_backend)
         self.lanes = [
             Lane.of(
                 layout,
@@ -116,18 +93,20 @@ class DirectRounds(DirectTransport, Rounds):
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
-        if not self.on_gpu:
-            if self._reports[lane][REPORT_STATUS] == MISMATCHED:
-                self._refuse_mismatch(lane)
-            self.raise_failure(lane)
+        if self.on_gpu:
+            return
+        if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
+            # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on.
+            error = self._mismatch(lane)
+            self._reports[lane][signal.REPORT_STATUS] = self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
+            self.close_round(lane)
+            raise error
+        self.raise_failure(lane)
 
-    def _refuse_mismatch(self, lane: int) -> None:
-        """On the CPU nothing was read yet, and every rank sees the mismatch: all of them close the round and go on."""
-        error = self._mismatch(lane)
-        self._reports[lane][REPORT_STATUS] = RUNNING
-        self.lanes[lane].control[CONTROL_STATUS] = RUNNING
-        self.close_round(lane)
-        raise error
+    def _lines(self, lane: int, offset: int) -> torch.Tensor:
+        """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
+        lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
+        return lines.cpu().view(torch.int32).view(self.world, -1)
 
     def raise_failure(self, lane: int) -> None:
         """Raises what kernels reported on a lane.
@@ -141,7 +120,7 @@ class DirectRounds(DirectTransport, Rounds):
         if self._failed is not None:
             raise self._timeout(self._failed)
         report = self._reports[lane]
-        if report[REPORT_STATUS] == MISMATCHED:
+        if report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)
         if report[REPORT_BAD_IDS]:
             report[REPORT_BAD_IDS] = 0
@@ -156,20 +135,21 @@ class DirectRounds(DirectTransport, Rounds):
         A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
         them on the next. Neither are to blame.
         """
-        timed_out = [lane for lane, report in enumerate(self._reports) if report[REPORT_STATUS] == TIMED_OUT]
+        timed_out = [
+            lane for lane, report in enumerate(self._reports) if report[signal.REPORT_STATUS] == signal.TIMED_OUT
+        ]
         if not timed_out:
             return
         if self.capturing:
             raise self._timeout(timed_out[0])  # what follows would become a part of the graph
         self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
-            lines = tensors.buffer[tensors.layout.STUCK :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-            said = lines.view(self.world, -1)[:, SIGNAL_FLAG].tolist()
+            said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
-            if self._reports[lane][REPORT_STATUS] == RUNNING:
+            if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
                 if not self._open[lane]:
-                    tensors.control[CONTROL_EPOCH] += 1
+                    tensors.control[signal.CONTROL_EPOCH] += 1
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
 
     def _timeout(self, lane: int) -> PeerTimeout:
@@ -177,14 +157,13 @@ class DirectRounds(DirectTransport, Rounds):
         blamed, missing, said = self.peers_in(report)
         ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
         stuck_on_us = [rank for rank in everyone if said[rank] == 2]
-        epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
+        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
         if ranks:
             reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
         elif stuck_on_us:
             reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:
-            late = [rank for rank in everyone if missing[rank]]
-            reason = f"{name_ranks(late)} answered too late, or gave up as well"
+            reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
         return PeerTimeout(
             f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild(group) makes new ones",
@@ -196,12 +175,10 @@ class DirectRounds(DirectTransport, Rounds):
 
     def _mismatch(self, lane: int) -> RoutingError:
         layout = self.lanes[lane].layout
-        lines = self.lanes[lane].buffer[layout.SIGNALS :][: self.world * SIGNAL_LINE_BYTES].cpu().view(torch.int32)
-        lines = lines.view(self.world, -1)
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         described = [
             f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
-            for rank, line in enumerate(lines)
+            for rank, line in enumerate(self._lines(lane, layout.SIGNALS))
         ]
         return RoutingError(
             f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens; they "
@@ -212,7 +189,7 @@ class DirectRounds(DirectTransport, Rounds):
         lane = self.lanes[0]
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
-        local["control"][CONTROL_STATUS] = TIMED_OUT
+        local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
         idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
         row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=self.device)
         ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=self.device)
@@ -285,26 +262,21 @@ class _DirectRound(Dispatched):
     def dispatch_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        plane = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)[: layout.WORLD * self._plane_words]
-        ids = plane.view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[config.comm.rank, : self._num_sent]
+        words = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)
+        of_a_rank = layout.MAX_TOKENS * layout.TOP_K
+        ids = words[config.comm.rank * of_a_rank :][: self._num_sent * layout.TOP_K].view(-1, layout.TOP_K)
         counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
-        rows = sum(counts) - counts[config.comm.rank]
         to_each_peer = self._num_sent * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
-        wire_bytes = rows * config.wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * to_each_peer
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
+        record_bytes = config.wire.row_bytes(config.hidden_size, self._dtype)
+        return self._traffic(counts, record_bytes, (layout.WORLD - 1) * to_each_peer)
 
     @property
     def combine_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1)
-        rows = int(sent.sum() - sent[config.comm.rank])
-        wire_bytes = rows * config.combine_wire.row_bytes(config.hidden_size, self._dtype) + (layout.WORLD - 1) * 8
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, wire_bytes)
-
-    @property
-    def _plane_words(self) -> int:
-        return self._tensors.layout.MAX_TOKENS * self._tensors.layout.TOP_K
+        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1).tolist()
+        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
+        return self._traffic(sent, record_bytes, (layout.WORLD - 1) * 8)
 
     def _require_latest(self) -> None:
         if self._rounds.rounds_begun[self.lane] != self._number:

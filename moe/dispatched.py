@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import CapacityError, LaneError
+from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
-
-__all__ = ["Dispatched", "Rounds", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,40 @@ class Dispatched(ABC):
     @abstractmethod
     def _abandon(self) -> None: ...
 
+    def _traffic(self, counts: Sequence[int], record_bytes: int, beside: int = 0) -> Traffic:
+        """Of a leg with so many records for each rank, and so many bytes beside them."""
+        config = self._rounds.config
+        rows = sum(counts) - counts[config.comm.rank]
+        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
+
+    def _check_combine(self, expert_out: torch.Tensor, out: torch.Tensor | None) -> None:
+        """What `combine` refuses before anything is sent."""
+        config = self._rounds.config
+        config.comm.check_device("expert_out", expert_out)
+        accepted = [rows for rows in (self._num_rows, self._capacity) if rows is not None]
+        if not accepted and not (expert_out.is_cuda and self._rounds.name == "direct"):
+            accepted = [self._read_num_rows()]
+        right_shape = expert_out.dim() == 2 and expert_out.shape[1] == config.hidden_size
+        # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
+        right_rows = not accepted or expert_out.shape[0] in (*accepted, self.index.shape[0])
+        if expert_out.dtype not in FLOAT_DTYPES or not right_shape or not right_rows:
+            rows = " or ".join(map(str, accepted)) or "rows"
+            raise RoutingError(
+                f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
+                f"[{rows}, {config.hidden_size}], a row for each of the round's tokens, is needed"
+            )
+        if torch.is_grad_enabled() and expert_out.requires_grad:
+            raise RoutingError("combine has no backward: call it under torch.no_grad() or torch.inference_mode()")
+        if out is None:
+            return
+        config.comm.check_device("out", out)
+        shape = (self._num_sent, config.hidden_size)
+        if out.shape != shape or out.dtype != self._dtype or not out.is_contiguous():
+            raise RoutingError(
+                f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}; contiguous {self._dtype} "
+                f"{list(shape)} is needed"
+            )
+
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
             raise LaneError(
@@ -147,39 +181,64 @@ class Dispatched(ABC):
             )
 
 
-class Rounds(ABC):
-    """One transport's rounds.
+class Rounds:
+    """The rounds of one transport, which was chosen for a reason."""
 
-    Attributes:
-        name: the transport's.
-        reason: why it was chosen.
-        open_rounds: the round that may be read and combined on each lane.
-    """
-
-    name: str
+    name: str  # the transport's
 
     def __init__(self, config: ParallelConfig, reason: str) -> None:
         self.config = config
         self.reason = reason
-        self.open_rounds: list[Dispatched | None] = [None] * config.lanes
+        self.open_rounds: list[Dispatched | None] = [None] * config.lanes  # that may be read and combined
 
-    @abstractmethod
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
+        raise NotImplementedError
 
-    @property
-    @abstractmethod
-    def memory_bytes(self) -> int:
-        """Bytes held between calls."""
-
-    @abstractmethod
     def describe(self) -> str:
         """What it is and why, for `explain`."""
+        raise NotImplementedError
 
-    @abstractmethod
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held between calls."""
+        return 0
+
     def check(self) -> None:
         """Raises what went wrong on the device since the last call."""
 
-    @abstractmethod
     def close(self) -> None:
         """Gives back what it holds."""
+
+    def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """What `dispatch` refuses before anything is sent."""
+        config = self.config
+        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            config.comm.check_device(name, tensor)
+        dtypes = FLOAT_DTYPES if config.dtype is None else (config.dtype,)
+        if x.dtype not in dtypes or x.dim() != 2 or x.shape[1] != config.hidden_size:
+            accepted = "float32, float16 or bfloat16" if config.dtype is None else config.dtype
+            raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
+        if x.shape[0] > config.max_tokens:
+            raise CapacityError(
+                f"{x.shape[0]} tokens were passed; this ExpertParallel was made for {config.max_tokens}"
+            )
+        shape = (x.shape[0], config.top_k)
+        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:
+            raise RoutingError(
+                f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; int32 or int64 {list(shape)} is needed"
+            )
+        if not topk_weights.is_floating_point() or topk_weights.shape != shape:
+            raise RoutingError(
+                f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
+            )
+        # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
+        if topk_ids.numel() and not (topk_ids.is_cuda and self.name == "direct"):
+            lowest, highest = (int(bound) for bound in topk_ids.aminmax())
+            if lowest < -1 or highest >= config.num_experts:
+                raise RoutingError(
+                    f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
+                    "stands for none"
+                )
+        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+            raise RoutingError("dispatch has no backward: call it under torch.no_grad() or torch.inference_mode()")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from thinwire.errors import RoutingError
-
-__all__ = ["GroupedExperts"]
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
@@ -114,9 +113,7 @@ class GroupedExperts(nn.Module):
             raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
         counts = expert_counts.tolist()
         if expert_offsets is None:
-            bounds = [0]
-            for count in counts:
-                bounds.append(bounds[-1] + count)
+            bounds = [0, *accumulate(counts)]
             if bounds[-1] != num_rows:
                 raise RoutingError(f"expert_counts {counts} sum to {bounds[-1]}, but there are {num_rows} token rows")
         elif tuple(expert_offsets.shape) != (self.num_experts + 1,):

@@ -15,8 +15,6 @@ from thinwire.moe.routing import top_k_route
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
 
-__all__ = ["MoELayer", "Routing"]
-
 
 class Routing(NamedTuple):
     """What the router decided for T tokens: the input of :func:`thinwire.moe.routing.load_balancing_loss`."""
@@ -29,15 +27,13 @@ class Routing(NamedTuple):
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer: ``y = sum over the top-k experts e of weight_e * expert_e(x)``.
 
-    Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and tokens
-    travel to the ranks that own their experts and back; the layer is then collective: every rank of the group calls it
-    as often as the others, with any number of tokens, also none. Gradients flow as far as ``ep`` lets them; if it has
-    no backward pass, call the layer under ``torch.no_grad()``. A layer built with ``ep`` draws its own random experts
-    and its own random router, and the router has to be the same on every rank: load existing ones with
+    Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
+    collective: every rank of the group calls it as often as the others, with any number of tokens, also none. It has no
+    backward pass then: call it under ``torch.no_grad()``. Built with ``ep`` it draws random experts and a random router
+    of its own, which has to be the same on every rank: load existing ones with
     :func:`thinwire.moe.checkpoint.load_checkpoint`, or use :meth:`shard`.
 
-    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded), so that it is
-    the same from run to run.
+    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded).
 
     Raises:
         ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, or an ``ep`` whose
@@ -70,21 +66,14 @@ class MoELayer(nn.Module):
         self.ep = ep
         self.local_experts = range(num_experts) if ep is None else self._owned(ep)
         self.router = nn.Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
-        self.experts = GroupedExperts(
-            len(self.local_experts),
-            hidden_size,
-            ff_size,
-            activation=activation,
-            gated=gated,
-            dtype=dtype,
-            device=device,
-        )
+        sizes = (len(self.local_experts), hidden_size, ff_size)
+        self.experts = GroupedExperts(*sizes, activation=activation, gated=gated, dtype=dtype, device=device)
 
     def _owned(self, ep: ExpertParallel) -> range:
-        mine = {"num_experts": self.num_experts, "top_k": self.top_k, "hidden_size": self.hidden_size}
-        for name, value in mine.items():
-            if getattr(ep, name) != value:
-                raise ValueError(f"this layer has {name} {value}, its ep {getattr(ep, name)}: they must be the same")
+        for name in ("num_experts", "top_k", "hidden_size"):
+            mine, its = getattr(self, name), getattr(ep, name)
+            if mine != its:
+                raise ValueError(f"this layer has {name} {mine}, its ep {its}: they must be the same")
         owned = ep.local_experts
         if owned.step != 1 or not 0 <= owned.start <= owned.stop <= self.num_experts:
             raise ValueError(f"ep.local_experts must be a contiguous range within 0..{self.num_experts}, got {owned}")

@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, LaneError
-from thinwire.fused.backend import select_backend, select_round_kernels
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
-from thinwire.moe.checks import check_expert_out, check_out, check_tokens
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched, Rounds
@@ -29,10 +26,6 @@ from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
-
-__all__ = ["ExpertParallel"]
-
-_DIRECT_REASON = "every rank can map every peer's memory"
 
 
 class ExpertParallel:
@@ -108,25 +101,17 @@ class ExpertParallel:
         """Everything that depends on the group. Collective."""
         self._config, self._generation = config, generation
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
-        self.dispatch_backend = select_backend(self.comm.device, self.wire)
-        self.combine_backend = select_backend(self.comm.device, self.combine_wire)
+        self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
-        self._rounds = self._choose_rounds(config.transport, generation)
+        found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
+        if isinstance(found, Refusal):
+            reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
+            self._rounds: Rounds = StagedRounds(config, reason)
+        else:
+            self._rounds = found
         self.transport = self._rounds.name
 
-    def _choose_rounds(self, transport: str, generation: int) -> Rounds:
-        """The rounds of the transport that all ranks take."""
-
-        def open_() -> DirectRounds | Refusal:
-            return self._open_direct("as asked for" if transport == "direct" else _DIRECT_REASON, generation)
-
-        found = choose("ExpertParallel", transport, self.comm, [], open_, no_memory=CapacityError)
-        if not isinstance(found, Refusal):
-            return found
-        reason = found.reason if transport == "staged" else f"direct is not available: {found.reason}"
-        return StagedRounds(self._config, reason)
-
-    def _open_direct(self, reason: str, generation: int) -> DirectRounds | Refusal:
+    def _open_direct(self) -> DirectRounds | Refusal:
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         layout = RoundLayout.of(
@@ -139,12 +124,16 @@ class ExpertParallel:
             combine_wire=self.combine_wire,
             dtype=self.dtype,
         )
-
-        def make(memory: SymmetricMemory) -> DirectRounds:
-            kernels = select_round_kernels(self.dispatch_backend)
-            return DirectRounds(self._config, layout, memory, kernels, reason)
-
-        return open_direct(self.comm, "ExpertParallel", self.lanes * layout.NUM_BYTES, {}, make, generation)
+        asked = self._config.transport == "direct"
+        reason = "as asked for" if asked else "every rank can map every peer's memory"
+        return open_direct(
+            self.comm,
+            "ExpertParallel",
+            self.lanes * layout.NUM_BYTES,
+            {},
+            lambda memory: DirectRounds(self._config, layout, memory, reason),
+            self._generation,
+        )
 
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
@@ -170,8 +159,10 @@ class ExpertParallel:
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
         """
-        self._check_lane(lane)
-        check_tokens(self._config, self.transport, x, topk_ids, topk_weights)
+        self._require_not_closed()
+        if not isinstance(lane, int) or not 0 <= lane < self.lanes:
+            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
+        self._rounds.check_tokens(x, topk_ids, topk_weights)
         x = x if x.stride(1) == 1 else x.contiguous()
         self._rounds.open_rounds[lane] = None
         self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
@@ -198,12 +189,14 @@ class ExpertParallel:
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout: a peer did not answer in time.
         """
-        self._require_open(d)
-        check_expert_out(self._config, self.transport, expert_out, d)
+        if not isinstance(d, Dispatched):
+            raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
+        if d._rounds is not self._rounds:
+            raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
+        d._require_open()
+        d._check_combine(expert_out, out)
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
-        else:
-            check_out(self._config, out, d)
         self.comm._settle()
         self._rounds.open_rounds[d.lane] = None
         d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
@@ -278,15 +271,3 @@ class ExpertParallel:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
-
-    def _check_lane(self, lane: int) -> None:
-        self._require_not_closed()
-        if not isinstance(lane, int) or not 0 <= lane < self.lanes:
-            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
-
-    def _require_open(self, d: Dispatched) -> None:
-        if not isinstance(d, Dispatched):
-            raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
-        if d._rounds is not self._rounds:
-            raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
-        d._require_open()

@@ -12,18 +12,11 @@ import torch
 
 from thinwire.moe.routing import expert_range
 
-__all__ = ["ArrivalPlan", "SendPlan", "merge_repeated_experts"]
-
 
 def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes every expert of a token unique: the first mention keeps the sum of the weights, the others become -1.
 
-    Args:
-        topk_ids: integer [tokens, top_k], -1 for none.
-        topk_weights: [tokens, top_k], any float dtype.
-
-    Returns:
-        int32 ids and float32 weights of the same shape; weights are added in ascending k, and are 0 where the id is -1.
+    Integer ids and float weights [tokens, top_k] become int32 and float32; weights are added in ascending k.
 
     >>> ids, weights = merge_repeated_experts(torch.tensor([[3, 3, -1]]), torch.tensor([[0.5, 0.25, 9.0]]))
     >>> ids.tolist(), weights.tolist()
@@ -42,18 +35,11 @@ def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -
 
 @dataclass(frozen=True)
 class SendPlan:
-    """The sender's side of a dispatch.
+    """The sender's side of a dispatch. On the way back, the sum that belongs to record i comes home as record i."""
 
-    Attributes:
-        tokens: int64 [records], the token of each record, by destination rank, then token.
-        counts: records for each rank.
-        record_index: int64 [tokens, slots]: a token's records, in ascending rank, -1 behind them. On the way back, the
-            sum that belongs to record i comes home as record i.
-    """
-
-    tokens: torch.Tensor
-    counts: list[int]
-    record_index: torch.Tensor
+    tokens: torch.Tensor  # int64 [records], the token of each record, by destination rank, then token
+    counts: list[int]  # records for each rank
+    record_index: torch.Tensor  # int64 [tokens, slots], a token's records, in ascending rank, -1 behind them
 
     @classmethod
     def of(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
@@ -75,25 +61,15 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class ArrivalPlan:
-    """The experts' side of a dispatch, for records in order of arrival (by source rank, then token).
+    """The experts' side of a dispatch, for records in order of arrival (by source rank, then token)."""
 
-    Attributes:
-        index: int64 [entries], the record of each expert-sorted row: by expert, then record.
-        rows: int64 [entries], where that row lies among rows padded to the alignment; 0, 1, 2, ... without padding.
-        expert_counts: int64 [local experts], rows of each expert, without padding.
-        expert_offsets: int64 [local experts + 1], where each expert's rows begin, with padding.
-        positions: int64 [records, top_k], the rows of each record in ascending expert id, -1 behind them.
-        weights: float32 [records, top_k], their weights.
-        num_rows: the last of expert_offsets, on the host.
-    """
-
-    index: torch.Tensor
-    rows: torch.Tensor
-    expert_counts: torch.Tensor
-    expert_offsets: torch.Tensor
-    positions: torch.Tensor
-    weights: torch.Tensor
-    num_rows: int
+    index: torch.Tensor  # int64 [entries], the record of each expert-sorted row: by expert, then record
+    rows: torch.Tensor  # int64 [entries], where that row lies among rows padded to the alignment
+    expert_counts: torch.Tensor  # int64 [local experts], rows of each expert, without padding
+    expert_offsets: torch.Tensor  # int64 [local experts + 1], where each expert's rows begin, with padding
+    positions: torch.Tensor  # int64 [records, top_k], the rows of each record in ascending expert id, -1 behind them
+    weights: torch.Tensor  # float32 [records, top_k], their weights
+    num_rows: int  # the last of expert_offsets
 
     @classmethod
     def of(cls, ids: torch.Tensor, weights: torch.Tensor, local_experts: range, align: int) -> ArrivalPlan:

@@ -6,14 +6,9 @@ import torch
 
 from thinwire.errors import RoutingError
 
-__all__ = ["expert_range", "load_balancing_loss", "top_k_route"]
-
 
 def expert_range(num_experts: int, world_size: int, rank: int) -> range:
-    """Global ids of the experts that ``rank`` owns: contiguous blocks, as equal as possible.
-
-    The first ``num_experts % world_size`` ranks own one more than the others. Where there are more ranks than experts,
-    the last ranks own none (an empty range).
+    """Global ids of the experts that ``rank`` owns: contiguous blocks, of which the first are one larger if need be.
 
     Raises:
         ValueError: a negative ``num_experts``, a ``world_size`` below 1, or a ``rank`` outside ``0..world_size-1``.
@@ -75,9 +70,8 @@ def load_balancing_loss(router_logits: torch.Tensor, topk_ids: torch.Tensor, num
 
     ``f_e`` is the share of the routed (token, choice) pairs that went to expert e, and ``P_e`` the mean router
     probability of e over the tokens: Fedus, Zoph and Shazeer, "Switch Transformers", 2021 (arXiv:2101.03961),
-    equations 4-6, with ``f`` counted over all ``top_k`` choices; it goes back to Lepikhin et al., "GShard", 2020
-    (arXiv:2006.16668). Perfectly even use gives 1, everything on one expert gives up to E. The gradient flows through
-    ``P`` only, as a count has none.
+    equations 4-6, with ``f`` counted over all ``top_k`` choices. Perfectly even use gives 1, everything on one expert
+    gives up to E. The gradient flows through ``P`` only, as a count has none.
 
     Args:
         router_logits: floating point [T, E].

@@ -5,25 +5,16 @@ from __future__ import annotations
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.staged import StagedExchange, dense_segments
-from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
-
-__all__ = ["StagedRounds"]
 
 
 class StagedRounds(Rounds):
     """Counts are exchanged first; both sides derive the order of records from ids alone."""
 
     name = "staged"
-
-    def __init__(self, config: ParallelConfig, reason: str) -> None:
-        super().__init__(config, reason)
-        self.dispatch_backend = select_backend(config.comm.device, config.wire)
-        self.combine_backend = select_backend(config.comm.device, config.combine_wire)
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
@@ -38,7 +29,7 @@ class StagedRounds(Rounds):
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             tokens = sends.tokens[slots.row_index(start, stop, x.device)]
-            self.dispatch_backend.pack_rows(x, config.wire, tokens, records[:, :row_bytes])
+            config.dispatch_backend.pack_rows(x, config.wire, tokens, records[:, :row_bytes])
             tail = records.view(torch.int32)
             tail[:, id_words] = ids[tokens]
             tail[:, weight_words] = weights[tokens].view(torch.int32)
@@ -67,17 +58,6 @@ class StagedRounds(Rounds):
                     "of a round need the same dtype"
                 )
         return [value // kinds for value in received]
-
-    @property
-    def memory_bytes(self) -> int:
-        """None: what a call needs is allocated for that call."""
-        return 0
-
-    def check(self) -> None:
-        """Nothing to look for: its calls raise what goes wrong."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def describe(self) -> str:
         """For `explain`."""
@@ -114,26 +94,24 @@ class _StagedRound(Dispatched):
         config, arrival = self._rounds.config, self._arrival
         tokens = torch.zeros(capacity, config.hidden_size, dtype=self._dtype, device=self.rows.device)
         fits = arrival.rows < capacity
-        self._rounds.dispatch_backend.unpack_rows(
-            self.rows, config.wire, arrival.index[fits], arrival.rows[fits], tokens
-        )
+        config.dispatch_backend.unpack_rows(self.rows, config.wire, arrival.index[fits], arrival.rows[fits], tokens)
         return tokens, torch.tensor(arrival.num_rows > capacity, device=self.rows.device)
 
     def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
-        rounds, config, dtype = self._rounds, self._rounds.config, self._dtype
+        config, dtype = self._rounds.config, self._dtype
         positions = torch.where(self._arrival.positions < expert_out.shape[0], self._arrival.positions, -1)
         slots = dense_segments(self._recv_counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen = slots.row_index(start, stop, positions.device)
-            rounds.combine_backend.pack_weighted_sums(
+            config.combine_backend.pack_weighted_sums(
                 expert_out, positions[chosen], self._arrival.weights[chosen], config.combine_wire, dtype, records
             )
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
         label = f"combine {config.combine_wire!r} {dtype}"
         home = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label).wait()
-        rounds.combine_backend.sum_records(home, self._sends.record_index, config.combine_wire, out)
+        config.combine_backend.sum_records(home, self._sends.record_index, config.combine_wire, out)
 
     def _abandon(self) -> None:
         config, device = self._rounds.config, self.rows.device
@@ -142,16 +120,9 @@ class _StagedRound(Dispatched):
 
     @property
     def dispatch_traffic(self) -> Traffic:
-        rows = sum(self._sends.counts) - self._sends.counts[self._rounds.config.comm.rank]
-        return Traffic(rows, rows * self._logical_bytes, rows * self._rounds.message_bytes(self._dtype))
+        return self._traffic(self._sends.counts, self._rounds.message_bytes(self._dtype))
 
     @property
     def combine_traffic(self) -> Traffic:
         config = self._rounds.config
-        rows = sum(self._recv_counts) - self._recv_counts[config.comm.rank]
-        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
-        return Traffic(rows, rows * self._logical_bytes, rows * record_bytes)
-
-    @property
-    def _logical_bytes(self) -> int:
-        return self._rounds.config.hidden_size * self._dtype.itemsize
+        return self._traffic(self._recv_counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))

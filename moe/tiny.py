@@ -1,7 +1,6 @@
 """A small byte-level language model with MoE layers, trained on English documentation text.
 
-It is shipped with the package so that what a wire format does to a model can be measured in bits per byte, without a
-download. It is not meant for anything else.
+It is shipped so that what a wire format does to a model can be measured in bits per byte, and for nothing else.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from thinwire.moe.layer import MoELayer, Routing
 
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
-
-__all__ = ["TINY_MOE_PATH", "TinyMoE", "TinyMoEConfig", "bits_per_byte", "load_tiny_moe", "text_windows"]
 
 VOCABULARY = 256
 TINY_MOE_PATH = Path(__file__).parent / "tiny_moe" / "tiny_moe.safetensors"
@@ -121,7 +118,7 @@ class TinyMoE(nn.Module):
 
     def __init__(self, config: TinyMoEConfig | None = None, ep: ExpertParallel | None = None) -> None:
         super().__init__()
-        self.config = config if config is not None else TinyMoEConfig()
+        self.config = config or TinyMoEConfig()
         self.embedding = nn.Embedding(VOCABULARY, self.config.hidden_size)
         self.blocks = nn.ModuleList(Block(self.config, ep) for _ in range(self.config.num_layers))
         self.final_norm = nn.RMSNorm(self.config.hidden_size, eps=1e-6)
@@ -172,10 +169,7 @@ def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel
 
 
 def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut ``text`` into consecutive windows of inputs and the bytes that follow them.
-
-    Every byte but the first is a target once. The windows do not overlap, so the first target of a window is predicted
-    from one byte and the last from ``context``.
+    """Cut ``text`` into windows of inputs and the bytes that follow them; every byte but the first is a target once.
 
     Returns:
         (inputs, targets) pairs, int64 [windows, length]: all full windows (length ``context``), then the shorter rest
@@ -191,13 +185,16 @@ def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Te
         raise ValueError(f"context must be >= 1, got {context}")
     data = torch.tensor(list(text), dtype=torch.int64)
     full = max(len(data) - 1, 0) // context * context
-    pairs = []
-    if full:
-        pairs.append((data[:full], data[1 : full + 1], context))
-    if len(data) - 1 > full:
-        pairs.append((data[full:-1], data[full + 1 :], len(data) - 1 - full))
-    cut = "(windows length) -> windows length"
-    return [(rearrange(x, cut, length=length), rearrange(y, cut, length=length)) for x, y, length in pairs]
+    pairs = (
+        (data[:full].view(-1, context), data[1 : full + 1].view(-1, context)),
+        (data[full:-1].view(1, -1), data[full + 1 :].view(1, -1)),
+    )
+    return [(inputs, targets) for inputs, targets in pairs if inputs.numel()]
+
+
+def nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """The targets' code length, summed in fp64: logits [B, S, 256], bytes [B, S]."""
+    return F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum").item()
 
 
 @torch.no_grad()
@@ -215,12 +212,10 @@ def bits_per_byte(model: TinyMoE, text: bytes, *, batch: int = 16) -> float:
         raise ValueError(f"need at least 2 bytes and a batch >= 1, got {len(text)} bytes and a batch of {batch}")
     was_training = model.training
     model.eval()
-    nats = 0.0
-    for inputs, targets in text_windows(text, model.config.context):
-        for start in range(0, inputs.shape[0], batch):
-            logits = model(inputs[start : start + batch]).double()
-            expected = targets[start : start + batch]
-            logits = rearrange(logits, "windows length bytes -> (windows length) bytes")
-            nats += F.cross_entropy(logits, expected.flatten(), reduction="sum").item()
+    length = sum(
+        nats(model(some_inputs), some_targets)
+        for inputs, targets in text_windows(text, model.config.context)
+        for some_inputs, some_targets in zip(inputs.split(batch), targets.split(batch), strict=True)
+    )
     model.train(was_training)
-    return nats / math.log(2.0) / (len(text) - 1)
+    return length / math.log(2.0) / (len(text) - 1)

@@ -16,19 +16,7 @@ if TYPE_CHECKING:
     from thinwire.comm import Work as Work
     from thinwire.comm import init as init
     from thinwire.comm.layout import Layout as Layout
-    from thinwire.errors import ArgumentError as ArgumentError
-    from thinwire.errors import CapacityError as CapacityError
-    from thinwire.errors import CheckpointError as CheckpointError
-    from thinwire.errors import ConfigMismatch as ConfigMismatch
-    from thinwire.errors import CountsError as CountsError
-    from thinwire.errors import LaneError as LaneError
-    from thinwire.errors import LayoutError as LayoutError
-    from thinwire.errors import PeerTimeout as PeerTimeout
-    from thinwire.errors import RankTableError as RankTableError
-    from thinwire.errors import RoutingError as RoutingError
-    from thinwire.errors import ThinwireError as ThinwireError
-    from thinwire.errors import TransportUnavailable as TransportUnavailable
-    from thinwire.errors import WireFormatError as WireFormatError
+    from thinwire.errors import *  # noqa: F403
     from thinwire.fused.all_gather import all_gather as all_gather
     from thinwire.fused.all_gather import all_gather_v as all_gather_v
     from thinwire.fused.all_reduce import all_reduce as all_reduce
@@ -46,45 +34,25 @@ if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
     from thinwire.wire import WireFormat as WireFormat
 
-_PUBLIC = {
-    "AllReduceState": "thinwire.fused.ddp",
-    "Communicator": "thinwire.comm",
-    "Dispatched": "thinwire.moe.dispatched",
-    "ExpertParallel": "thinwire.moe.parallel",
-    "Layout": "thinwire.comm.layout",
-    "MoELayer": "thinwire.moe.layer",
-    "WireFormat": "thinwire.wire",
-    "WireRows": "thinwire.fused.codec",
-    "Work": "thinwire.comm",
-    "all_gather": "thinwire.fused.all_gather",
-    "all_gather_v": "thinwire.fused.all_gather",
-    "all_reduce": "thinwire.fused.all_reduce",
-    "all_reduce_hook": "thinwire.fused.ddp",
-    "all_to_all_v": "thinwire.fused.all_to_all",
-    "dequantize": "thinwire.fused.codec",
-    "init": "thinwire.comm",
-    "int8_all_to_all_reduce": "thinwire.fused.int8_reduce",
-    "quantize": "thinwire.fused.codec",
-    "redistribute": "thinwire.fused.redistribute",
-    "reduce_scatter": "thinwire.fused.reduce_scatter",
-} | dict.fromkeys(
-    (
-        "ArgumentError",
-        "CapacityError",
-        "CheckpointError",
-        "ConfigMismatch",
-        "CountsError",
-        "LaneError",
-        "LayoutError",
-        "PeerTimeout",
-        "RankTableError",
-        "RoutingError",
-        "ThinwireError",
-        "TransportUnavailable",
-        "WireFormatError",
-    ),
-    "thinwire.errors",
-)
+_MODULES = {
+    "comm": "Communicator Work init",
+    "comm.layout": "Layout",
+    "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError LaneError LayoutError "
+    "PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
+    "fused.all_gather": "all_gather all_gather_v",
+    "fused.all_reduce": "all_reduce",
+    "fused.all_to_all": "all_to_all_v",
+    "fused.codec": "WireRows dequantize quantize",
+    "fused.ddp": "AllReduceState all_reduce_hook",
+    "fused.int8_reduce": "int8_all_to_all_reduce",
+    "fused.redistribute": "redistribute",
+    "fused.reduce_scatter": "reduce_scatter",
+    "moe.dispatched": "Dispatched",
+    "moe.layer": "MoELayer",
+    "moe.parallel": "ExpertParallel",
+    "wire": "WireFormat",
+}
+_PUBLIC = {name: f"thinwire.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = ["__version__", "testing", *_PUBLIC]
 

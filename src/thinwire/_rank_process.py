@@ -26,8 +26,6 @@ import torch.distributed as dist
 from thinwire._rank_server import READ_AT_IMPORT
 from thinwire.errors import ThinwireError
 
-__all__ = ["InheritedFile", "Launch", "Payload", "rank_main"]
-
 
 @dataclass(frozen=True)
 class Launch:

@@ -17,8 +17,6 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["READ_AT_IMPORT", "ServedProcess"]
-
 #: Packages that read their environment variables, which begin with the package's name, when they are imported.
 READ_AT_IMPORT = ("triton", "numba")
 

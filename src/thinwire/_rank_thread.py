@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,64 +19,42 @@ from thinwire.comm.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import PeerTimeout
 
-__all__ = ["Outcome", "run_rank_threads"]
-
 _LAST_SECONDS = 1.0  # that ranks get to end once their waits were ended
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the ranks ended.
-
-    Attributes:
-        results: of the ranks that returned.
-        failures: tracebacks of the ranks that raised, the first one first.
-        stacks: where the ranks were that had done neither when time was up.
-    """
-
-    results: dict[int, Any]
-    failures: dict[int, str]
-    stacks: dict[int, str]
 
 
 def run_rank_threads(
     fn: Callable[..., Any], world_size: int, args: Sequence[object], device: str, timeout: float, grace: float
-) -> Outcome:
-    """Runs `fn(comm, *args)` in a thread for each rank.
+) -> tuple[list[Any], dict[int, str], dict[int, str]]:
+    """Runs `fn(comm, *args)` in a thread for each rank, for so many seconds, and fewer once a rank has failed.
 
-    Args:
-        fn: any callable.
-        world_size: ranks.
-        args: behind the communicator.
-        device: "cpu" or "cuda", the current one.
-        timeout: seconds for everything.
-        grace: seconds that the others get once a rank has failed.
+    Returns:
+        Each rank's result; tracebacks of the ranks that raised, the first one first; where the ranks were that had
+        neither returned nor raised when time was up.
     """
     starter = threading.current_thread()
     # Ranks may start ranks of their own. When the outer ones are given up, so are these.
     world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threads = [_RankThread(comm, world, fn, args, ended) for comm in Communicator.of_threads(world, device=device)]
+    comms = Communicator.of_threads(world, device=device)
+    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), ended) for comm in comms]
     limit = time.monotonic() + timeout
+    running = set(range(world_size))
+    failures: dict[int, str] = {}
     try:
         for thread in threads:
             thread.start()
-        running = set(range(world_size))
         while running:
             try:
                 rank = ended.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 break
             running.discard(rank)
-            if threads[rank].failure is not None:
+            failure = threads[rank].failure
+            if failure is not None:
+                failures[rank] = failure
                 limit = min(limit, time.monotonic() + grace)
         stacks = {rank: _stack_of(threads[rank]) for rank in sorted(running)}
-        outcomes = [(thread.failure, rank) for rank, thread in enumerate(threads) if rank not in running]
-        return Outcome(
-            {rank: threads[rank].result for failure, rank in outcomes if failure is None},
-            {rank: failure[1] for failure, rank in sorted(outcomes, key=_moment) if failure is not None},
-            stacks,
-        )
+        return [thread.result for thread in threads], failures, stacks
     finally:
         # Threads cannot be killed, but what they wait for can be ended.
         world.fail("run_ranks gave up, as a rank had failed or time was up")
@@ -86,27 +64,18 @@ def run_rank_threads(
                 thread.join(max(0.0, last - time.monotonic()))
 
 
-def _moment(outcome: tuple[tuple[float, str] | None, int]) -> float:
-    return 0.0 if outcome[0] is None else outcome[0][0]
-
-
 class _RankThread(threading.Thread):
     """One rank. A daemon: one that never returns does not keep the process from ending."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        world: ThreadWorld,
-        fn: Callable[..., Any],
-        args: Sequence[object],
-        ended: queue.SimpleQueue[int],
+        self, comm: Communicator, world: ThreadWorld, call: Callable[[], Any], ended: queue.SimpleQueue[int]
     ) -> None:
         super().__init__(name=f"rank {comm.rank}", daemon=True)
         self.world = world
         self.result: Any = None
-        self.failure: tuple[float, str] | None = None  # when, and the traceback
+        self.failure: str | None = None  # the traceback
         self._comm = comm
-        self._call: tuple[Callable[..., Any], Sequence[object]] | None = (fn, args)
+        self._calls = [call]
         self._ended = ended
         # What the caller's stream was given may be what makes the arguments.
         on_cuda = comm.device.type == "cuda"
@@ -114,17 +83,16 @@ class _RankThread(threading.Thread):
 
     def run(self) -> None:
         """Leaves a result or a failure, and says that it has ended."""
-        assert self._call is not None
-        (fn, args), self._call = self._call, None
+        call = self._calls.pop()  # what the arguments hold is not held for longer than the call
         try:
             with self._comm, rank_thread(self._comm), self._stream_of_its_own():
                 try:
-                    self.result = fn(self._comm, *args)
+                    self.result = call()
                 except BaseException as error:
                     self._tell_peers(error)
                     raise
         except BaseException:
-            self.failure = (time.monotonic(), traceback.format_exc())
+            self.failure = traceback.format_exc()
         finally:
             self._ended.put(self._comm.rank)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
-__all__ = ["main"]
-
 _DEMO = """\
 Splits a small trained mixture-of-experts model over CPU ranks, scores a text with it under several wire formats, and
 prints what each format cost and saved. The model and the text come with the package."""
@@ -24,11 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="a trained model, expert-parallel on CPU ranks", description=_DEMO)
     demo.add_argument("--ranks", type=int, default=4, help="processes to split the experts over (default 4)")
-    demo.add_argument(
-        "--wire",
-        default="none,int8,int8:row,int4",
-        help="wire formats, separated by commas (default none,int8,int8:row,int4)",
-    )
+    formats = "none,int8,int8:row,int4"
+    demo.add_argument("--wire", default=formats, help=f"wire formats, separated by commas (default {formats})")
     demo.add_argument("--text", type=Path, help="a text file to score instead of the packaged held-out text")
     demo.add_argument("--json", type=Path, help="also write the figures to this file")
     demo.add_argument("--timeout", type=float, default=600.0, help="seconds after which everything is ended (600)")
@@ -37,13 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from thinwire.demo import run_demo
 
     try:
-        run_demo(
-            options.ranks,
-            [wire.strip() for wire in options.wire.split(",")],
-            options.text,
-            options.json,
-            options.timeout,
-        )
+        wires = [wire.strip() for wire in options.wire.split(",")]
+        run_demo(options.ranks, wires, options.text, options.json, options.timeout)
     except (ThinwireError, OSError) as error:
         print(f"thinwire: error: {error}", file=sys.stderr)
         return 2

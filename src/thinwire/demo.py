@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,12 +20,10 @@ from thinwire.errors import RoutingError
 from thinwire.fused.backend import select_backend
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.moe.tiny import TinyMoE, load_tiny_moe, text_windows
+from thinwire.moe.tiny import TinyMoE, load_tiny_moe, nats, text_windows
 from thinwire.testing import run_ranks
 from thinwire.version import VERSION
 from thinwire.wire import WireFormat
-
-__all__ = ["WireScore", "run_demo"]
 
 #: Windows that a rank scores in one call of the model.
 _WINDOWS_PER_STEP = 4
@@ -61,26 +59,11 @@ class WireScore:
     seconds: float
 
 
-class _CountingExpertParallel(ExpertParallel):
-    """Adds up what its rounds send."""
+class _MeasuredExpertParallel(ExpertParallel):
+    """Adds up what its rounds send and, while there is an exact one to send all of it again, how far off it arrives."""
 
-    totals: torch.Tensor  # float64: tokens, then logical and wire bytes of dispatch, then of combine
-
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
-    ) -> Dispatched:
-        d = super().dispatch(x, topk_ids, topk_weights, lane=lane)
-        out, back = d.dispatch_traffic, d.combine_traffic
-        self.totals += torch.tensor(
-            [x.shape[0], out.logical_bytes, out.wire_bytes, back.logical_bytes, back.wire_bytes], dtype=torch.float64
-        )
-        return d
-
-
-class _ComparingExpertParallel(ExpertParallel):
-    """Sends everything a second time, exactly, and adds up the squares of errors and values of both legs."""
-
-    exact: ExpertParallel
+    exact: ExpertParallel | None
+    sent: torch.Tensor  # float64: tokens, then logical and wire bytes of dispatch, then of combine
     squares: torch.Tensor  # float64: dispatch error, dispatch, combine error, combine
     _exact_round: Dispatched
 
@@ -88,16 +71,22 @@ class _ComparingExpertParallel(ExpertParallel):
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
     ) -> Dispatched:
         d = super().dispatch(x, topk_ids, topk_weights, lane=lane)
-        self._exact_round = self.exact.dispatch(x, topk_ids, topk_weights)
-        self._add(0, d.tokens, self._exact_round.tokens)
+        out, back = d.dispatch_traffic, d.combine_traffic
+        self.sent += torch.tensor(
+            [x.shape[0], out.logical_bytes, out.wire_bytes, back.logical_bytes, back.wire_bytes], dtype=torch.float64
+        )
+        if self.exact is not None:
+            self._exact_round = self.exact.dispatch(x, topk_ids, topk_weights)
+            self._compare(0, d.tokens, self._exact_round.tokens)
         return d
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         y = super().combine(expert_out, d, out=out)
-        self._add(2, y, self.exact.combine(expert_out, self._exact_round))
+        if self.exact is not None:
+            self._compare(2, y, self.exact.combine(expert_out, self._exact_round))
         return y
 
-    def _add(self, position: int, value: torch.Tensor, exact: torch.Tensor) -> None:
+    def _compare(self, position: int, value: torch.Tensor, exact: torch.Tensor) -> None:
         self.squares[position] += (value.double() - exact.double()).square().sum()
         self.squares[position + 1] += exact.double().square().sum()
 
@@ -109,11 +98,6 @@ def _steps(text: bytes, context: int, rank: int, size: int) -> Iterator[tuple[to
         for start in range(0, inputs.shape[0], per_step):
             mine = slice(start + rank, min(start + per_step, inputs.shape[0]), size)
             yield inputs[mine], targets[mine]
-
-
-def _nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    flat = logits.double().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="sum").item() if len(flat) else 0.0
 
 
 def _sum_over_ranks(comm: Communicator, values: torch.Tensor) -> torch.Tensor:
@@ -139,69 +123,59 @@ def _score_rank(
 ) -> tuple[float, list[WireScore]]:
     """Runs in every rank: bits per byte of the unsharded model, and a score for each wire."""
     unsharded = load_tiny_moe()
-    context = unsharded.config.context
-    steps = list(_steps(text, context, comm.rank, comm.size))
-    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
-    expected = []
-    with torch.inference_mode():
-        for inputs, _ in steps:
-            expected.append(unsharded(inputs))
-            progress.step("unsharded")
-        nats = torch.tensor([_nats(e, t) for e, (_, t) in zip(expected, steps, strict=True)], dtype=torch.float64)
-        to_bits = 1 / math.log(2.0) / (len(text) - 1)
-        exact_bits = float(_sum_over_ranks(comm, nats.sum())) * to_bits
-        scores = [_score_wire(comm, unsharded, wire, steps, expected, to_bits, progress.step) for wire in wires]
-    return exact_bits, scores
-
-
-def _score_wire(
-    comm: Communicator,
-    unsharded: TinyMoE,
-    wire: str,
-    steps: list[tuple[torch.Tensor, torch.Tensor]],
-    expected: list[torch.Tensor],
-    to_bits: float,
-    progress: Callable[[str], None],
-) -> WireScore:
     config = unsharded.config
     sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS_PER_STEP * config.context)
-    comparing = _ComparingExpertParallel(comm, *sizes, wire=wire)
-    comparing.exact = ExpertParallel(comm, *sizes, wire="none")
-    comparing.squares = torch.zeros(4, dtype=torch.float64)
-    model = load_tiny_moe(ep=comparing)
-    for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
-        model(inputs)
-    squares = _sum_over_ranks(comm, comparing.squares)
+    steps = list(_steps(text, config.context, comm.rank, comm.size))
+    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
 
-    counting = _CountingExpertParallel(comm, *sizes, wire=wire)
-    counting.totals = torch.zeros(5, dtype=torch.float64)
-    model = load_tiny_moe(ep=counting)
-    comm.barrier()
-    started = time.perf_counter()
-    logits = []
-    for inputs, _ in steps:
-        logits.append(model(inputs))
-        progress(wire)
-    comm.barrier()
-    seconds = time.perf_counter() - started
+    def logits_of(model: TinyMoE, label: str) -> list[torch.Tensor]:
+        logits = []
+        for inputs, _ in steps:
+            logits.append(model(inputs))
+            progress.step(label)
+        return logits
 
-    pairs = zip(logits, expected, strict=True)
-    difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
-    nats = sum(_nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
-    totals = _sum_over_ranks(comm, counting.totals)
-    per_token = (totals[1:] / totals[0]).tolist()
-    return WireScore(
-        wire=wire,
-        bits_per_byte=float(_sum_over_ranks(comm, torch.tensor(nats, dtype=torch.float64))) * to_bits,
-        largest_logit_difference=max(comm.all_gather_object(difference)),
-        dispatch_logical_bytes=per_token[0],
-        dispatch_wire_bytes=per_token[1],
-        dispatch_error=float((squares[0] / squares[1]).sqrt()),
-        combine_logical_bytes=per_token[2],
-        combine_wire_bytes=per_token[3],
-        combine_error=float((squares[2] / squares[3]).sqrt()),
-        seconds=seconds,
-    )
+    def bits_per_byte(logits: list[torch.Tensor]) -> float:
+        own = sum(nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
+        return sum(comm.all_gather_object(own)) * (1 / math.log(2.0) / (len(text) - 1))
+
+    def score(wire: str) -> WireScore:
+        ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
+        ep.exact = ExpertParallel(comm, *sizes, wire="none")
+        ep.sent, ep.squares = torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        model = load_tiny_moe(ep=ep)
+        for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
+            model(inputs)
+        squares = _sum_over_ranks(comm, ep.squares)
+
+        ep.exact = None
+        ep.sent.zero_()
+        comm.barrier()
+        started = time.perf_counter()
+        logits = logits_of(model, wire)
+        comm.barrier()
+        seconds = time.perf_counter() - started
+
+        pairs = zip(logits, expected, strict=True)
+        difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
+        sent = _sum_over_ranks(comm, ep.sent)
+        per_token = (sent[1:] / sent[0]).tolist()
+        return WireScore(
+            wire=wire,
+            bits_per_byte=bits_per_byte(logits),
+            largest_logit_difference=max(comm.all_gather_object(difference)),
+            dispatch_logical_bytes=per_token[0],
+            dispatch_wire_bytes=per_token[1],
+            dispatch_error=float((squares[0] / squares[1]).sqrt()),
+            combine_logical_bytes=per_token[2],
+            combine_wire_bytes=per_token[3],
+            combine_error=float((squares[2] / squares[3]).sqrt()),
+            seconds=seconds,
+        )
+
+    with torch.inference_mode():
+        expected = logits_of(unsharded, "unsharded")
+        return bits_per_byte(expected), [score(wire) for wire in wires]
 
 
 def format_table(exact_bits: float, scores: list[WireScore]) -> str:
@@ -221,14 +195,7 @@ def format_table(exact_bits: float, scores: list[WireScore]) -> str:
 
 
 def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Path | None, timeout: float) -> None:
-    """Scores a text under each wire format on `ranks` CPU processes and prints the table.
-
-    Args:
-        ranks: processes, at least 1.
-        wires: names of formats.
-        text_path: a file to score; None means the packaged held-out text.
-        json_path: where to write the figures as well, if anywhere.
-        timeout: seconds after which everything is ended.
+    """Scores a text, the packaged one or a file's, under each wire format, prints the table and writes the figures.
 
     Raises:
         WireFormatError: an unknown format.
@@ -264,12 +231,11 @@ def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Pa
     )
     print(_USAGE)
     if json_path is not None:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         figures = {
             "demo": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
             "text": "packaged held-out text" if text_path is None else str(text_path),
             "thinwire": VERSION,
-            "machine": machine,
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
             "text_bytes": len(text),
             "unsharded_bits_per_byte": exact_bits,
             "scores": [asdict(score) for score in scores],

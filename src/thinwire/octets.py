@@ -7,8 +7,6 @@ from torch import Tensor
 
 from thinwire.errors import ArgumentError
 
-__all__ = ["as_bytes"]
-
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor of any dtype and shape: uint8 [tensor.nbytes], which shares its storage.

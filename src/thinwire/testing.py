@@ -67,14 +67,11 @@ class RanksTimeout(ThinwireError, TimeoutError):
 def preload(*modules: str) -> None:
     """Has ranks that are CPU processes start with these modules imported, from now on; with none, as without the call.
 
-    Ranks are forked from a server that has imported torch and no more. A test suite that starts ranks a thousand times
-    saves seconds each time with a server that has imported what most of them need, and has loaded what numba keeps in
-    its cache. The modules must not start threads: those do not survive a fork.
-
-    The server imports them once, at the first `run_ranks`, whose time limit begins after that. What they read from the
-    environment meanwhile is what this process has then, other than in a variable that begins with TRITON_ or NUMBA_:
-    where ranks are given another value of one, they come from a second server, which has imported the modules under
-    that value.
+    Ranks are forked from a server that has imported torch and no more; who starts ranks a thousand times saves seconds
+    each time with one that has imported more. It does so at the first `run_ranks`, whose time limit begins after that,
+    under the environment that this process has then. Where ranks are given another value of a variable that begins with
+    TRITON_ or NUMBA_, they come from a second server, which has imported the modules under that value. The modules must
+    not start threads: those do not survive a fork.
 
     Args:
         modules: importable from `sys.path` as it is at the first `run_ranks`; a rank whose server could not import them
@@ -102,8 +99,7 @@ def run_ranks(
     As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
     are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks use the
     current GPU, each with a stream of its own. A thread cannot be killed: when a rank failed or time is up, all waits
-    for peers end with PeerTimeout, and a thread that does not return all the same is left behind. It is a daemon, so it
-    ends with the process at the latest.
+    for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
 
     Args:
         fn: called with a :class:`thinwire.comm.Communicator` over all the ranks, and `args`.
@@ -132,8 +128,17 @@ def run_ranks(
     """
     _check_request(world_size, mode, device, timeout, env)
     if mode == "thread":
-        return _run_threads(fn, world_size, args, device, timeout)
-    return _run_processes(fn, world_size, args, device, timeout, env or {})
+        results, failures, stacks = run_rank_threads(fn, world_size, args, device, timeout, _GRACE)
+        stuck = {rank: ("had not returned", stack) for rank, stack in stacks.items()}
+        fate, end = "cannot be killed", "; threads cannot be killed, but their waits for peers were ended"
+    else:
+        results, failures, stuck = _run_processes(fn, world_size, args, device, timeout, env or {})
+        fate, end = "killed", " and were killed"
+    if failures:
+        raise _rank_error(failures, list(stuck), world_size, fate)
+    if stuck:
+        raise _timeout_error(stuck, world_size, timeout, end)
+    return results
 
 
 def _check_request(world_size: int, mode: str, device: str, timeout: float, env: dict[str, str] | None) -> None:
@@ -157,28 +162,10 @@ def _check_request(world_size: int, mode: str, device: str, timeout: float, env:
         )
 
 
-def _run_threads(
-    fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float
-) -> list[T]:
-    outcome = run_rank_threads(fn, world_size, args, device, timeout, _GRACE)
-    if outcome.failures:
-        raise _rank_error(outcome.failures, list(outcome.stacks), world_size, "and cannot be killed")
-    if outcome.stacks:
-        stuck = {rank: ("had not returned", stack) for rank, stack in outcome.stacks.items()}
-        raise _timeout_error(
-            stuck, world_size, timeout, "; threads cannot be killed, but their waits for peers were ended"
-        )
-    return [outcome.results[rank] for rank in range(world_size)]
-
-
 def _run_processes(
-    fn: Callable[..., T],
-    world_size: int,
-    args: tuple[object, ...],
-    device: str,
-    timeout: float,
-    env: dict[str, str],
-) -> list[T]:
+    fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float, env: dict[str, str]
+) -> tuple[list[T], dict[int, str], dict[int, tuple[str, str]]]:
+    """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
     environ = {**_loopback(), **os.environ, **env}
     payload = _pack(fn, args, environ)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
@@ -197,12 +184,9 @@ def _run_processes(
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
-        if failures:
-            raise _rank_error(failures, unfinished, world_size, "and killed")
-        if unfinished:
-            stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
-            raise _timeout_error(stuck, world_size, timeout, " and were killed")
-        return [_load_result(launch) for launch in launches]
+        stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
+        results = [] if failures or stuck else [_load_result(launch) for launch in launches]
+        return results, failures, stuck
 
 
 def _loopback() -> dict[str, str]:
@@ -274,7 +258,14 @@ def _main_source() -> tuple[str, str] | None:
 
 
 def _start(launches: list[Launch], environ: dict[str, str], processes: list[BaseProcess]) -> None:
-    make = _process_maker(launches[0], environ)
+    device, preloaded = launches[0].device, launches[0].preloaded
+    if preloaded:
+        make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], environ)
+    else:
+        context: Any = multiprocessing.get_context(_start_method(device))
+        if _start_method(device) == "forkserver":
+            context.set_forkserver_preload(_PRELOAD)
+        make = context.Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
     outputs = (InheritedFile(1), InheritedFile(2))
     with _without_main():
@@ -288,15 +279,6 @@ def _start_method(device: str) -> str:
     """A fork server starts a rank in milliseconds, as it has imported torch; CUDA does not survive a fork."""
     forks = device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods()
     return "forkserver" if forks else "spawn"
-
-
-def _process_maker(launch: Launch, environ: dict[str, str]) -> Callable[..., BaseProcess]:
-    if launch.preloaded:
-        return functools.partial(ServedProcess, [*_PRELOAD, *launch.preloaded], environ)
-    context: Any = multiprocessing.get_context(_start_method(launch.device))
-    if _start_method(launch.device) == "forkserver":
-        context.set_forkserver_preload(_PRELOAD)
-    return context.Process
 
 
 def _prepare_server(preloaded: tuple[str, ...], environ: dict[str, str]) -> None:
@@ -327,7 +309,7 @@ def _watch(processes: list[BaseProcess], launches: list[Launch], deadline: float
         What happened on the ranks that failed, the first one first, and the ranks that run on.
     """
     running = dict(enumerate(processes))
-    failures: list[tuple[float, int, str]] = []
+    failures: dict[int, tuple[float, str]] = {}
     limit = deadline
     while running:
         sentinels = [process.sentinel for process in running.values()]
@@ -339,14 +321,14 @@ def _watch(processes: list[BaseProcess], launches: list[Launch], deadline: float
             process.join()
             failure = _read_failure(launches[rank]) or _read_death(launches[rank], process)
             if failure is not None:
-                failures.append((failure[0], rank, failure[1]))
+                failures[rank] = failure
                 limit = min(limit, time.monotonic() + _GRACE)
-    for rank in list(running):
+    for rank in running:
         failure = _read_failure(launches[rank])
         if failure is not None:  # it has raised, and was only about to end
-            failures.append((failure[0], rank, failure[1]))
-            running.pop(rank)
-    return {rank: text for _, rank, text in sorted(failures)}, list(running)
+            failures[rank] = failure
+    in_order = sorted(failures, key=lambda rank: failures[rank][0])
+    return {rank: failures[rank][1] for rank in in_order}, [rank for rank in running if rank not in failures]
 
 
 def _kill(processes: list[BaseProcess]) -> None:
@@ -376,16 +358,10 @@ def _read_death(launch: Launch, process: BaseProcess) -> tuple[float, str] | Non
     code = process.exitcode or 0
     if code == 0 and returned:
         return None
-    how = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    parts = [f"{how}, {'after' if returned else 'before'} fn had returned", _read_stack(launch)]
-    return time.monotonic(), "\n".join(part for part in parts if part)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    names = {known.value: known.name for known in signal.Signals}
+    how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
+    text = f"{how}, {'after' if returned else 'before'} fn had returned\n{_read_stack(launch)}"
+    return time.monotonic(), text.rstrip("\n")
 
 
 def _read_stack(launch: Launch) -> str:
@@ -407,7 +383,7 @@ def _rank_error(failures: dict[int, str], unfinished: list[int], world_size: int
     for rank, text in failures.items():
         lines += ["", f"--- rank {rank} ---", text.rstrip()]
     if unfinished:
-        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, {fate} ---"]
+        lines += ["", f"--- {_name_ranks(unfinished)}: not finished {_GRACE:g} s later, and {fate} ---"]
     return RankError("\n".join(lines), failures)
 
 
@@ -420,11 +396,9 @@ def _timeout_error(stuck: dict[int, tuple[str, str]], world_size: int, timeout: 
 
 
 def _where_stuck(launch: Launch) -> tuple[str, str]:
-    state = "had not returned"
+    state = "had not returned" if launch.file("stack").exists() else "the process was still starting"
     if launch.file("result").exists():
         state = "fn had returned, but the process did not end"
-    elif not launch.file("stack").exists():
-        state = "the process was still starting"
     return state, _read_stack(launch)
 
 

@@ -31,16 +31,15 @@ from thinwire.errors import WireFormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WIRE_VERSION", "WireFormat"]
-
 #: Raised when the bytes of any format change; ranks compare it before a row moves.
 WIRE_VERSION = 1
 
 _SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
 _GROUP_LIMITS = (16, 1024)
+_WHOLE_ROW = 0
 # name -> (bits per element, largest quantised magnitude, default group)
 _QUANTIZED = {"int8": (8, 127.0, 128), "int4": (4, 7.0, 32), "fp8": (8, 448.0, 128)}
-_WHOLE_ROW = 0
+_DEFAULT_GROUPS = {name: group for name, (_, _, group) in _QUANTIZED.items()} | {"none": _WHOLE_ROW}
 _SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]+))?")
 _ACCEPTED = "accepted: none, int8, int8:row, int8:N, int4, int4:N, fp8, fp8:N with N a power of two from 16 to 1024"
 
@@ -73,7 +72,7 @@ class WireFormat:
     alignment: int = 32
 
     def __post_init__(self) -> None:
-        if self.name not in (*_QUANTIZED, "none"):
+        if self.name not in _DEFAULT_GROUPS:
             raise WireFormatError(f"unknown wire format {self.name!r}; {_ACCEPTED}")
         if self.alignment < _SECTION_ALIGNMENT or self.alignment & (self.alignment - 1):
             raise WireFormatError(f"alignment {self.alignment} is not a power of two of at least {_SECTION_ALIGNMENT}")
@@ -94,15 +93,13 @@ class WireFormat:
         if isinstance(spec, WireFormat):
             return spec
         match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
-        if match is None or match["name"] not in (*_QUANTIZED, "none"):
+        if match is None or match["name"] not in _DEFAULT_GROUPS:
             raise WireFormatError(f"unknown wire format {spec!r}; {_ACCEPTED}")
         name, group = match["name"], match["group"]
-        if name == "none":
-            if group is not None:
-                raise WireFormatError(f"wire format {spec!r}: 'none' has no groups; {_ACCEPTED}")
-            return cls("none")
         if group is None:
-            return cls(name, _QUANTIZED[name][2])
+            return cls(name, _DEFAULT_GROUPS[name])
+        if name == "none":
+            raise WireFormatError(f"wire format {spec!r}: 'none' has no groups; {_ACCEPTED}")
         if group == "row":
             return cls(name, _WHOLE_ROW)
         if int(group) == _WHOLE_ROW:
@@ -110,9 +107,7 @@ class WireFormat:
         return cls(name, int(group))
 
     def __str__(self) -> str:
-        if self.name == "none" or self.group == _QUANTIZED[self.name][2]:
-            return self.name
-        return f"{self.name}:{self.group or 'row'}"
+        return self.name if self.group == _DEFAULT_GROUPS[self.name] else f"{self.name}:{self.group or 'row'}"
 
     @property
     def quantized(self) -> bool:
