@@ -55,8 +55,6 @@ from thinwire.triton_kernels.signal import (
     wait_for_all,
 )
 
-__all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "note", "recv", "send", "wait"]
-
 #: What a wait is for: every peer's header, room in the rings of those that get a piece, a piece of those that send one.
 HEADERS, ROOM, PIECES = 0, 1, 2
 #: Exact rows are copied in chunks of this many bytes, one a program at a time.

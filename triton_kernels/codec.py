@@ -35,26 +35,6 @@ from thinwire.triton_kernels.floats import (
 from thinwire.triton_kernels.record import FP8, INT4, NONE, RecordLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "decode_tile",
-    "dequantize_reference",
-    "dequantize_row",
-    "dequantize_rows",
-    "encode_tile",
-    "group_amax",
-    "load_record_tile",
-    "quantize_reference",
-    "quantize_row",
-    "quantize_rows",
-    "round_reference",
-    "row_amax_bits",
-    "scaled_reference",
-    "store_encoded_tile",
-    "store_record_tail",
-    "store_record_tile",
-    "tile_columns",
-]
-
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 _BF16_NAN_BITS = tl.constexpr(0x7FC0)

@@ -40,8 +40,6 @@ from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
-__all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
-
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = [

@@ -19,17 +19,6 @@ from thinwire.triton_kernels.exchange_layout import FIRST_LEG
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE
 
-__all__ = [
-    "first_peer",
-    "length_and_start",
-    "record_offset",
-    "recv_row",
-    "recv_sum",
-    "row_and_part",
-    "send_row",
-    "send_sum",
-]
-
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 

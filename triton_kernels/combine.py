@@ -34,8 +34,6 @@ from thinwire.triton_kernels.signal import (
 )
 from thinwire.triton_kernels.sums import store_sum, sum_warps
 
-__all__ = ["send_sums", "sum_home"]
-
 
 @triton.jit
 def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):

@@ -35,8 +35,6 @@ from thinwire.triton_kernels.signal import (
     wait_or_give_up,
 )
 
-__all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block", "wait"]
-
 # Tokens whose ids and weights a program sends at a time.
 _PLANE_TOKENS = 32
 

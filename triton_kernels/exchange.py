@@ -27,19 +27,6 @@ from thinwire.triton_kernels.signal import (
     wait_or_give_up,
 )
 
-__all__ = [
-    "await_leg",
-    "begin_epoch",
-    "differing_signatures",
-    "half_offset",
-    "header_lines",
-    "load_numbers",
-    "num_waiting_programs_for",
-    "programs_on_shared_gpu",
-    "publish_header",
-    "slot_offset",
-]
-
 _FIRST_LEG, _SIGNATURE_WORDS = tl.constexpr(FIRST_LEG), tl.constexpr(SIGNATURE_WORDS)
 
 

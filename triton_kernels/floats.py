@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from thinwire.triton_kernels.compat import tl, triton
 
-__all__ = [
-    "ROUND_MAGIC",
-    "SIGNLESS",
-    "bfloat16_bits",
-    "decode_e4m3",
-    "encode_e4m3",
-    "load_float32",
-    "store_float32",
-]
-
 #: Added to a float32 below 2**22 in magnitude, it rounds it to an integer, half to even, in the low bits of the sum.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 SIGNLESS = tl.constexpr(0x7FFFFFFF)

@@ -22,25 +22,6 @@ import torch
 
 from thinwire.triton_kernels.compat import tl, triton
 
-__all__ = [
-    "MAX_WORLD",
-    "Launch",
-    "SignalLayout",
-    "agreed",
-    "arrive",
-    "give_up",
-    "grace_of",
-    "num_programs_for",
-    "poison",
-    "publish",
-    "register_limit",
-    "signal_words",
-    "store_signal_number",
-    "store_signal_words",
-    "wait_for_all",
-    "wait_or_give_up",
-]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MOST_THREADS = tl.constexpr(1024)  # of a program
 

@@ -32,15 +32,6 @@ from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "pack_weighted_sums",
-    "pack_weighted_sums_reference",
-    "store_sum",
-    "sum_records",
-    "sum_records_reference",
-    "sum_warps",
-]
-
 
 @triton.jit
 def weighted_sum_tile(

@@ -36,8 +36,6 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
-__all__ = ["CHECK", "DIFFERS", "DRAIN", "HEADERS", "PAUSED", "PEERS", "POST", "REFUSED", "RESUME", "SCALARS", "move"]
-
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
 POST, HEADERS, DRAIN, RESUME, CHECK = 1, 2, 4, 8, 16

@@ -36,19 +36,6 @@ from thinwire.triton_kernels.cpu.ir.loops import (
 from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, NONE
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "Layout",
-    "dequantize_row",
-    "dequantize_rows",
-    "dtype_code",
-    "pack_kernel",
-    "quantize_row",
-    "quantize_rows",
-    "record_layout",
-    "round_row",
-    "unpack_kernel",
-]
-
 #: kind, group, row_scale, hidden, scales_offset, row_bytes: a tuple of integers, since numba reads that fastest.
 Layout = tuple[int, int, int, int, int, int]
 

@@ -44,8 +44,6 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
-__all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
-
 
 @kernel
 def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, padded, fingerprint=FINGERPRINT):

@@ -24,22 +24,6 @@ from thinwire.triton_kernels.exchange_layout import FIRST_LEG, Endpoint, Exchang
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_PEERS, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "CollectiveNumbers",
-    "all_do_the_same",
-    "begin_epoch",
-    "copy_to_peers",
-    "gathered_layout",
-    "header_lines",
-    "numbers_at",
-    "numbers_of",
-    "pack_row",
-    "part_of",
-    "row_span",
-    "scattered_layout",
-    "slot_of",
-]
-
 
 class CollectiveNumbers(NamedTuple):
     """What is the same in every chunk of a job, and in every call like it."""

@@ -33,8 +33,6 @@ from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_re
 from thinwire.triton_kernels.round_layout import SIGNAL_HAS_SUMS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
-__all__ = ["send_sums", "sum_home"]
-
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
 

@@ -52,8 +52,6 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
-__all__ = ["close_round", "publish_sums", "send_tokens", "wait"]
-
 _ID_TYPES = (torch.int32, torch.int64)
 _ZERO = np.float32(0.0)
 

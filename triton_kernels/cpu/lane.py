@@ -23,26 +23,6 @@ from thinwire.triton_kernels.round_layout import COMBINE, DTYPE_CODES, SIGNAL_DT
 from thinwire.triton_kernels.signal import MAX_WORLD, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "MIXED_DTYPES",
-    "POISONED",
-    "RANKS_BYTES",
-    "WRITTEN",
-    "LaneNumbers",
-    "Numbers",
-    "check_dtype",
-    "check_out",
-    "destinations",
-    "mixed_dtypes",
-    "numbers_at",
-    "numbers_of",
-    "numbers_that_fit",
-    "readable_rows",
-    "record_layout_of",
-    "sum_layout_of",
-    "token_count",
-]
-
 #: What kernels that fill an output return.
 WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
 

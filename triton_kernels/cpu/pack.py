@@ -11,8 +11,6 @@ import torch
 from thinwire.triton_kernels.cpu.codec import dtype_code, pack_kernel, record_layout, unpack_kernel
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_rows", "unpack_rows"]
-
 
 def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
     # The caller holds on to what this returns while a kernel reads from its address.

@@ -40,8 +40,6 @@ from thinwire.triton_kernels.cpu.lane import (
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
-__all__ = ["gather", "route"]
-
 _ZERO = np.float32(0.0)
 
 

@@ -25,21 +25,6 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_STUCK_PHASE,
 )
 
-__all__ = [
-    "ARRIVED",
-    "GAVE_UP",
-    "PAUSED",
-    "give_up",
-    "poison",
-    "publish",
-    "run_wait",
-    "signal_line",
-    "signalled",
-    "someone_is_stuck",
-    "wait_or_give_up",
-    "write_report",
-]
-
 #: How `wait_for_all` ends: all flags came, it is time to give up, or neither within a slice of time.
 ARRIVED, GAVE_UP, PAUSED = 0, 1, 2
 

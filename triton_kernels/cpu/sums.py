@@ -19,16 +19,6 @@ from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, INT4, NONE
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "pack_sum_row",
-    "pack_weighted_sums",
-    "record_sum",
-    "scratch_bytes",
-    "sum_record_row",
-    "sum_records",
-    "weighted_sum_row",
-]
-
 _LANES = 16
 _REST_BYTES = 4 * _LANES
 _ONE = np.float32(1.0)

@@ -10,8 +10,6 @@ from typing import Any
 from thinwire.triton_kernels.cpu.compat import intrinsic, types
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 
-__all__ = ["reader_of"]
-
 
 def reader_of(fields: Any) -> Any:
     """An intrinsic `(address) -> fields`, for a NamedTuple whose fields lie at the address as int64."""

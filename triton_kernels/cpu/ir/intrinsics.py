@@ -10,20 +10,6 @@ from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, intrinsic, ir, types
 
-__all__ = [
-    "bits_to_float32",
-    "copy_bytes",
-    "load_float32",
-    "load_int32",
-    "load_int64",
-    "stack_buffer",
-    "store_float32",
-    "store_int8",
-    "store_int32",
-    "store_int64",
-    "zero_bytes",
-]
-
 _CACHE_LINE = 64
 
 

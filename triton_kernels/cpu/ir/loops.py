@@ -38,16 +38,6 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     store_quantized,
 )
 
-__all__ = [
-    "accumulate_groups",
-    "amax_groups",
-    "decode_groups",
-    "encode_groups",
-    "read_scales",
-    "round_columns",
-    "scale_groups",
-]
-
 _QMAX = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
 _SIGNLESS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000

@@ -11,8 +11,6 @@ from thinwire.triton_kernels.cpu.ir.control import loop
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import constant, integers
 
-__all__ = ["stream_bytes"]
-
 _VECTOR_BYTES = 32  # such a store must be aligned to its size, or it is an ordinary one
 _BLOCK_SHIFT = 7  # a block is 128 bytes
 
