@@ -36,8 +36,9 @@ from thinwire.triton_kernels.cpu.ir.loops import (
 from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, NONE
 from thinwire.wire import WireFormat
 
-#: kind, group, row_scale, hidden, scales_offset, row_bytes: a tuple of integers, since numba reads that fastest.
+#: A tuple of integers, since numba reads that fastest: LAYOUT_FIELDS.
 Layout = tuple[int, int, int, int, int, int]
+LAYOUT_FIELDS = ("kind", "group", "row_scale", "hidden", "scales_offset", "row_bytes")
 
 _DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {"none": NONE, "int8": INT8, "int4": INT4, "fp8": FP8}

@@ -130,7 +130,7 @@ def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scra
         count = destinations(first_ids + 4 * token * lane.top_k, lane, ranks)
         for j in range(count):
             # The list of ranks becomes one of records, in place.
-            line = signal_line(buffer_ptrs, lane.rank, lane.combine_lines, load_int64(ranks + 8 * j))
+            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, load_int64(ranks + 8 * j))
             has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
             store_int64(ranks + 8 * j, token * lane.slots + j if has_sums else -1)
         row = out + token * out_stride

@@ -175,8 +175,8 @@ def send_tokens(
 def publish_sums(buffer_ptrs, lane, control, has_sums):
     """Signals the combine phase of the open round, with sums or without, to all ranks."""
     for peer in range(lane.world):
-        store_int32(signal_line(buffer_ptrs, peer, lane.combine_lines, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
-    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_lines, load_int32(control + 4 * CONTROL_EPOCH))
+        store_int32(signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
+    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_signals, load_int32(control + 4 * CONTROL_EPOCH))
 
 
 @kernel
@@ -218,7 +218,7 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return GAVE_UP
     epoch = load_int32(control + 4 * CONTROL_EPOCH)
-    lines = lane.signals if phase == DISPATCH else lane.combine_lines
+    lines = lane.signals if phase == DISPATCH else lane.combine_signals
     ended = wait_or_give_up(
         buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, grace, report
     )
