@@ -32,7 +32,7 @@ from thinwire.triton_kernels.floats import (
     load_float32,
     store_float32,
 )
-from thinwire.triton_kernels.record import FP8, INT4, NONE, RecordLayout
+from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.wire import WireFormat
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -170,7 +170,7 @@ def load_record_tile(base, tile, LAYOUT: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole rows, and the codec alone: one program a row
+# Whole rows: one program has one row
 
 
 @triton.jit
@@ -209,70 +209,6 @@ def dequantize_row(base, out_row, LAYOUT: tl.constexpr):
             tl.store(out_row + columns, tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=mask), mask=mask)
         else:
             store_float32(out_row + columns, load_record_tile(base, tile, LAYOUT), mask, True)
-
-
-@triton.jit
-def quantize_kernel(
-    x_ptr,
-    x_row_stride,
-    records_ptr,
-    record_stride,
-    LAYOUT: tl.constexpr,
-):
-    """records[i] = quantise(x[i]), program i."""
-    row = tl.program_id(0).to(tl.int64)
-    quantize_row(x_ptr + row * x_row_stride, tl.multiple_of(records_ptr + row * record_stride, 16), LAYOUT)
-
-
-@triton.jit
-def dequantize_kernel(
-    records_ptr,
-    record_stride,
-    out_ptr,
-    out_row_stride,
-    LAYOUT: tl.constexpr,
-):
-    """out[i] = dequantise(records[i]), program i."""
-    row = tl.program_id(0).to(tl.int64)
-    dequantize_row(tl.multiple_of(records_ptr + row * record_stride, 16), out_ptr + row * out_row_stride, LAYOUT)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launchers
-
-
-def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
-    """Writes x [rows, hidden] as records, uint8 [rows, row_bytes]; their row stride is a multiple of 16."""
-    if x.shape[0] == 0:
-        return
-    layout = RecordLayout.of(wire, x.shape[1], x.dtype)
-    with torch.cuda.device_of(records):  # Triton launches on the current device
-        quantize_kernel[(x.shape[0],)](
-            x,
-            x.stride(0),
-            records.view(torch.int8),
-            records.stride(0),
-            LAYOUT=layout,
-            num_warps=layout.num_warps,
-            enable_fp_fusion=False,
-        )
-
-
-def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-    """Writes records, uint8 [rows, row_bytes], as out [rows, hidden] float32, float16 or bfloat16."""
-    if out.shape[0] == 0:
-        return
-    layout = RecordLayout.of(wire, out.shape[1], out.dtype)
-    with torch.cuda.device_of(records):  # Triton launches on the current device
-        dequantize_kernel[(out.shape[0],)](
-            records.view(torch.int8),
-            records.stride(0),
-            out,
-            out.stride(0),
-            LAYOUT=layout,
-            num_warps=layout.num_warps,
-            enable_fp_fusion=False,
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

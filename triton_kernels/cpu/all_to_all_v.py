@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.codec import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange import (
     header_count,
@@ -29,6 +28,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.signal import give_up, signalled, someone_is_stuck, write_report
 from thinwire.triton_kernels.signal import (
     MISMATCHED,

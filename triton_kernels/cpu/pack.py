@@ -8,8 +8,30 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dtype_code, pack_kernel, record_layout, unpack_kernel
+from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
+from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
+
+
+@kernel
+def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, fingerprint=FINGERPRINT):
+    """Record i from row row_index[i], or from row i where `row_index` is 0. Strides are in bytes."""
+    for i in range(count):
+        row = load_int64(row_index + 8 * i) if row_index else i
+        quantize_row(x + row * x_stride, dtype, records + i * record_stride, layout)
+
+
+@kernel
+def unpack_kernel(
+    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, fingerprint=FINGERPRINT
+):
+    """Row row_index[i] from record record_index[i], where 0 for either stands for i. Strides are in bytes."""
+    for i in range(count):
+        record = load_int64(record_index + 8 * i) if record_index else i
+        row = load_int64(row_index + 8 * i) if row_index else i
+        dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
 
 
 def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
@@ -49,8 +71,7 @@ def unpack_rows(
 
     The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
-    given = record_index if record_index is not None else row_index
-    count = records.shape[0] if given is None else given.shape[0]
+    count = item_count(records, record_index, row_index)
     if count == 0:
         return
     record_index, row_index = _in_a_row(record_index), _in_a_row(row_index)
