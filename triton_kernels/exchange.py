@@ -1,13 +1,8 @@
 """What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a grid of programs waits.
 
-`docs/protocol.md`, "The exchange", has the argument. The epoch lives in device memory and is advanced by the last
-program of the kernel that opens it, so that CUDA graphs of a call can be replayed.
-
-*Inside a grid* whichever program comes first waits for the flags of all ranks, gives up, or compares what they are
-doing. Then it stores the epoch into a word of the control block, and all others, which look at that word, go on. So a
-leg costs no launch of its own, and hundreds of programs do not ask for every peer's flag. It is the first to come and
-not program 0, as nothing says that program 0 starts first: if the others filled the GPU before it, they would spin for
-a program that has no room.
+`docs/protocol.md`, "The exchange", has the argument, and "Waiting in a grid" why the first program to come waits for
+all ranks. The epoch lives in device memory and is advanced by the last program of the kernel that opens it, so that
+CUDA graphs of a call can be replayed.
 """
 
 from __future__ import annotations

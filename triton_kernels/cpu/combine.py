@@ -18,6 +18,7 @@ from thinwire.triton_kernels.cpu.lane import (
     POISONED,
     RANKS_BYTES,
     WRITTEN,
+    addresses,
     check_dtype,
     check_out,
     destinations,
@@ -97,18 +98,9 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
     scratch = torch.empty(8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K), dtype=torch.uint8)
-    result = send_sums_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        lane.positions.data_ptr(),
-        lane.weights.data_ptr(),
-        expert_out.data_ptr(),
-        expert_out.stride(0) * expert_out.itemsize,
-        expert_out.shape[0],
-        dtype_code(expert_out.dtype),
-        scratch.data_ptr(),
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, lane.positions, lane.weights, expert_out)
+    stride, code = expert_out.stride(0) * expert_out.itemsize, dtype_code(expert_out.dtype)
+    result = send_sums_kernel(numbers.address, *memory, stride, expert_out.shape[0], code, scratch.data_ptr())
     check_dtype(result, "dtype", dtype)
 
 
@@ -150,15 +142,8 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     check_out(out, layout.HIDDEN)
     numbers = numbers_that_fit(lane, out.dtype)
     scratch = torch.empty(scratch_bytes(layout.HIDDEN, layout.SLOTS), dtype=torch.uint8)
-    result = sum_home_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        out.shape[0],
-        scratch.data_ptr(),
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, out)
+    result = sum_home_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], scratch.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

@@ -166,6 +166,11 @@ def destinations(ids, lane, ranks):
 # In launchers
 
 
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    """Where tensors lie. The caller holds on to them while a kernel reads from there."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
     """Refuses what is not rows of so many elements.
 

@@ -34,9 +34,10 @@ def unpack_kernel(
         dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
 
 
-def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
-    # The caller holds on to what this returns while a kernel reads from its address.
-    return None if index is None else index.contiguous()
+def _in_a_row(index: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """An index without gaps, which the caller holds on to while a kernel reads it, and its address: 0 for None."""
+    index = None if index is None else index.contiguous()
+    return index, 0 if index is None else index.data_ptr()
 
 
 def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
@@ -47,17 +48,9 @@ def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None,
     count = records.shape[0]
     if count == 0:
         return
-    row_index = _in_a_row(row_index)
-    pack_kernel(
-        x.data_ptr(),
-        x.stride(0) * x.itemsize,
-        dtype_code(x.dtype),
-        0 if row_index is None else row_index.data_ptr(),
-        records.data_ptr(),
-        records.stride(0),
-        count,
-        record_layout(wire, x.shape[1], x.dtype),
-    )
+    row_index, rows = _in_a_row(row_index)
+    stride, code, layout = x.stride(0) * x.itemsize, dtype_code(x.dtype), record_layout(wire, x.shape[1], x.dtype)
+    pack_kernel(x.data_ptr(), stride, code, rows, records.data_ptr(), records.stride(0), count, layout)
 
 
 def unpack_rows(
@@ -74,15 +67,8 @@ def unpack_rows(
     count = item_count(records, record_index, row_index)
     if count == 0:
         return
-    record_index, row_index = _in_a_row(record_index), _in_a_row(row_index)
-    unpack_kernel(
-        records.data_ptr(),
-        records.stride(0),
-        0 if record_index is None else record_index.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        dtype_code(out.dtype),
-        0 if row_index is None else row_index.data_ptr(),
-        count,
-        record_layout(wire, out.shape[1], out.dtype),
-    )
+    record_index, chosen = _in_a_row(record_index)
+    row_index, rows = _in_a_row(row_index)
+    stride, code = out.stride(0) * out.itemsize, dtype_code(out.dtype)
+    layout = record_layout(wire, out.shape[1], out.dtype)
+    unpack_kernel(records.data_ptr(), records.stride(0), chosen, out.data_ptr(), stride, code, rows, count, layout)
