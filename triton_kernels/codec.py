@@ -24,6 +24,8 @@ from einops import rearrange, repeat
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
+    BF16_NAN_BITS,
+    INFINITY_BITS,
     ROUND_MAGIC,
     SIGNLESS,
     bfloat16_bits,
@@ -35,9 +37,7 @@ from thinwire.triton_kernels.floats import (
 from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.wire import WireFormat
 
-_INFINITY_BITS = tl.constexpr(0x7F800000)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
-_BF16_NAN_BITS = tl.constexpr(0x7FC0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     Returns the payload, int8 [groups, group] (or [groups, group / 2] for int4), and each group's scale as int32 bits
     (bfloat16 bits, or float32 bits with ROW_SCALE).
     """
-    finite = amax_bits < _INFINITY_BITS
+    finite = amax_bits < INFINITY_BITS
     live = finite & (amax_bits >= _TINY_BITS)
     s = amax_bits.to(tl.float32, bitcast=True) * (1.0 / LAYOUT.QMAX)
     if LAYOUT.ROW_SCALE:
@@ -65,7 +65,7 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     else:
         short = bfloat16_bits(s)
         s = (short << 16).to(tl.float32, bitcast=True)
-        scale_bits = tl.where(live, short, tl.where(finite, 0, _BF16_NAN_BITS))
+        scale_bits = tl.where(live, short, tl.where(finite, 0, BF16_NAN_BITS))
     inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
     v = x * inverse[:, None]
     if LAYOUT.KIND == FP8:
@@ -174,20 +174,20 @@ def load_record_tile(base, tile, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def row_amax_bits(x_row, LAYOUT: tl.constexpr):
-    """The largest magnitude of a whole row, int32 [1], where its scale needs that before the first tile; else zero."""
+def row_amax_bits(x_row, length, LAYOUT: tl.constexpr):
+    """The largest magnitude of a row's `length` elements, int32 [1], where the first tile needs it; else zero."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             columns = tile_columns(tile, LAYOUT)
-            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < LAYOUT.HIDDEN)))
+            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < length)))
     return row_amax
 
 
 @triton.jit
 def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
-    row_amax = row_amax_bits(x_row, LAYOUT)
+    row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:

@@ -103,7 +103,7 @@ def send_record(
 ):
     """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
     ks = tl.arange(0, K_BLOCK)
-    row_amax = row_amax_bits(x_row, LAYOUT)
+    row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:

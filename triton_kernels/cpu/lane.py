@@ -1,7 +1,6 @@
 """What the CPU's kernels know of a lane, and the small functions that all of them share.
 
-Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round. That is
-one argument instead of forty, and numba looks at each argument of a call.
+Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _OF_LAYOUT = (
     "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums",
 )  # fmt: skip
 
-#: All that is the same in every round of a lane. Kernels read it from memory: it is too long for an argument.
+#: All that is the same in every round of a lane.
 numbers_at = reader_of(
     *_OF_LAYOUT,
     "rank", "align",
@@ -98,12 +97,7 @@ def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
 
 
 def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
-    """The numbers of a lane whose slots have room for records of a dtype.
-
-    Raises:
-        WireFormatError: for a dtype that cannot travel, or whose records are larger than the lane's slots.
-        RoutingError: for more ranks than `MAX_WORLD`.
-    """
+    """The same, or WireFormatError for a dtype whose records are larger than the lane's slots."""
     numbers = numbers_of(lane, dtype)
     if numbers.refusal:
         raise WireFormatError(numbers.refusal)
@@ -172,41 +166,25 @@ def addresses(*tensors: torch.Tensor) -> list[int]:
 
 
 def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
-    """Refuses what is not rows of so many elements.
-
-    Raises:
-        RoutingError: naming what was passed.
-    """
+    """Raises RoutingError for what is not rows of so many elements."""
     if rows.dim() != 2 or rows.shape[1] != hidden:
         raise RoutingError(f"{name} has the shape {tuple(rows.shape)}; accepted: [rows, {hidden}]")
 
 
 def check_out(out: torch.Tensor, hidden: int) -> None:
-    """Refuses an output that a kernel, which sees an address and a row stride, cannot fill.
-
-    Raises:
-        RoutingError: naming what was passed.
-    """
+    """Raises RoutingError for an output that a kernel, which sees an address and a row stride, cannot fill."""
     check_rows(out, hidden, "out")
     if hidden > 1 and out.stride(1) != 1:
         raise RoutingError(f"out has the strides {out.stride()}; accepted: each row's columns side by side")
 
 
 def readable_rows(rows: torch.Tensor, hidden: int, name: str) -> torch.Tensor:
-    """Rows with their columns side by side: the same ones, or a copy where they are not.
-
-    Raises:
-        RoutingError: for another shape.
-    """
+    """Rows with their columns side by side: the same ones, or a copy where they are not."""
     check_rows(rows, hidden, name)
     return rows if hidden == 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
 def check_dtype(result: int, name: str, dtype: torch.dtype) -> None:
-    """Refuses rows of another dtype than the records hold.
-
-    Raises:
-        RoutingError: if a kernel returned `MIXED_DTYPES`.
-    """
+    """Raises RoutingError for rows of another dtype than the records hold, if a kernel said so."""
     if result == MIXED_DTYPES:
         raise RoutingError(f"{name} is {dtype}; with wire format 'none' it must be of the dtype of the tokens sent")
