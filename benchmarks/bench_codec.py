@@ -23,7 +23,7 @@ if not __package__:  # run as a file
 import torch
 
 from benchmarks import timing
-from thinwire.triton_kernels import codec as triton_codec
+from thinwire.triton_kernels import pack as triton_pack
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
@@ -57,7 +57,7 @@ def bench(
     xs = [torch.randn(rows, hidden, device=device).to(dtype) for _ in range(sets)]
     outs = [torch.empty_like(x) for x in xs]
     records = [torch.empty(rows, wire.row_bytes(hidden), dtype=torch.uint8, device=device) for _ in xs]
-    quantize_rows, dequantize_rows = _launchers(device)
+    pack_rows, unpack_rows = _launchers(device)
 
     def every(work: Callable[[int], object]) -> Callable[[], object]:
         def run() -> None:
@@ -69,8 +69,8 @@ def bench(
 
     functions = {
         "copy": every(lambda i: outs[i].copy_(xs[i])),
-        "quantise": every(lambda i: quantize_rows(xs[i], wire, records[i])),
-        "dequantise": every(lambda i: dequantize_rows(records[i], wire, outs[i])),
+        "quantise": every(lambda i: pack_rows(xs[i], wire, None, records[i])),
+        "dequantise": every(lambda i: unpack_rows(records[i], wire, None, None, outs[i])),
         "quantise in torch": lambda: quantize_reference(xs[0], wire),
         "dequantise in torch": lambda: dequantize_reference(records[0], wire, hidden, dtype),
     }
@@ -92,10 +92,10 @@ def bench(
 
 def _launchers(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.type == "cuda":
-        return triton_codec.quantize_rows, triton_codec.dequantize_rows
-    from thinwire.triton_kernels.cpu import codec as cpu_codec
+        return triton_pack.pack_rows, triton_pack.unpack_rows
+    from thinwire.triton_kernels.cpu import pack as cpu_pack
 
-    return cpu_codec.quantize_rows, cpu_codec.dequantize_rows
+    return cpu_pack.pack_rows, cpu_pack.unpack_rows
 
 
 def _columns(figure: dict[str, Any]) -> dict[str, Any]:

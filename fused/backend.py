@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,35 +93,26 @@ def select_round_kernels(backend: Backend) -> RoundKernels:
     Raises:
         TransportUnavailable: plain torch has none: it cannot signal.
     """
+    dispatch: Any
+    permute: Any
+    combine: Any
     if backend.name == "triton":
         from thinwire.triton_kernels import combine, dispatch, permute
-
-        return RoundKernels(
-            dispatch.send_tokens,
-            dispatch.wait,
-            permute.route,
-            permute.gather,
-            combine.send_sums,
-            dispatch.close_round,
-            combine.sum_home,
+    elif backend.name == "numba":
+        from thinwire.triton_kernels.cpu import combine, dispatch, permute
+    else:
+        raise TransportUnavailable(
+            f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport "
+            "needs triton or numba"
         )
-    if backend.name == "numba":
-        from thinwire.triton_kernels.cpu import combine as cpu_combine
-        from thinwire.triton_kernels.cpu import dispatch as cpu_dispatch
-        from thinwire.triton_kernels.cpu import permute as cpu_permute
-
-        return RoundKernels(
-            cpu_dispatch.send_tokens,
-            cpu_dispatch.wait,
-            cpu_permute.route,
-            cpu_permute.gather,
-            cpu_combine.send_sums,
-            cpu_dispatch.close_round,
-            cpu_combine.sum_home,
-        )
-    raise TransportUnavailable(
-        f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport needs "
-        "triton or numba"
+    return RoundKernels(
+        dispatch.send_tokens,
+        dispatch.wait,
+        permute.route,
+        permute.gather,
+        combine.send_sums,
+        dispatch.close_round,
+        combine.sum_home,
     )
 
 
@@ -147,12 +139,7 @@ def _numba(device: torch.device, reason: str) -> Backend:
     from thinwire.triton_kernels.cpu import sums as cpu_sums
 
     return Backend(
-        "numba",
-        reason,
-        cpu_pack.pack_rows,
-        cpu_pack.unpack_rows,
-        cpu_sums.pack_weighted_sums,
-        cpu_sums.sum_records,
+        "numba", reason, cpu_pack.pack_rows, cpu_pack.unpack_rows, cpu_sums.pack_weighted_sums, cpu_sums.sum_records
     )
 
 
@@ -160,15 +147,9 @@ def _reference(reason: str) -> Backend:
     def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
         records.copy_(pack.pack_rows_reference(x[: records.shape[0]] if row_index is None else x, wire, row_index))
 
-    def pack_weighted_sums(
-        expert_out: torch.Tensor,
-        positions: torch.Tensor,
-        weights: torch.Tensor,
-        wire: WireFormat,
-        dtype: torch.dtype,
-        records: torch.Tensor,
-    ) -> None:
-        records.copy_(sums.pack_weighted_sums_reference(expert_out, positions, weights, wire, dtype))
+    def pack_weighted_sums(*arguments: Any) -> None:
+        *inputs, records = arguments
+        records.copy_(sums.pack_weighted_sums_reference(*inputs))
 
     def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
         out.copy_(sums.sum_records_reference(records, record_index, wire, out.shape[1], out.dtype))

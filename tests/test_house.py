@@ -101,9 +101,9 @@ try:
     tw.quantize(torch.zeros(1, 8))
 except tw.TransportUnavailable as error:
     print(error)
-from thinwire.triton_kernels.codec import quantize_rows
+from thinwire.triton_kernels.pack import pack_rows
 try:
-    quantize_rows(torch.zeros(1, 8), tw.WireFormat.parse("int8"), torch.zeros(1, 32, dtype=torch.uint8))
+    pack_rows(torch.zeros(1, 8), tw.WireFormat.parse("int8"), None, torch.zeros(1, 32, dtype=torch.uint8))
 except tw.TransportUnavailable as error:
     print(error)
 """

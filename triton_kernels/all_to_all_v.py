@@ -3,13 +3,9 @@
 Memory is that of `thinwire.triton_kernels.exchange_layout`; ranks with these kernels and ranks with the CPU's can share
 a group. A rank's own rows take the way of all others, through its own memory.
 
-*A call is steps*, each of them kernels on one stream; `docs/protocol.md`, "The ring", says why no step waits for
-itself. A GPU's kernels cannot take turns as the CPU's one thread does: a program that spins may keep another from ever
-starting. So each wait is a kernel of one program of one warp, and the next kernel does what it waited for::
-
-    step 0   store the first piece of every pair and its header; wait for all headers; take the first pieces in
-    step i   wait for room for piece i at each peer that gets one; store these pieces and publish the tails;
-             wait for piece i of each peer that sends one; take these pieces in and publish the heads
+*A call is steps*, each of them kernels on one stream; `docs/protocol.md`, "The ring", has them, and says why no step
+waits for itself. A GPU's kernels cannot take turns as the CPU's one thread does: a program that spins may keep another
+from ever starting. So each wait is a kernel of one program of one warp, and the next kernel does what it waited for.
 
 *Everything that advances lies in device memory*: the epoch, how many pieces each ring has ever held, the status. What a
 call brings from the host comes as kernel arguments. So a CUDA graph of a call can be replayed.
@@ -21,6 +17,7 @@ store nothing to peers and fill the rows that they should have taken with bytes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,8 +51,6 @@ from thinwire.triton_kernels.signal import (
     store_signal_words,
     wait_for_all,
 )
-
-__all__ = ["CHUNK_BYTES", "HEADERS", "PIECES", "ROOM", "note", "recv", "send", "wait"]
 
 #: What a wait is for: every peer's header, room in the rings of those that get a piece, a piece of those that send one.
 HEADERS, ROOM, PIECES = 0, 1, 2
@@ -208,6 +203,33 @@ def note(
             )
 
 
+def _launch(
+    of_bytes: Any,
+    of_rows: Any,
+    end: Endpoint,
+    tensor: torch.Tensor,
+    step: int,
+    layout: RecordLayout | None,
+    flat: bool,
+    number: int,
+    items: int,
+    *signature: torch.Tensor,
+) -> None:
+    device = end.buffer_ptrs.device
+    options: dict[str, Any]
+    if layout is None:
+        kernel, options = of_bytes, {"CHUNK": CHUNK_BYTES, "num_warps": _COPY_WARPS}
+    else:
+        kernel = of_rows
+        options = {"FLAT": flat, "LAYOUT": layout, "num_warps": layout.num_warps, "enable_fp_fusion": False}
+    programs = num_programs_for(items * end.layout.WORLD, device, None)
+    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
+        kernel[(programs,)](
+            tensor, step, end.buffer_ptrs, end.control, end.counters, end.table, *signature, end.rank, number, items,
+            FIRST=number == 0, EXCHANGE=end.layout, LAUNCH=Launch.of(end.layout, device), **options,
+        )  # fmt: skip
+
+
 def send(
     end: Endpoint,
     x: torch.Tensor,
@@ -229,21 +251,7 @@ def send(
         number: 0 opens a new epoch.
         items: at most so many rows, or chunks of CHUNK_BYTES, has a piece.
     """
-    device = end.buffer_ptrs.device
-    launch = Launch.of(end.layout, device)
-    programs = num_programs_for(items * end.layout.WORLD, device, None)
-    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, signature, end.rank, number, items)
-    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
-        if layout is None:
-            send_bytes_kernel[(programs,)](
-                x, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, EXCHANGE=end.layout, LAUNCH=launch,
-                num_warps=_COPY_WARPS,
-            )  # fmt: skip
-        else:
-            send_rows_kernel[(programs,)](
-                x, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, EXCHANGE=end.layout, LAUNCH=launch,
-                num_warps=layout.num_warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    _launch(send_bytes_kernel, send_rows_kernel, end, x, step, layout, flat, number, items, signature)
 
 
 def wait(
@@ -277,18 +285,4 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    device = end.buffer_ptrs.device
-    launch = Launch.of(end.layout, device)
-    programs = num_programs_for(items * end.layout.WORLD, device, None)
-    numbers = (end.buffer_ptrs, end.control, end.counters, end.table, end.rank, number, items)
-    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
-        if layout is None:
-            recv_bytes_kernel[(programs,)](
-                out, step, *numbers, FIRST=number == 0, CHUNK=CHUNK_BYTES, EXCHANGE=end.layout, LAUNCH=launch,
-                num_warps=_COPY_WARPS,
-            )  # fmt: skip
-        else:
-            recv_rows_kernel[(programs,)](
-                out, step, *numbers, FLAT=flat, FIRST=number == 0, LAYOUT=layout, EXCHANGE=end.layout, LAUNCH=launch,
-                num_warps=layout.num_warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    _launch(recv_bytes_kernel, recv_rows_kernel, end, out, step, layout, flat, number, items)

@@ -24,6 +24,8 @@ from einops import rearrange, repeat
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
+    BF16_NAN_BITS,
+    INFINITY_BITS,
     ROUND_MAGIC,
     SIGNLESS,
     bfloat16_bits,
@@ -32,32 +34,10 @@ from thinwire.triton_kernels.floats import (
     load_float32,
     store_float32,
 )
-from thinwire.triton_kernels.record import FP8, INT4, NONE, RecordLayout
+from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "decode_tile",
-    "dequantize_reference",
-    "dequantize_row",
-    "dequantize_rows",
-    "encode_tile",
-    "group_amax",
-    "load_record_tile",
-    "quantize_reference",
-    "quantize_row",
-    "quantize_rows",
-    "round_reference",
-    "row_amax_bits",
-    "scaled_reference",
-    "store_encoded_tile",
-    "store_record_tail",
-    "store_record_tile",
-    "tile_columns",
-]
-
-_INFINITY_BITS = tl.constexpr(0x7F800000)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
-_BF16_NAN_BITS = tl.constexpr(0x7FC0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,7 +57,7 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     Returns the payload, int8 [groups, group] (or [groups, group / 2] for int4), and each group's scale as int32 bits
     (bfloat16 bits, or float32 bits with ROW_SCALE).
     """
-    finite = amax_bits < _INFINITY_BITS
+    finite = amax_bits < INFINITY_BITS
     live = finite & (amax_bits >= _TINY_BITS)
     s = amax_bits.to(tl.float32, bitcast=True) * (1.0 / LAYOUT.QMAX)
     if LAYOUT.ROW_SCALE:
@@ -85,7 +65,7 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     else:
         short = bfloat16_bits(s)
         s = (short << 16).to(tl.float32, bitcast=True)
-        scale_bits = tl.where(live, short, tl.where(finite, 0, _BF16_NAN_BITS))
+        scale_bits = tl.where(live, short, tl.where(finite, 0, BF16_NAN_BITS))
     inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
     v = x * inverse[:, None]
     if LAYOUT.KIND == FP8:
@@ -190,24 +170,24 @@ def load_record_tile(base, tile, LAYOUT: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole rows, and the codec alone: one program a row
+# Whole rows: one program has one row
 
 
 @triton.jit
-def row_amax_bits(x_row, LAYOUT: tl.constexpr):
-    """The largest magnitude of a whole row, int32 [1], where its scale needs that before the first tile; else zero."""
+def row_amax_bits(x_row, length, LAYOUT: tl.constexpr):
+    """The largest magnitude of a row's `length` elements, int32 [1], where the first tile needs it; else zero."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             columns = tile_columns(tile, LAYOUT)
-            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < LAYOUT.HIDDEN)))
+            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < length)))
     return row_amax
 
 
 @triton.jit
 def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     """One row, `x_row` pointing to its first element, into the record at `base`. `none` copies bit for bit."""
-    row_amax = row_amax_bits(x_row, LAYOUT)
+    row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:
@@ -229,70 +209,6 @@ def dequantize_row(base, out_row, LAYOUT: tl.constexpr):
             tl.store(out_row + columns, tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=mask), mask=mask)
         else:
             store_float32(out_row + columns, load_record_tile(base, tile, LAYOUT), mask, True)
-
-
-@triton.jit
-def quantize_kernel(
-    x_ptr,
-    x_row_stride,
-    records_ptr,
-    record_stride,
-    LAYOUT: tl.constexpr,
-):
-    """records[i] = quantise(x[i]), program i."""
-    row = tl.program_id(0).to(tl.int64)
-    quantize_row(x_ptr + row * x_row_stride, tl.multiple_of(records_ptr + row * record_stride, 16), LAYOUT)
-
-
-@triton.jit
-def dequantize_kernel(
-    records_ptr,
-    record_stride,
-    out_ptr,
-    out_row_stride,
-    LAYOUT: tl.constexpr,
-):
-    """out[i] = dequantise(records[i]), program i."""
-    row = tl.program_id(0).to(tl.int64)
-    dequantize_row(tl.multiple_of(records_ptr + row * record_stride, 16), out_ptr + row * out_row_stride, LAYOUT)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launchers
-
-
-def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
-    """Writes x [rows, hidden] as records, uint8 [rows, row_bytes]; their row stride is a multiple of 16."""
-    if x.shape[0] == 0:
-        return
-    layout = RecordLayout.of(wire, x.shape[1], x.dtype)
-    with torch.cuda.device_of(records):  # Triton launches on the current device
-        quantize_kernel[(x.shape[0],)](
-            x,
-            x.stride(0),
-            records.view(torch.int8),
-            records.stride(0),
-            LAYOUT=layout,
-            num_warps=layout.num_warps,
-            enable_fp_fusion=False,
-        )
-
-
-def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-    """Writes records, uint8 [rows, row_bytes], as out [rows, hidden] float32, float16 or bfloat16."""
-    if out.shape[0] == 0:
-        return
-    layout = RecordLayout.of(wire, out.shape[1], out.dtype)
-    with torch.cuda.device_of(records):  # Triton launches on the current device
-        dequantize_kernel[(out.shape[0],)](
-            records.view(torch.int8),
-            records.stride(0),
-            out,
-            out.stride(0),
-            LAYOUT=layout,
-            num_warps=layout.num_warps,
-            enable_fp_fusion=False,
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -40,21 +40,9 @@ from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
-__all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
-
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
-_DYNAMIC = [
-    "rank",
-    "chunk",
-    "rows",
-    "signature_0",
-    "signature_1",
-    "signature_2",
-    "signature_3",
-    "timeout_ns",
-    "grace_ns",
-]
+_DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,7 +50,7 @@ _DYNAMIC = [
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
-def scatter_kernel(
+def send_kernel(
     x_ptr,
     parts_ptr,
     buffer_ptrs,
@@ -74,77 +62,38 @@ def scatter_kernel(
     signature_1: tl.int64,
     signature_2: tl.int64,
     signature_3: tl.int64,
+    TO_ALL: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
-    """Rows of every part to its owner, then the first flag."""
+    """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the first flag.
+
+    The whole tensor begins at `x_ptr`, or the own part.
+    """
     world: tl.constexpr = EXCHANGE.WORLD
+    signature = (signature_0, signature_1, signature_2, signature_3)
     if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
         epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         item = tl.program_id(0)
-        while item < rows * world:
-            row, part = row_and_part(item, rank, world)
+        while item < rows * (1 if TO_ALL else world):
+            if TO_ALL:
+                row, part = item, rank
+            else:
+                row, part = row_and_part(item, rank, world)
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
                 offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, LAYOUT)
-                send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
+                if TO_ALL:
+                    x_row = x_ptr + (first + row) * LAYOUT.HIDDEN
+                    send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, LAYOUT)
+                else:
+                    send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
-            begin_epoch(
-                buffer_ptrs,
-                control_ptr,
-                rank,
-                epoch,
-                (signature_0, signature_1, signature_2, signature_3),
-                EXCHANGE,
-                LAUNCH,
-            )
-
-
-@triton.jit(do_not_specialize=_DYNAMIC)
-def send_to_all_kernel(
-    x_ptr,
-    parts_ptr,
-    buffer_ptrs,
-    control_ptr,
-    rank,
-    chunk,
-    rows,
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    ROWS_PER_CHUNK: tl.constexpr,
-    GATHER: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
-    """Rows of the own part, which begins at `x_ptr`, to everyone, then the first flag."""
-    world: tl.constexpr = EXCHANGE.WORLD
-    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
-        first = chunk.to(tl.int64) * ROWS_PER_CHUNK
-        row = tl.program_id(0)
-        while row < rows:
-            length, _ = length_and_start(parts_ptr, rank, first + row, world, GATHER.HIDDEN)
-            if length > 0:
-                offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, GATHER)
-                x_row = x_ptr + (first + row) * GATHER.HIDDEN
-                send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, GATHER)
-            row += tl.num_programs(0)
-        if arrive(control_ptr, EXCHANGE, LAUNCH):
-            begin_epoch(
-                buffer_ptrs,
-                control_ptr,
-                rank,
-                epoch,
-                (signature_0, signature_1, signature_2, signature_3),
-                EXCHANGE,
-                LAUNCH,
-            )
+            begin_epoch(buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -167,59 +116,20 @@ def reduce_kernel(
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
-    """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`."""
-    world: tl.constexpr = EXCHANGE.WORLD
-    running = await_leg(
-        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
-        timeout_ns, grace_ns,
-        LEG, EXCHANGE, LAUNCH,
-    )  # fmt: skip
-    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
-    first = chunk.to(tl.int64) * ROWS_PER_CHUNK
-    row = tl.program_id(0)
-    while row < rows:
-        length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
-        if length > 0:
-            out_row = out_ptr + (first + row) * LAYOUT.HIDDEN
-            record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
-            recv_sum(record, out_row, length, running, EXCHANGE, LAYOUT)
-        row += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=_DYNAMIC)
-def reduce_and_send_to_all_kernel(
-    parts_ptr,
-    buffer_ptr,
-    buffer_ptrs,
-    control_ptr,
-    report_ptr,
-    rank,
-    chunk,
-    rows,
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    timeout_ns: tl.int64,
-    grace_ns: tl.int64,
-    LEG: tl.constexpr,
-    ROWS_PER_CHUNK: tl.constexpr,
-    LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
-    """Waits for the first leg; sums of the own part's rows to everyone, then the second flag."""
+    """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`.
+
+    Or, where there is a GATHER, as such records to everyone, and then the second flag.
+    """
     world: tl.constexpr = EXCHANGE.WORLD
+    signature = (signature_0, signature_1, signature_2, signature_3)
     running = await_leg(
-        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
-        timeout_ns, grace_ns,
-        LEG, EXCHANGE, LAUNCH,
-    )  # fmt: skip
-    if running:
+        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
+    )
+    if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
         epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
@@ -227,11 +137,15 @@ def reduce_and_send_to_all_kernel(
             length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
-                offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
-                send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
+                if GATHER is None:
+                    recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, running, EXCHANGE, LAYOUT)
+                else:
+                    offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
+                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
             row += tl.num_programs(0)
-        if arrive(control_ptr, EXCHANGE, LAUNCH):
-            publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
+        if GATHER is not None:
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -253,26 +167,25 @@ def gather_recv_kernel(
     grace_ns: tl.int64,
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
-    GATHER: tl.constexpr,
+    LAYOUT: tl.constexpr,
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
     world: tl.constexpr = EXCHANGE.WORLD
+    signature = (signature_0, signature_1, signature_2, signature_3)
     running = await_leg(
-        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, (signature_0, signature_1, signature_2, signature_3),
-        timeout_ns, grace_ns,
-        LEG, EXCHANGE, LAUNCH,
-    )  # fmt: skip
+        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
+    )
     epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
     while item < rows * world:
         row, part = row_and_part(item, rank, world)
-        length, start = length_and_start(parts_ptr, part, first + row, world, GATHER.HIDDEN)
+        length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
-            offset = record_offset(LEG, epoch, part, row, EXCHANGE, GATHER)
-            recv_row(buffer_ptr + offset, out_ptr + start, length, running, GATHER)
+            offset = record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT)
+            recv_row(buffer_ptr + offset, out_ptr + start, length, running, LAYOUT)
         item += tl.num_programs(0)
 
 
@@ -307,6 +220,19 @@ def _options(end: Endpoint, job: Job, num_warps: int) -> dict[str, Any]:
     }
 
 
+def _send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, to_all: bool, num_programs: int | None) -> None:
+    rows, layout = (
+        job.rows_in_chunk(chunk),
+        RecordLayout.of(job.gather_wire if to_all else job.wire, job.row, job.dtype),
+    )
+    programs = num_programs_for(rows * (1 if to_all else end.layout.WORLD), x.device, num_programs)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        send_kernel[(programs,)](
+            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, TO_ALL=to_all,
+            LAYOUT=layout, **_options(end, job, layout.num_warps),
+        )  # fmt: skip
+
+
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """Begins an epoch: a chunk of rows of every part, quantised into the memory of the part's owner; the first flag.
 
@@ -317,13 +243,7 @@ def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: 
         chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
         num_programs: programs of the launch; None means enough to fill the GPU.
     """
-    layout, rows = RecordLayout.of(job.wire, job.row, job.dtype), job.rows_in_chunk(chunk)
-    programs = num_programs_for(rows * end.layout.WORLD, x.device, num_programs)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        scatter_kernel[(programs,)](
-            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, LAYOUT=layout,
-            **_options(end, job, layout.num_warps),
-        )  # fmt: skip
+    _send(end, job, x, chunk, False, num_programs)
 
 
 def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
@@ -334,13 +254,7 @@ def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_progra
         job: of op ALL_GATHER.
         x: [elements of the own part] of `job.dtype`, contiguous.
     """
-    layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
-    programs = num_programs_for(rows, x.device, num_programs)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        send_to_all_kernel[(programs,)](
-            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, GATHER=layout,
-            **_options(end, job, layout.num_warps),
-        )  # fmt: skip
+    _send(end, job, x, chunk, True, num_programs)
 
 
 def reduce(
@@ -369,16 +283,13 @@ def reduce(
     programs = num_waiting_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    lines = (end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank)
-    numbers = (chunk, rows, *job.signature, int(timeout * 1e9), int(grace * 1e9))
     options |= register_limit(device)
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
-        if out is None:
-            reduce_and_send_to_all_kernel[(programs,)](
-                job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered, **options
-            )
-        else:
-            reduce_kernel[(programs,)](out, job.parts, *lines, *numbers, LEG=FIRST_LEG, LAYOUT=layout, **options)
+        reduce_kernel[(programs,)](
+            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
+            rows, *job.signature, int(timeout * 1e9), int(grace * 1e9), LEG=FIRST_LEG,
+            LAYOUT=layout, GATHER=gathered if out is None else None, **options,
+        )  # fmt: skip
 
 
 def gather_recv(
@@ -403,6 +314,6 @@ def gather_recv(
         gather_recv_kernel[(programs,)](
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
             rows, *job.signature, int(timeout * 1e9), int(grace * 1e9),
-            LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, GATHER=layout,
+            LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, LAYOUT=layout,
             **_options(end, job, layout.num_warps),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from thinwire.triton_kernels.codec import (
     encode_tile,
     group_amax,
     load_record_tile,
+    row_amax_bits,
     store_encoded_tile,
     store_record_tail,
     tile_columns,
@@ -16,22 +17,10 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, slot_offset
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG
-from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.floats import LARGEST_FLOAT32, load_float32, store_float32
 from thinwire.triton_kernels.record import NONE
 
-__all__ = [
-    "first_peer",
-    "length_and_start",
-    "record_offset",
-    "recv_row",
-    "recv_sum",
-    "row_and_part",
-    "send_row",
-    "send_sum",
-]
-
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
-_LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
@@ -89,12 +78,7 @@ def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORL
 
     It is encoded once.
     """
-    row_amax = tl.zeros((1,), tl.int32)
-    if LAYOUT.TWO_PASSES:
-        for tile in range(LAYOUT.NUM_TILES):
-            columns = tile_columns(tile, LAYOUT)
-            there = columns < tl.minimum(length, LAYOUT.HIDDEN)
-            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, there)))
+    row_amax = row_amax_bits(x_row, tl.minimum(length, LAYOUT.HIDDEN), LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         there = columns < tl.minimum(length, LAYOUT.HIDDEN)
@@ -129,7 +113,9 @@ def sum_tile(first_record, tile, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
         total = total + load_record_tile(record, tile, LAYOUT)
     if LAYOUT.KIND != NONE:
         # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
-        total = tl.where(total > _LARGEST, _LARGEST, tl.where(total < -_LARGEST, -_LARGEST, total))
+        total = tl.where(
+            total > LARGEST_FLOAT32, LARGEST_FLOAT32, tl.where(total < -LARGEST_FLOAT32, -LARGEST_FLOAT32, total)
+        )
     # Past its end a row of NaN has NaN.
     return tl.where(columns < LAYOUT.HIDDEN, total, 0.0)
 

@@ -34,8 +34,6 @@ from thinwire.triton_kernels.signal import (
 )
 from thinwire.triton_kernels.sums import store_sum, sum_warps
 
-__all__ = ["send_sums", "sum_home"]
-
 
 @triton.jit
 def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
@@ -81,16 +79,12 @@ def send_sums_kernel(
             if tl.load(positions) >= 0:
                 destinations = destinations_of(base, slot, ROUND, K_BLOCK)
                 ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
-                home = (
-                    tl.load(buffer_ptrs + source)
-                    + ROUND.SUMS
-                    + (token.to(tl.int64) * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES
-                )
+                place = ROUND.SUMS + (token.to(tl.int64) * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES
+                home = tl.load(buffer_ptrs + source) + place
                 record = tl.multiple_of(home.to(tl.pointer_type(tl.int8)), 16)
                 weights = weights_ptr + slot * ROUND.TOP_K
-                store_sum(
-                    expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, record, ROUND.TOP_K, LAYOUT
-                )
+                rows = (expert_out_ptr, expert_out_row_stride, num_rows)
+                store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 1, ROUND, LAUNCH)

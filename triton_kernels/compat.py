@@ -11,8 +11,6 @@ from typing import Any
 
 from thinwire.errors import TransportUnavailable
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if HAS_TRITON:

@@ -35,8 +35,6 @@ from thinwire.triton_kernels.signal import (
     wait_or_give_up,
 )
 
-__all__ = ["close_round", "first_mentions", "owner_of", "send_tokens", "top_k_block", "wait"]
-
 # Tokens whose ids and weights a program sends at a time.
 _PLANE_TOKENS = 32
 
@@ -105,7 +103,7 @@ def send_record(
 ):
     """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
     ks = tl.arange(0, K_BLOCK)
-    row_amax = row_amax_bits(x_row, LAYOUT)
+    row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
         if LAYOUT.KIND == NONE:

@@ -1,13 +1,8 @@
 """What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a grid of programs waits.
 
-`docs/protocol.md`, "The exchange", has the argument. The epoch lives in device memory and is advanced by the last
-program of the kernel that opens it, so that CUDA graphs of a call can be replayed.
-
-*Inside a grid* whichever program comes first waits for the flags of all ranks, gives up, or compares what they are
-doing. Then it stores the epoch into a word of the control block, and all others, which look at that word, go on. So a
-leg costs no launch of its own, and hundreds of programs do not ask for every peer's flag. It is the first to come and
-not program 0, as nothing says that program 0 starts first: if the others filled the GPU before it, they would spin for
-a program that has no room.
+`docs/protocol.md`, "The exchange", has the argument, and "Waiting in a grid" why the first program to come waits for
+all ranks. The epoch lives in device memory and is advanced by the last program of the kernel that opens it, so that
+CUDA graphs of a call can be replayed.
 """
 
 from __future__ import annotations
@@ -26,19 +21,6 @@ from thinwire.triton_kernels.signal import (
     store_signal_words,
     wait_or_give_up,
 )
-
-__all__ = [
-    "await_leg",
-    "begin_epoch",
-    "differing_signatures",
-    "half_offset",
-    "header_lines",
-    "load_numbers",
-    "num_waiting_programs_for",
-    "programs_on_shared_gpu",
-    "publish_header",
-    "slot_offset",
-]
 
 _FIRST_LEG, _SIGNATURE_WORDS = tl.constexpr(FIRST_LEG), tl.constexpr(SIGNATURE_WORDS)
 

@@ -29,23 +29,6 @@ from thinwire.errors import CapacityError
 from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "CONTROL_FIRST_SEEN",
-    "CONTROL_FIRST_TAKEN",
-    "FIRST_LEG",
-    "HEADER_COUNT",
-    "HEADER_PIECES",
-    "HEADER_SIGNATURE",
-    "REDUCE_SCATTER",
-    "SECOND_LEG",
-    "SIGNATURE_WORDS",
-    "Endpoint",
-    "ExchangeLayout",
-    "Job",
-]
-
 # What a rank can be doing.
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from thinwire.triton_kernels.compat import tl, triton
 
-__all__ = [
-    "ROUND_MAGIC",
-    "SIGNLESS",
-    "bfloat16_bits",
-    "decode_e4m3",
-    "encode_e4m3",
-    "load_float32",
-    "store_float32",
-]
-
 #: Added to a float32 below 2**22 in magnitude, it rounds it to an integer, half to even, in the low bits of the sum.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 SIGNLESS = tl.constexpr(0x7FFFFFFF)
 
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_BF16_NAN_BITS = tl.constexpr(0x7FC0)
-_LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+BF16_NAN_BITS = tl.constexpr(0x7FC0)
+LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 _LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
 _LARGEST_FLOAT16 = tl.constexpr(65504.0)
 
@@ -39,7 +29,7 @@ def bfloat16_bits(y):
     """float32 to the bits of the nearest bfloat16, half to even, as int32; NaN becomes 0x7FC0."""
     bits = y.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where((bits & SIGNLESS) > _INFINITY_BITS, _BF16_NAN_BITS, rounded)
+    return tl.where((bits & SIGNLESS) > INFINITY_BITS, BF16_NAN_BITS, rounded)
 
 
 @triton.jit
@@ -48,7 +38,7 @@ def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
     dtype: tl.constexpr = ptr.dtype.element_ty
     if SATURATE:
         largest: tl.constexpr = (
-            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else _LARGEST_FLOAT32
+            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else LARGEST_FLOAT32
         )
         # Comparisons, not tl.clamp: NaN fails both and stays.
         y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))

@@ -15,8 +15,6 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_rows", "pack_rows_reference", "unpack_rows", "unpack_rows_reference"]
-
 
 @triton.jit
 def pack_kernel(

@@ -22,8 +22,6 @@ from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import num_programs_for, signal_words
 
-__all__ = ["fill_row", "gather", "route"]
-
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
 

@@ -20,14 +20,6 @@ from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.signal import arrive, publish, store_signal_number, store_signal_words
 
-__all__ = [
-    "load_signature",
-    "recv_bytes_kernel",
-    "recv_rows_kernel",
-    "send_bytes_kernel",
-    "send_rows_kernel",
-]
-
 # Rows of an endpoint's table, and of its counters.
 SEND_COUNT, SEND_DISPL, SEND_PIECES, RECV_COUNT, RECV_DISPL, RECV_PIECES, EXPECTED = (tl.constexpr(r) for r in range(7))
 SENT, RECEIVED = tl.constexpr(0), tl.constexpr(1)

@@ -10,8 +10,6 @@ import torch
 from thinwire.triton_kernels.compat import tl
 from thinwire.wire import WireFormat
 
-__all__ = ["FP8", "INT4", "INT8", "NONE", "RecordLayout"]
-
 # What the kernels call a wire format.
 NONE, INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -18,8 +18,6 @@ import torch
 from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
-__all__ = ["COMBINE", "DISPATCH", "Lane", "RoundLayout"]
-
 _ALIGNMENT = 128
 
 # Phases of a round, in the order in which they are signalled.

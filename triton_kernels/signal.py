@@ -2,13 +2,6 @@
 
 `docs/protocol.md` has the argument, under "Signals" and "Waits end". Here is also what every memory in which ranks
 signal each other has in common: the words of lines, control blocks and reports.
-
-*Publish* writes all peers' flags with one instruction and not in a loop: on sm_80 and sm_90 each release is a full
-fence, and eight peers would be eight fences in a row. The instruction is an exchange, or with STORE a plain atomic
-store, which Triton has from 3.9 on and which peers across PCIe without native atomics need.
-
-On AMD GPUs this compiles and is unproven: a wavefront's stores need `s_waitcnt vmcnt(0)` before the barrier, and peers'
-memory must be fine-grained. Arrivals are at system scope there.
 """
 
 from __future__ import annotations
@@ -21,25 +14,6 @@ from functools import lru_cache
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
-
-__all__ = [
-    "MAX_WORLD",
-    "Launch",
-    "SignalLayout",
-    "agreed",
-    "arrive",
-    "give_up",
-    "grace_of",
-    "num_programs_for",
-    "poison",
-    "publish",
-    "register_limit",
-    "signal_words",
-    "store_signal_number",
-    "store_signal_words",
-    "wait_for_all",
-    "wait_or_give_up",
-]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MOST_THREADS = tl.constexpr(1024)  # of a program

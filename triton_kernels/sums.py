@@ -32,24 +32,14 @@ from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "pack_weighted_sums",
-    "pack_weighted_sums_reference",
-    "store_sum",
-    "sum_records",
-    "sum_records_reference",
-    "sum_warps",
-]
-
 
 @triton.jit
-def weighted_sum_tile(
-    expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr
-):
+def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr):
     """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own.
 
-    Rows from `num_rows` on are not there, and add nothing.
+    `rows` is where the experts' rows begin, the step from one to the next, and how many there are; others add nothing.
     """
+    rows_ptr, row_stride, num_rows = rows
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
     for k in range(TOP_K):
@@ -57,34 +47,22 @@ def weighted_sum_tile(
         # Skipped, not added as zero: 0 * infinity would be NaN.
         if tl.where(position < num_rows, position, -1) >= 0:
             weight = tl.load(weights + k)
-            y = load_float32(expert_out_ptr + position * expert_out_row_stride + columns, columns < LAYOUT.HIDDEN)
+            y = load_float32(rows_ptr + position * row_stride + columns, columns < LAYOUT.HIDDEN)
             total = total + weight * y
     return total
 
 
 @triton.jit
-def store_sum(
-    expert_out_ptr,
-    expert_out_row_stride,
-    num_rows,
-    positions,
-    weights,
-    record,
-    TOP_K: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; both point to the record's own."""
+def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
-            total = weighted_sum_tile(
-                expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
+            row_amax = tl.maximum(
+                row_amax, group_amax(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT))
             )
-            row_amax = tl.maximum(row_amax, group_amax(total))
     for tile in range(LAYOUT.NUM_TILES):
-        total = weighted_sum_tile(
-            expert_out_ptr, expert_out_row_stride, positions, weights, num_rows, tile, TOP_K, LAYOUT
-        )
+        total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT)
         store_record_tile(record, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
     store_record_tail(record, LAYOUT)
 
@@ -105,7 +83,8 @@ def pack_weighted_sums_kernel(
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
-    store_sum(expert_out_ptr, expert_out_row_stride, num_rows, positions, weights, base, TOP_K, LAYOUT)
+    rows = (expert_out_ptr, expert_out_row_stride, num_rows)
+    store_sum(rows, positions, weights, base, TOP_K, LAYOUT)
 
 
 @triton.jit

@@ -5,8 +5,6 @@ from __future__ import annotations
 from thinwire.errors import TransportUnavailable
 from thinwire.wire import WireFormat
 
-__all__ = ["require_wire_support"]
-
 _FP8_CAPABILITY = (8, 9)
 
 

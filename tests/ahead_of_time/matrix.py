@@ -20,7 +20,7 @@ from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
-from thinwire.triton_kernels import all_to_all_v, codec, collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -165,8 +165,8 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
     index = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(rows, top_k, dtype=torch.int64)
     function, arguments = {
-        "quantize": (codec.quantize_rows, (x, wire, records)),
-        "dequantize": (codec.dequantize_rows, (records, wire, x)),
+        "quantize": (pack.pack_rows, (x, wire, None, records)),
+        "dequantize": (pack.unpack_rows, (records, wire, None, None, x)),
         "pack": (pack.pack_rows, (x, wire, index, records)),
         "unpack": (pack.unpack_rows, (records, wire, index, index, x)),
         "pack_weighted_sums": (sums.pack_weighted_sums, (x, table, table.float(), wire, x.dtype, records)),

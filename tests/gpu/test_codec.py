@@ -25,11 +25,11 @@ def test_the_codec_equals_the_reference(spec: str, hidden: int) -> None:
         x[5, hidden // 2], x[9, hidden - 1], x[11, 0] = torch.nan, torch.inf, -0.0
         expected = codec.quantize_reference(x, wire)
         records = torch.full_like(expected, 0xAB, device="cuda")
-        codec.quantize_rows(x.cuda(), wire, records)
+        pack.pack_rows(x.cuda(), wire, None, records)
         assert torch.equal(records.cpu(), expected), dtype
         for target in DTYPES if wire.quantized else (dtype,):
             out = torch.full(x.shape, 7.0, dtype=target, device="cuda")
-            codec.dequantize_rows(records, wire, out)
+            pack.unpack_rows(records, wire, None, None, out)
             assert_same_bits(str(target), codec.dequantize_reference(expected, wire, hidden, target), out.cpu())
 
 

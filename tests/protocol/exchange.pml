@@ -245,7 +245,7 @@ inline store_first_leg() { /* and the header's words */
             header_says[IN(HEADER_HALF(epoch), peer, rank)] = SAYS(peer)
         };
         peer = 0 }
-    :: d_step { /* triton_kernels/collective.py scatter_kernel; triton_kernels/collective.py send_to_all_kernel */
+    :: d_step { /* triton_kernels/collective.py send_kernel */
         (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
         store_part(half_first[IN(HALF(epoch), peer, rank)], slot_first[SLOT(peer, rank, epoch)]) }
 #ifndef COLLECTIVE
@@ -357,7 +357,7 @@ inline drop_rows() { /* nothing is taken in, and the next epoch begins */
     }
 }
 
-inline store_sums() { /* triton_kernels/collective.py reduce_and_send_to_all_kernel */
+inline store_sums() { /* triton_kernels/collective.py reduce_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if

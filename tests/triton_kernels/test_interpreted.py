@@ -33,12 +33,12 @@ def _check_codec(spec: str, x: torch.Tensor) -> None:
     wire = WireFormat.parse(spec)
     expected = codec.quantize_reference(x, wire)
     records, whole = _poisoned_records(*expected.shape)
-    codec.quantize_rows(x, wire, records)
+    pack.pack_rows(x, wire, None, records)
     assert torch.equal(records, expected), f"records of {spec} {x.dtype} {list(x.shape)}"
     assert (whole[:, expected.shape[1] :] == POISON).all(), "bytes behind a record were written"
     for dtype in DTYPES if wire.quantized else (x.dtype,):
         out = torch.full((x.shape[0], x.shape[1] + 3), 7.0, dtype=dtype)
-        codec.dequantize_rows(records, wire, out[:, : x.shape[1]])
+        pack.unpack_rows(records, wire, None, None, out[:, : x.shape[1]])
         assert_same_bits(
             f"{spec} to {dtype}", codec.dequantize_reference(expected, wire, x.shape[1], dtype), out[:, :-3]
         )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.codec import pack_kernel, unpack_kernel
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, cgutils, device, intrinsic, ir, kernel, types
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange import (
     header_count,
     header_pieces,
@@ -22,21 +21,20 @@ from thinwire.triton_kernels.cpu.exchange import (
     publish_tail,
     same_signature,
 )
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, yield_processor
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, sleep_microseconds, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     stack_buffer,
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.signal import give_up, signalled, someone_is_stuck, write_report
 from thinwire.triton_kernels.signal import (
     MISMATCHED,
     RUNNING,
     TIMED_OUT,
 )
-
-__all__ = ["CHECK", "DIFFERS", "DRAIN", "HEADERS", "PAUSED", "PEERS", "POST", "REFUSED", "RESUME", "SCALARS", "move"]
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
@@ -304,19 +302,6 @@ def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Waiting
-
-
-@intrinsic
-def sleep_microseconds(typing_context, duration):
-    """Gives up the processor for at least so long."""
-
-    def codegen(context, builder, signature, args):
-        word = ir.IntType(32)
-        sleep = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [word]), "usleep")
-        builder.call(sleep, args)
-        return context.get_dummy_value()
-
-    return types.void(types.int32), codegen
 
 
 @kernel

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from thinwire.errors import WireFormatError
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     bits_to_float32,
     copy_bytes,
     load_float32,
     load_int32,
-    load_int64,
     stack_buffer,
     store_int32,
     zero_bytes,
@@ -36,21 +35,9 @@ from thinwire.triton_kernels.cpu.ir.loops import (
 from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, NONE
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "Layout",
-    "dequantize_row",
-    "dequantize_rows",
-    "dtype_code",
-    "pack_kernel",
-    "quantize_row",
-    "quantize_rows",
-    "record_layout",
-    "round_row",
-    "unpack_kernel",
-]
-
-#: kind, group, row_scale, hidden, scales_offset, row_bytes: a tuple of integers, since numba reads that fastest.
+#: A tuple of integers, since numba reads that fastest: LAYOUT_FIELDS.
 Layout = tuple[int, int, int, int, int, int]
+LAYOUT_FIELDS = ("kind", "group", "row_scale", "hidden", "scales_offset", "row_bytes")
 
 _DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {"none": NONE, "int8": INT8, "int4": INT4, "fp8": FP8}
@@ -217,48 +204,3 @@ def dequantize_row(record, out, dtype, layout):
                 copy_bytes(target + whole * size, wide, (columns - whole) * size)
         if not plain:
             round_row(wide, columns, target, dtype, 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows. The kernels serve `pack.py` too: an index costs nothing beside a row, and half the code is compiled.
-
-
-@kernel
-def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, fingerprint=FINGERPRINT):
-    """Record i from row row_index[i], or from row i where `row_index` is 0. Strides are in bytes."""
-    for i in range(count):
-        row = load_int64(row_index + 8 * i) if row_index else i
-        quantize_row(x + row * x_stride, dtype, records + i * record_stride, layout)
-
-
-@kernel
-def unpack_kernel(
-    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, fingerprint=FINGERPRINT
-):
-    """Row row_index[i] from record record_index[i], where 0 for either stands for i. Strides are in bytes."""
-    for i in range(count):
-        record = load_int64(record_index + 8 * i) if record_index else i
-        row = load_int64(row_index + 8 * i) if row_index else i
-        dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
-
-
-def quantize_rows(x: torch.Tensor, wire: WireFormat, records: torch.Tensor) -> None:
-    """Writes rows as records: `thinwire.triton_kernels.codec.quantize_rows` for CPU tensors.
-
-    Rows may lie apart, the columns of one may not. Raises WireFormatError for another dtype, TransportUnavailable
-    without numba.
-    """
-    layout = record_layout(wire, x.shape[1], x.dtype)
-    code, stride = dtype_code(x.dtype), x.stride(0) * x.itemsize
-    pack_kernel(x.data_ptr(), stride, code, 0, records.data_ptr(), records.stride(0), x.shape[0], layout)
-
-
-def dequantize_rows(records: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
-    """Writes records as rows: `thinwire.triton_kernels.codec.dequantize_rows` for CPU tensors.
-
-    Rows may lie apart, the columns of one may not. Raises WireFormatError for another dtype, TransportUnavailable
-    without numba.
-    """
-    layout = record_layout(wire, out.shape[1], out.dtype)
-    code, stride = dtype_code(out.dtype), out.stride(0) * out.itemsize
-    unpack_kernel(records.data_ptr(), records.stride(0), 0, out.data_ptr(), stride, code, 0, out.shape[0], layout)

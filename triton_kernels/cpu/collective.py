@@ -1,7 +1,9 @@
 """All-reduce, reduce-scatter and all-gather on the CPU: rows into the peers' memory, and sums out of one's own.
 
 The memory of `thinwire.triton_kernels.exchange_layout`, with the contracts of `thinwire.triton_kernels.collective` and
-the same bits. A kernel of the CPU is one thread, so a leg waits in a kernel of its own, which Python can interrupt.
+the same bits. A kernel of the CPU is one thread, as other ranks want the other cores, so `num_programs` is not looked
+at; and a leg waits in a kernel of its own, which Python can interrupt. Launchers raise `TransportUnavailable` without
+numba.
 
 >>> import inspect
 >>> list(inspect.signature(gather_recv).parameters)
@@ -15,36 +17,168 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes, quantize_row, round_row
-from thinwire.triton_kernels.cpu.collective_arguments import (
-    all_do_the_same,
-    begin_epoch,
-    copy_to_peers,
-    gathered_layout,
-    header_lines,
-    numbers_at,
-    numbers_of,
-    pack_row,
-    part_of,
-    row_span,
-    scattered_layout,
-    slot_of,
+from thinwire.triton_kernels.cpu.codec import (
+    LAYOUT_FIELDS,
+    dequantize_row,
+    dtype_code,
+    element_bytes,
+    quantize_row,
+    record_layout,
+    round_row,
 )
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, zero_bytes
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
+from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, load_int64, store_int32, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
-from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, wait_or_give_up
+from thinwire.triton_kernels.cpu.signal import (
+    ARRIVED,
+    GAVE_UP,
+    poison,
+    publish,
+    run_wait,
+    signal_line,
+    wait_or_give_up,
+)
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, Endpoint, Job
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, Endpoint, ExchangeLayout, Job
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
     MISMATCHED,
+    REPORT_PEERS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
+from thinwire.wire import WireFormat
 
-__all__ = ["gather_recv", "reduce", "scatter", "send_to_all"]
+#: What is the same in every chunk of a job, and in every call like it.
+numbers_at = reader_of(
+    "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
+    "signature0", "signature1", "signature2", "signature3",
+    # the layouts of a scattered record and of a gathered one, as the codec has them
+    *LAYOUT_FIELDS, *(f"gather_{name}" for name in LAYOUT_FIELDS),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _numbers(
+    layout: ExchangeLayout,
+    rank: int,
+    signature: tuple[int, int, int, int],
+    row: int,
+    wire: WireFormat,
+    gather_wire: WireFormat,
+    dtype: torch.dtype,
+    rows_per_chunk: int,
+) -> tuple[np.ndarray, int]:
+    return in_memory(
+        layout.WORLD, rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
+        layout.RINGS, row, dtype_code(dtype), rows_per_chunk, *signature, *record_layout(wire, row, dtype),
+        *record_layout(gather_wire, row, dtype),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In kernels
+
+
+@device
+def scattered_layout(job):
+    """What the codec's row functions must know of a scattered record: a `Layout`."""
+    return job[-12:-6]
+
+
+@device
+def gathered_layout(job):
+    """The same of a gathered record."""
+    return job[-6:]
+
+
+@device
+def slot_of(buffer_ptrs, job, peer, leg, epoch, source):
+    """Address, at `peer`, of what `source` sends in a leg of an epoch: in a half, or in the ring of two slots."""
+    half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
+    slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
+    return load_int64(buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
+
+
+@device
+def header_lines(job, epoch):
+    """Offset of the headers of an epoch's half."""
+    return job.headers + (epoch & 1) * job.world * SIGNAL_LINE_BYTES
+
+
+@device
+def signature_of(job):
+    """The four numbers that say what this rank is doing."""
+    return job.signature0, job.signature1, job.signature2, job.signature3
+
+
+@device
+def part_of(job, parts, peer):
+    """Elements of a part, and where it begins."""
+    return load_int64(parts + 8 * peer), load_int64(parts + 8 * (job.world + peer))
+
+
+@device
+def row_span(job, count, chunk):
+    """The rows of a part of `count` elements that belong to a chunk: from the first of them to behind the last."""
+    rows = (count + job.row - 1) // job.row
+    first = min(chunk * job.rows_per_chunk, rows)
+    return first, min(first + job.rows_per_chunk, rows)
+
+
+@device
+def pack_row(x, job, elements, record, layout, padded):
+    """A row of `elements` elements into a record. A short one is padded at `padded`, with room for a whole one."""
+    # One call for both: each is inlined, with the whole codec.
+    if elements < job.row:
+        size = element_bytes(job.dtype)
+        copy_bytes(padded, x, elements * size)
+        zero_bytes(padded + elements * size, (job.row - elements) * size)
+        x = padded
+    quantize_row(x, job.dtype, record, layout)
+
+
+@device
+def begin_epoch(buffer_ptrs, control, job, epoch):
+    """Says what this rank is doing, and signals the first leg."""
+    # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
+    # `docs/protocol.md`.
+    own = load_int32(signal_line(buffer_ptrs, job.rank, job.tails, job.rank))
+    if np.int32(own) != np.int32(epoch - 1):
+        publish(buffer_ptrs, job.world, job.rank, job.tails, epoch - 1)
+    lines = header_lines(job, epoch)
+    store_int32(control + 4 * CONTROL_EPOCH, epoch)
+    for step in range(1, job.world + 1):
+        # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
+        line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
+        publish_header(line, epoch, 0, 0, signature_of(job))
+
+
+@device
+def all_do_the_same(buffer_ptrs, job, lines, report):
+    """Whether all ranks said what this one says; notes those that did not."""
+    agree = True
+    for peer in range(job.world):
+        same = same_signature(signal_line(buffer_ptrs, job.rank, lines, peer), signature_of(job))
+        store_int32(report + 4 * (REPORT_PEERS + peer), 0 if same else 1)
+        agree &= same
+    return agree
+
+
+@device
+def copy_to_peers(buffer_ptrs, job, leg, epoch, record, place):
+    """A record of what this rank sends itself in a leg, `place` bytes from its beginning, to the peers."""
+    for step in range(1, job.world):
+        peer = (job.rank + step) % job.world
+        copy_bytes(slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + place, record, job.gather_row_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
 
 
 @kernel
@@ -164,8 +298,13 @@ def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, grace, fin
 @lru_cache(maxsize=8)
 def _ranks(world: int) -> tuple[np.ndarray, int]:
     """The ranks 0 ... world - 1, and their address."""
-    ranks = np.arange(world, dtype=np.int64)
-    return ranks, ranks.ctypes.data
+    return in_memory(*range(world))
+
+
+def _numbers_of(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
+    return _numbers(
+        end.layout, end.rank, job.signature, job.row, job.wire, job.gather_wire, job.dtype, job.rows_per_chunk
+    )
 
 
 def _padded_row(job: Job) -> torch.Tensor:
@@ -182,37 +321,19 @@ def _wait(end: Endpoint, numbers: tuple[np.ndarray, int], leg: int, timeout: flo
     return run_wait(kernel, timeout, grace) == ARRIVED
 
 
+def _send(end: Endpoint, job: Job, x: torch.Tensor, sends_to_all: int, chunk: int) -> None:
+    numbers, padded, parts = _numbers_of(end, job), _padded_row(job), job.parts.data_ptr()
+    send_kernel(numbers[1], *_addresses(end), parts, x.data_ptr(), sends_to_all, chunk, padded.data_ptr())
+
+
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Begins an epoch: quantises a chunk's rows of every part into its owner's memory, and signals all ranks.
-
-    Poisoned memory sends nothing.
-
-    Args:
-        x: the whole tensor, 1-D, contiguous, of the job's dtype.
-        chunk: 0 to `job.num_chunks` - 1.
-        num_programs: not looked at. A rank's kernel is one thread on the CPU, where other ranks want the other cores.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
-    numbers, padded = numbers_of(end, job), _padded_row(job)
-    parts = job.parts.data_ptr()
-    send_kernel(numbers[1], *_addresses(end), parts, x.data_ptr(), 0, chunk, padded.data_ptr())
+    """`thinwire.triton_kernels.collective.scatter` for CPU tensors."""
+    _send(end, job, x, 0, chunk)
 
 
 def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Begins an epoch: quantises a chunk's rows of this rank's part into everyone's memory, and signals all ranks.
-
-    Args:
-        x: this rank's part, 1-D, contiguous, of the job's dtype.
-        chunk, num_programs: as for `scatter`.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
-    numbers, padded = numbers_of(end, job), _padded_row(job)
-    parts = job.parts.data_ptr()
-    send_kernel(numbers[1], *_addresses(end), parts, x.data_ptr(), 1, chunk, padded.data_ptr())
+    """`thinwire.triton_kernels.collective.send_to_all` for CPU tensors."""
+    _send(end, job, x, 1, chunk)
 
 
 def reduce(
@@ -224,35 +345,17 @@ def reduce(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """Waits for the scattered rows of all ranks and sums them, in ascending rank, in float32.
-
-    Where the wait ends otherwise, the report says how, and `out` is filled with NaN.
-
-    Args:
-        out: this rank's part, 1-D, contiguous, of the job's dtype, whose rows of the chunk are written, rounded once;
-            None quantises the sums into everyone's memory instead, and signals all ranks.
-        timeout: seconds until the exchange is given up.
-        grace: seconds that peers then get to say that they are stuck as well.
-        chunk, num_programs: as for `scatter`.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
-    numbers = numbers_of(end, job)
+    """`thinwire.triton_kernels.collective.reduce` for CPU tensors. A wait that ends otherwise gives NaN."""
+    numbers = _numbers_of(end, job)
     if not _wait(end, numbers, FIRST_LEG, timeout, grace):
         if out is not None:
             out.fill_(float("nan"))
         return
-    scratch = torch.empty(scratch_bytes(job.row, end.layout.WORLD), dtype=torch.uint8)
+    world = end.layout.WORLD
+    scratch = torch.empty(scratch_bytes(job.row, world), dtype=torch.uint8)
+    target, parts = 0 if out is None else out.data_ptr(), job.parts.data_ptr()
     reduce_kernel(
-        numbers[1],
-        *_addresses(end),
-        job.parts.data_ptr(),
-        0 if out is None else out.data_ptr(),
-        int(out is None),
-        chunk,
-        _ranks(end.layout.WORLD)[1],
-        scratch.data_ptr(),
+        numbers[1], *_addresses(end), parts, target, int(out is None), chunk, _ranks(world)[1], scratch.data_ptr()
     )
 
 
@@ -265,22 +368,10 @@ def gather_recv(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """Waits for the rows that all ranks spread, and dequantises them.
-
-    Where the wait ends otherwise, the report says how, and `out` is filled with NaN.
-
-    Args:
-        out: the whole tensor, 1-D, contiguous, of the job's dtype, whose rows of the chunk are written.
-        timeout, grace: as for `reduce`.
-        chunk, num_programs: as for `scatter`.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
-    numbers, padded = numbers_of(end, job), _padded_row(job)
+    """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors. A wait that ends otherwise gives NaN."""
+    numbers, padded, parts = _numbers_of(end, job), _padded_row(job), job.parts.data_ptr()
     leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
     if not _wait(end, numbers, leg, timeout, grace):
         out.fill_(float("nan"))
         return
-    parts = job.parts.data_ptr()
     gather_recv_kernel(numbers[1], *_addresses(end), parts, out.data_ptr(), leg, chunk, padded.data_ptr())

@@ -18,6 +18,7 @@ from thinwire.triton_kernels.cpu.lane import (
     POISONED,
     RANKS_BYTES,
     WRITTEN,
+    addresses,
     check_dtype,
     check_out,
     destinations,
@@ -32,8 +33,6 @@ from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
 from thinwire.triton_kernels.round_layout import SIGNAL_HAS_SUMS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
-
-__all__ = ["send_sums", "sum_home"]
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
@@ -99,18 +98,9 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
     scratch = torch.empty(8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K), dtype=torch.uint8)
-    result = send_sums_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        lane.positions.data_ptr(),
-        lane.weights.data_ptr(),
-        expert_out.data_ptr(),
-        expert_out.stride(0) * expert_out.itemsize,
-        expert_out.shape[0],
-        dtype_code(expert_out.dtype),
-        scratch.data_ptr(),
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, lane.positions, lane.weights, expert_out)
+    stride, code = expert_out.stride(0) * expert_out.itemsize, dtype_code(expert_out.dtype)
+    result = send_sums_kernel(numbers.address, *memory, stride, expert_out.shape[0], code, scratch.data_ptr())
     check_dtype(result, "dtype", dtype)
 
 
@@ -132,7 +122,7 @@ def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scra
         count = destinations(first_ids + 4 * token * lane.top_k, lane, ranks)
         for j in range(count):
             # The list of ranks becomes one of records, in place.
-            line = signal_line(buffer_ptrs, lane.rank, lane.combine_lines, load_int64(ranks + 8 * j))
+            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, load_int64(ranks + 8 * j))
             has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
             store_int64(ranks + 8 * j, token * lane.slots + j if has_sums else -1)
         row = out + token * out_stride
@@ -152,15 +142,8 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     check_out(out, layout.HIDDEN)
     numbers = numbers_that_fit(lane, out.dtype)
     scratch = torch.empty(scratch_bytes(layout.HIDDEN, layout.SLOTS), dtype=torch.uint8)
-    result = sum_home_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        out.shape[0],
-        scratch.data_ptr(),
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, out)
+    result = sum_home_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], scratch.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

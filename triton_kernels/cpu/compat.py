@@ -7,15 +7,15 @@ Everything in the library imports without its optional parts. Calling a function
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import TransportUnavailable
 from thinwire.triton_kernels import exchange_layout, round_layout, signal
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-
-__all__ = ["FINGERPRINT", "cgutils", "converts_halves", "device", "intrinsic", "ir", "kernel", "types"]
 
 
 def _hash_sources() -> int:
@@ -52,6 +52,25 @@ if HAS_NUMBA:
         except RuntimeError:  # neither the source's folder nor the user's cache folder can be written
             return device(function)
 
+    def emits(result: str, **others: str) -> Callable[[Any], Any]:
+        """An intrinsic out of `(builder, *values)`, which writes the IR. Arguments are int64, but for `others`."""
+
+        def decorate(write: Any) -> Any:
+            names = [*inspect.signature(write).parameters][1:]
+
+            @wraps(write)
+            def typed(typing_context, *operands):
+                def codegen(context, builder, signature, values):
+                    value = write(builder, *values)
+                    return context.get_dummy_value() if value is None else value
+
+                arguments = [getattr(types, others.get(name, "int64")) for name in names]
+                return getattr(types, result)(*arguments), codegen
+
+            return intrinsic(typed)
+
+        return decorate
+
     def converts_halves() -> bool:
         """Whether the machine converts float16 itself. Where it does not, LLVM calls functions that numba lacks."""
         triple, _, features = cpu_target.target_context.codegen().magic_tuple()
@@ -72,6 +91,10 @@ else:
     def intrinsic(function: Any = None, **options: object) -> Any:
         """As `device`; also takes the options of the real one."""
         return device if function is None else device(function)
+
+    def emits(result: str, **others: str) -> Callable[[Any], Any]:
+        """As `device`."""
+        return device
 
     def converts_halves() -> bool:
         """Never asked: nothing compiles."""

@@ -26,6 +26,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 )
 from thinwire.triton_kernels.cpu.lane import (
     RANKS_BYTES,
+    addresses,
     destinations,
     numbers_at,
     numbers_of,
@@ -51,8 +52,6 @@ from thinwire.triton_kernels.signal import (
     RUNNING,
     TIMED_OUT,
 )
-
-__all__ = ["close_round", "publish_sums", "send_tokens", "wait"]
 
 _ID_TYPES = (torch.int32, torch.int64)
 _ZERO = np.float32(0.0)
@@ -159,26 +158,17 @@ def send_tokens(
         raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
     numbers = numbers_that_fit(lane, x.dtype)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    send_tokens_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        lane.report.data_ptr(),
-        x.data_ptr(),
-        x.stride(0) * x.itemsize,
-        topk_ids.data_ptr(),
-        topk_ids.itemsize,
-        topk_weights.data_ptr(),
-        tokens,
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, lane.report, x)
+    ids, weights = addresses(topk_ids, topk_weights)
+    send_tokens_kernel(numbers.address, *memory, x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens)
 
 
 @device
 def publish_sums(buffer_ptrs, lane, control, has_sums):
     """Signals the combine phase of the open round, with sums or without, to all ranks."""
     for peer in range(lane.world):
-        store_int32(signal_line(buffer_ptrs, peer, lane.combine_lines, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
-    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_lines, load_int32(control + 4 * CONTROL_EPOCH))
+        store_int32(signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
+    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_signals, load_int32(control + 4 * CONTROL_EPOCH))
 
 
 @kernel
@@ -190,13 +180,9 @@ def close_round_kernel(numbers, buffer_ptrs, control, fingerprint=FINGERPRINT):
 
 
 def close_round(lane: Lane) -> None:
-    """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
+    """`thinwire.triton_kernels.dispatch.close_round` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane)
-    close_round_kernel(numbers.address, lane.buffer_ptrs.data_ptr(), lane.control.data_ptr())
+    close_round_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control))
 
 
 @device
@@ -220,7 +206,7 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return GAVE_UP
     epoch = load_int32(control + 4 * CONTROL_EPOCH)
-    lines = lane.signals if phase == DISPATCH else lane.combine_lines
+    lines = lane.signals if phase == DISPATCH else lane.combine_signals
     ended = wait_or_give_up(
         buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, grace, report
     )
@@ -233,15 +219,9 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
 
 
 def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
-    """Blocks until every rank has signalled a phase of the lane's round, or until the lane is poisoned.
+    """`thinwire.triton_kernels.dispatch.wait` for CPU tensors. A poisoned lane is not waited for.
 
-    The lane's report says which. Python's signal handlers run meanwhile, but for the grace time.
-
-    Args:
-        lane: a lane with an open round. A poisoned one is not waited for.
-        phase: DISPATCH or COMBINE.
-        timeout: seconds until the lane is given up.
-        grace: seconds that peers then get to say that they are stuck as well.
+    Python's signal handlers run meanwhile, but for the grace time.
 
     Raises:
         ValueError: for another phase.
@@ -250,5 +230,5 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     if phase not in (DISPATCH, COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
     numbers = numbers_of(lane)
-    addresses = lane.buffer_ptrs.data_ptr(), lane.control.data_ptr(), lane.report.data_ptr()
-    run_wait(partial(wait_kernel, numbers.address, *addresses, phase), timeout, grace)
+    memory = addresses(lane.buffer_ptrs, lane.control, lane.report)
+    run_wait(partial(wait_kernel, numbers.address, *memory, phase), timeout, grace)

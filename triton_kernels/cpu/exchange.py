@@ -9,8 +9,6 @@ from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
 from thinwire.triton_kernels.exchange_layout import HEADER_COUNT, HEADER_PIECES, HEADER_SIGNATURE, SIGNATURE_WORDS
 
-__all__ = ["header_count", "header_pieces", "publish_head", "publish_header", "publish_tail", "same_signature"]
-
 
 @device
 def publish_header(line, epoch, pieces, count, signature):

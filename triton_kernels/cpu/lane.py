@@ -1,7 +1,6 @@
 """What the CPU's kernels know of a lane, and the small functions that all of them share.
 
-Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round. That is
-one argument instead of forty, and numba looks at each argument of a call.
+Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round.
 """
 
 from __future__ import annotations
@@ -13,35 +12,15 @@ import numpy as np
 import torch
 
 from thinwire.errors import RoutingError, WireFormatError
-from thinwire.triton_kernels.cpu.codec import Layout, dtype_code, record_layout
+from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, Layout, dtype_code, record_layout
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.fields import reader_of
+from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import NONE
 from thinwire.triton_kernels.cpu.signal import signal_line
-from thinwire.triton_kernels.round_layout import COMBINE, DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane, RoundLayout
-from thinwire.triton_kernels.signal import MAX_WORLD, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.round_layout import DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane, RoundLayout
+from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
-
-__all__ = [
-    "MIXED_DTYPES",
-    "POISONED",
-    "RANKS_BYTES",
-    "WRITTEN",
-    "LaneNumbers",
-    "Numbers",
-    "check_dtype",
-    "check_out",
-    "destinations",
-    "mixed_dtypes",
-    "numbers_at",
-    "numbers_of",
-    "numbers_that_fit",
-    "readable_rows",
-    "record_layout_of",
-    "sum_layout_of",
-    "token_count",
-]
 
 #: What kernels that fill an output return.
 WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
@@ -50,53 +29,27 @@ WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
 RANKS_BYTES = 8 * MAX_WORLD
 
 
-class LaneNumbers(NamedTuple):
-    """All that is the same in every round of a lane. Kernels read it from memory: it is too long for an argument."""
+#: Numbers of a lane that have the names of `RoundLayout`, in lower case.
+_OF_LAYOUT = (
+    "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
+    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums",
+)  # fmt: skip
 
-    world: int
-    num_experts: int
-    top_k: int
-    hidden: int
-    max_tokens: int
-    slots: int
-    record_bytes: int
-    sum_bytes: int
-    stuck: int
-    signals: int  # the dispatch lines
-    combine_lines: int
-    ids: int
-    weights: int
-    records: int
-    sums: int
-    rank: int
-    align: int
-    experts_each: int
-    larger_ranks: int  # own one expert more
-    first_expert: int
-    local_experts: int
-    num_rows: int  # that the index has room for
-    dtype: int  # of the rows
-    dtype_word: int  # how a dispatch line names it
-    record_kind: int  # the layout of a dispatched record, as the codec has it
-    record_group: int
-    record_row_scale: int
-    record_hidden: int
-    record_scales_offset: int
-    record_row_bytes: int
-    sum_kind: int  # of a combined one
-    sum_group: int
-    sum_row_scale: int
-    sum_hidden: int
-    sum_scales_offset: int
-    sum_row_bytes: int
-
-
-_RECORD_FIELDS = [name for name in LaneNumbers._fields if name.startswith("record_") and name != "record_bytes"]
-_SUM_FIELDS = [name for name in LaneNumbers._fields if name.startswith("sum_") and name != "sum_bytes"]
+#: All that is the same in every round of a lane.
+numbers_at = reader_of(
+    *_OF_LAYOUT,
+    "rank", "align",
+    "experts_each", "larger_ranks",  # so many ranks own one expert more
+    "first_expert", "local_experts",
+    "num_rows",  # that the index has room for
+    "dtype", "dtype_word",  # of the rows, and how a dispatch line names it
+    # the layouts of a dispatched record and of a combined one, as the codec has them
+    *(f"record_{name}" for name in LAYOUT_FIELDS), *(f"sum_{name}" for name in LAYOUT_FIELDS),
+)  # fmt: skip
 
 
 class Numbers(NamedTuple):
-    """`LaneNumbers` in memory, as int64, and why rows of this dtype cannot travel on the lane, where they cannot."""
+    """A lane's numbers in memory, and why rows of this dtype cannot travel on the lane, where they cannot."""
 
     words: np.ndarray
     address: int
@@ -118,37 +71,16 @@ def _numbers(
                 f"a row of {layout.HIDDEN} elements of {dtype} takes {legs[-1][-1]} bytes in wire format {str(leg)!r}, "
                 f"and this lane was laid out for {room}; accepted: rows of the dtype that it was laid out for"
             )
-    numbers = LaneNumbers(
-        world=layout.WORLD,
-        num_experts=layout.NUM_EXPERTS,
-        top_k=layout.TOP_K,
-        hidden=layout.HIDDEN,
-        max_tokens=layout.MAX_TOKENS,
-        slots=layout.SLOTS,
-        record_bytes=layout.RECORD_BYTES,
-        sum_bytes=layout.SUM_BYTES,
-        stuck=layout.STUCK,
-        signals=layout.SIGNALS,
-        combine_lines=layout.SIGNALS + COMBINE * layout.WORLD * SIGNAL_LINE_BYTES,
-        ids=layout.IDS,
-        weights=layout.WEIGHTS,
-        records=layout.RECORDS,
-        sums=layout.SUMS,
-        rank=rank,
-        align=align,
-        experts_each=layout.NUM_EXPERTS // layout.WORLD,
-        larger_ranks=layout.NUM_EXPERTS % layout.WORLD,
-        first_expert=layout.first_expert(rank),
-        local_experts=layout.first_expert(rank + 1) - layout.first_expert(rank),
-        num_rows=layout.num_rows(rank, align),
-        dtype=0 if dtype is None else dtype_code(dtype),
-        dtype_word=-1 if dtype is None else DTYPE_CODES[dtype],
-        **dict(zip(_RECORD_FIELDS, legs[0], strict=True)),
-        **dict(zip(_SUM_FIELDS, legs[1], strict=True)),
-    )
-    words = np.array(numbers, dtype=np.int64)
-    words.flags.writeable = False
-    return Numbers(words, words.ctypes.data, refusal)
+    words = in_memory(
+        *(getattr(layout, name.upper()) for name in _OF_LAYOUT),
+        rank, align,
+        layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
+        layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
+        layout.num_rows(rank, align),
+        0 if dtype is None else dtype_code(dtype), -1 if dtype is None else DTYPE_CODES[dtype],
+        *legs[0], *legs[1],
+    )  # fmt: skip
+    return Numbers(*words, refusal)
 
 
 def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
@@ -165,12 +97,7 @@ def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
 
 
 def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
-    """The numbers of a lane whose slots have room for records of a dtype.
-
-    Raises:
-        WireFormatError: for a dtype that cannot travel, or whose records are larger than the lane's slots.
-        RoutingError: for more ranks than `MAX_WORLD`.
-    """
+    """The same, or WireFormatError for a dtype whose records are larger than the lane's slots."""
     numbers = numbers_of(lane, dtype)
     if numbers.refusal:
         raise WireFormatError(numbers.refusal)
@@ -181,33 +108,16 @@ def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
 # In kernels
 
 
-numbers_at = reader_of(LaneNumbers)
-
-
 @device
 def record_layout_of(lane):
     """What the codec's row functions must know of a dispatched record: a `Layout`."""
-    return (
-        lane.record_kind,
-        lane.record_group,
-        lane.record_row_scale,
-        lane.record_hidden,
-        lane.record_scales_offset,
-        lane.record_row_bytes,
-    )
+    return lane[-12:-6]
 
 
 @device
 def sum_layout_of(lane):
     """The same of a combined record."""
-    return (
-        lane.sum_kind,
-        lane.sum_group,
-        lane.sum_row_scale,
-        lane.sum_hidden,
-        lane.sum_scales_offset,
-        lane.sum_row_bytes,
-    )
+    return lane[-6:]
 
 
 @device
@@ -250,42 +160,31 @@ def destinations(ids, lane, ranks):
 # In launchers
 
 
-def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
-    """Refuses what is not rows of so many elements.
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    """Where tensors lie. The caller holds on to them while a kernel reads from there."""
+    return [tensor.data_ptr() for tensor in tensors]
 
-    Raises:
-        RoutingError: naming what was passed.
-    """
+
+def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
+    """Raises RoutingError for what is not rows of so many elements."""
     if rows.dim() != 2 or rows.shape[1] != hidden:
         raise RoutingError(f"{name} has the shape {tuple(rows.shape)}; accepted: [rows, {hidden}]")
 
 
 def check_out(out: torch.Tensor, hidden: int) -> None:
-    """Refuses an output that a kernel, which sees an address and a row stride, cannot fill.
-
-    Raises:
-        RoutingError: naming what was passed.
-    """
+    """Raises RoutingError for an output that a kernel, which sees an address and a row stride, cannot fill."""
     check_rows(out, hidden, "out")
     if hidden > 1 and out.stride(1) != 1:
         raise RoutingError(f"out has the strides {out.stride()}; accepted: each row's columns side by side")
 
 
 def readable_rows(rows: torch.Tensor, hidden: int, name: str) -> torch.Tensor:
-    """Rows with their columns side by side: the same ones, or a copy where they are not.
-
-    Raises:
-        RoutingError: for another shape.
-    """
+    """Rows with their columns side by side: the same ones, or a copy where they are not."""
     check_rows(rows, hidden, name)
     return rows if hidden == 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
 def check_dtype(result: int, name: str, dtype: torch.dtype) -> None:
-    """Refuses rows of another dtype than the records hold.
-
-    Raises:
-        RoutingError: if a kernel returned `MIXED_DTYPES`.
-    """
+    """Raises RoutingError for rows of another dtype than the records hold, if a kernel said so."""
     if result == MIXED_DTYPES:
         raise RoutingError(f"{name} is {dtype}; with wire format 'none' it must be of the dtype of the tokens sent")

@@ -8,15 +8,36 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dtype_code, pack_kernel, record_layout, unpack_kernel
+from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
+from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
 
-__all__ = ["pack_rows", "unpack_rows"]
+
+@kernel
+def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, fingerprint=FINGERPRINT):
+    """Record i from row row_index[i], or from row i where `row_index` is 0. Strides are in bytes."""
+    for i in range(count):
+        row = load_int64(row_index + 8 * i) if row_index else i
+        quantize_row(x + row * x_stride, dtype, records + i * record_stride, layout)
 
 
-def _in_a_row(index: torch.Tensor | None) -> torch.Tensor | None:
-    # The caller holds on to what this returns while a kernel reads from its address.
-    return None if index is None else index.contiguous()
+@kernel
+def unpack_kernel(
+    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, fingerprint=FINGERPRINT
+):
+    """Row row_index[i] from record record_index[i], where 0 for either stands for i. Strides are in bytes."""
+    for i in range(count):
+        record = load_int64(record_index + 8 * i) if record_index else i
+        row = load_int64(row_index + 8 * i) if row_index else i
+        dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
+
+
+def _in_a_row(index: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """An index without gaps, which the caller holds on to while a kernel reads it, and its address: 0 for None."""
+    index = None if index is None else index.contiguous()
+    return index, 0 if index is None else index.data_ptr()
 
 
 def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
@@ -27,17 +48,9 @@ def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None,
     count = records.shape[0]
     if count == 0:
         return
-    row_index = _in_a_row(row_index)
-    pack_kernel(
-        x.data_ptr(),
-        x.stride(0) * x.itemsize,
-        dtype_code(x.dtype),
-        0 if row_index is None else row_index.data_ptr(),
-        records.data_ptr(),
-        records.stride(0),
-        count,
-        record_layout(wire, x.shape[1], x.dtype),
-    )
+    row_index, rows = _in_a_row(row_index)
+    stride, code, layout = x.stride(0) * x.itemsize, dtype_code(x.dtype), record_layout(wire, x.shape[1], x.dtype)
+    pack_kernel(x.data_ptr(), stride, code, rows, records.data_ptr(), records.stride(0), count, layout)
 
 
 def unpack_rows(
@@ -51,19 +64,11 @@ def unpack_rows(
 
     The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
-    given = record_index if record_index is not None else row_index
-    count = records.shape[0] if given is None else given.shape[0]
+    count = item_count(records, record_index, row_index)
     if count == 0:
         return
-    record_index, row_index = _in_a_row(record_index), _in_a_row(row_index)
-    unpack_kernel(
-        records.data_ptr(),
-        records.stride(0),
-        0 if record_index is None else record_index.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        dtype_code(out.dtype),
-        0 if row_index is None else row_index.data_ptr(),
-        count,
-        record_layout(wire, out.shape[1], out.dtype),
-    )
+    record_index, chosen = _in_a_row(record_index)
+    row_index, rows = _in_a_row(row_index)
+    stride, code = out.stride(0) * out.itemsize, dtype_code(out.dtype)
+    layout = record_layout(wire, out.shape[1], out.dtype)
+    unpack_kernel(records.data_ptr(), records.stride(0), chosen, out.data_ptr(), stride, code, rows, count, layout)

@@ -29,6 +29,7 @@ from thinwire.triton_kernels.cpu.lane import (
     POISONED,
     RANKS_BYTES,
     WRITTEN,
+    addresses,
     check_dtype,
     check_out,
     mixed_dtypes,
@@ -39,8 +40,6 @@ from thinwire.triton_kernels.cpu.lane import (
 )
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
-
-__all__ = ["gather", "route"]
 
 _ZERO = np.float32(0.0)
 
@@ -159,22 +158,10 @@ def route_kernel(numbers, buffer_ptrs, control, index, counts, offsets, position
 
 
 def route(lane: Lane) -> None:
-    """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used.
-
-    Raises:
-        TransportUnavailable: without numba.
-    """
+    """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used."""
     numbers = numbers_of(lane)
-    route_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        lane.index.data_ptr(),
-        lane.expert_counts.data_ptr(),
-        lane.expert_offsets.data_ptr(),
-        lane.positions.data_ptr(),
-        lane.weights.data_ptr(),
-    )
+    rows = addresses(lane.index, lane.expert_counts, lane.expert_offsets, lane.positions, lane.weights)
+    route_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control), *rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,17 +205,8 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     numbers = numbers_of(lane, out.dtype)
-    result = gather_kernel(
-        numbers.address,
-        lane.buffer_ptrs.data_ptr(),
-        lane.control.data_ptr(),
-        lane.index.data_ptr(),
-        lane.expert_offsets.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        out.shape[0],
-        overflow.data_ptr(),
-    )
+    memory = addresses(lane.buffer_ptrs, lane.control, lane.index, lane.expert_offsets, out)
+    result = gather_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], overflow.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == POISONED:
         out.fill_(float("nan"))

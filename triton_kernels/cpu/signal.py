@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from thinwire.triton_kernels.cpu.compat import device, intrinsic, ir, types
+from thinwire.triton_kernels.cpu.compat import device, emits, ir
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
@@ -25,21 +25,6 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_STUCK_PHASE,
 )
 
-__all__ = [
-    "ARRIVED",
-    "GAVE_UP",
-    "PAUSED",
-    "give_up",
-    "poison",
-    "publish",
-    "run_wait",
-    "signal_line",
-    "signalled",
-    "someone_is_stuck",
-    "wait_or_give_up",
-    "write_report",
-]
-
 #: How `wait_for_all` ends: all flags came, it is time to give up, or neither within a slice of time.
 ARRIVED, GAVE_UP, PAUSED = 0, 1, 2
 
@@ -52,29 +37,20 @@ _SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
 # Intrinsics, as they are called in many places: numba takes a hundredth of a second to inline a function into another.
 
 
-@intrinsic
-def signal_line(typing_context, buffer_ptrs, peer, lines, source):
+@emits("int64")
+def signal_line(builder, buffer_ptrs, peer, lines, source):
     """Address of the line that `source` writes at `peer`, in the row of lines that begins at offset `lines`."""
-
-    def codegen(context, builder, signature, args):
-        buffer_ptrs, peer, lines, source = args
-        word = ir.IntType(64)
-        base = load(builder, builder.add(buffer_ptrs, builder.mul(peer, constant(8))), word, 8)
-        return builder.add(base, builder.add(lines, builder.mul(source, constant(SIGNAL_LINE_BYTES))))
-
-    return types.int64(*[types.int64] * 4), codegen
+    word = ir.IntType(64)
+    base = load(builder, builder.add(buffer_ptrs, builder.mul(peer, constant(8))), word, 8)
+    return builder.add(base, builder.add(lines, builder.mul(source, constant(SIGNAL_LINE_BYTES))))
 
 
-@intrinsic
-def signalled(typing_context, line, epoch):
+@emits("boolean")
+def signalled(builder, line, epoch):
     """Whether the flag of a line has come to `epoch`, across the wrap of 32 bits too."""
-
-    def codegen(context, builder, signature, args):
-        flag = builder.load_atomic(builder.inttoptr(args[0], ir.IntType(32).as_pointer()), "acquire", _FLAG_BYTES)
-        ahead = builder.sub(flag, builder.trunc(args[1], ir.IntType(32)))  # wraps
-        return builder.icmp_signed(">=", ahead, ir.Constant(ahead.type, 0))
-
-    return types.boolean(types.int64, types.int64), codegen
+    flag = builder.load_atomic(builder.inttoptr(line, ir.IntType(32).as_pointer()), "acquire", _FLAG_BYTES)
+    ahead = builder.sub(flag, builder.trunc(epoch, ir.IntType(32)))  # wraps
+    return builder.icmp_signed(">=", ahead, ir.Constant(ahead.type, 0))
 
 
 @device

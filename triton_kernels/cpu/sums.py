@@ -19,16 +19,6 @@ from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, INT4, NONE
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "pack_sum_row",
-    "pack_weighted_sums",
-    "record_sum",
-    "scratch_bytes",
-    "sum_record_row",
-    "sum_records",
-    "weighted_sum_row",
-]
-
 _LANES = 16
 _REST_BYTES = 4 * _LANES
 _ONE = np.float32(1.0)
@@ -171,20 +161,12 @@ def pack_weighted_sums(
     hidden = expert_out.shape[1]
     scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
     positions, weights = positions.contiguous(), weights.contiguous()
+    stride, code = expert_out.stride(0) * expert_out.itemsize, dtype_code(expert_out.dtype)
+    layout = record_layout(wire, hidden, dtype)
     pack_weighted_sums_kernel(
-        expert_out.data_ptr(),
-        expert_out.stride(0) * expert_out.itemsize,
-        dtype_code(expert_out.dtype),
-        positions.data_ptr(),
-        weights.data_ptr(),
-        terms,
-        records.data_ptr(),
-        records.stride(0),
-        dtype_code(dtype),
-        count,
-        record_layout(wire, hidden, dtype),
-        scratch.data_ptr(),
-    )
+        expert_out.data_ptr(), stride, code, positions.data_ptr(), weights.data_ptr(), terms,
+        records.data_ptr(), records.stride(0), dtype_code(dtype), count, layout, scratch.data_ptr(),
+    )  # fmt: skip
 
 
 def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
@@ -196,15 +178,8 @@ def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFor
     hidden = out.shape[1]
     scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
     record_index = record_index.contiguous()
+    stride, code, layout = out.stride(0) * out.itemsize, dtype_code(out.dtype), record_layout(wire, hidden, out.dtype)
     sum_records_kernel(
-        records.data_ptr(),
-        records.stride(0),
-        record_index.data_ptr(),
-        terms,
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        dtype_code(out.dtype),
-        count,
-        record_layout(wire, hidden, out.dtype),
-        scratch.data_ptr(),
-    )
+        records.data_ptr(), records.stride(0), record_index.data_ptr(), terms, out.data_ptr(), stride, code, count,
+        layout, scratch.data_ptr(),
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from tests.speeds import exhaustive_but
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.cpu import codec, sums
+from thinwire.triton_kernels.cpu import codec, pack, sums
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir import vectors
 from thinwire.wire import WireFormat
@@ -52,7 +52,7 @@ def poisoned_rows(rows: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Ten
 def quantized(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """The records of x, after checking that nothing else was written."""
     records, memory = poisoned_records(x.shape[0], wire, x.shape[1], x.dtype)
-    codec.quantize_rows(x, wire, records)
+    pack.pack_rows(x, wire, None, records)
     assert (memory[:-1, records.shape[1] :] == POISON).all() and (memory[-1] == POISON).all(), "written past a record"
     return records
 
@@ -60,7 +60,7 @@ def quantized(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def dequantized(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """The rows of records, after checking that nothing else was written."""
     out, memory = poisoned_rows(records.shape[0], hidden, dtype)
-    codec.dequantize_rows(records, wire, out)
+    pack.unpack_rows(records, wire, None, None, out)
     assert (memory[:-1, hidden:] == 7.0).all() and (memory[-1] == 7.0).all(), "written past a row"
     return out
 
@@ -197,7 +197,7 @@ def test_a_kernel_elsewhere_quantises_into_mapped_memory() -> None:
 def test_other_dtypes_are_refused() -> None:
     wire = WireFormat.parse("int8")
     with pytest.raises(WireFormatError, match="float64.*accepted: torch.float32, torch.float16, torch.bfloat16"):
-        codec.quantize_rows(torch.zeros(1, 8, dtype=torch.float64), wire, torch.zeros(1, 32, dtype=torch.uint8))
+        pack.pack_rows(torch.zeros(1, 8, dtype=torch.float64), wire, None, torch.zeros(1, 32, dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def test_other_dtypes_are_refused() -> None:
 
 _LAYOUT = "UniTuple(int64, 6)"
 _SIGNATURES = {
-    codec.pack_kernel: f"void({'int64, ' * 7}{_LAYOUT}, int64)",
-    codec.unpack_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64)",
+    pack.pack_kernel: f"void({'int64, ' * 7}{_LAYOUT}, int64)",
+    pack.unpack_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64)",
     sums.pack_weighted_sums_kernel: f"void({'int64, ' * 10}{_LAYOUT}, int64, int64)",
     sums.sum_records_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64, int64)",
 }
@@ -223,7 +223,7 @@ def _contractions(dispatcher: object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "entry", exhaustive_but([codec.pack_kernel], _SIGNATURES), ids=lambda entry: entry.py_func.__name__
+    "entry", exhaustive_but([pack.pack_kernel], _SIGNATURES), ids=lambda entry: entry.py_func.__name__
 )
 def test_no_product_is_fused_into_a_sum(entry: object) -> None:
     options = {name: value for name, value in entry.targetoptions.items() if name != "nopython"}
@@ -242,8 +242,8 @@ def test_a_fused_product_would_be_seen() -> None:
 
 
 def test_the_source_text_of_the_folder_is_part_of_the_cache_key() -> None:
-    codec.quantize_rows(torch.zeros(1, 8), WireFormat.parse("int8"), torch.zeros(1, 32, dtype=torch.uint8))
-    assert [signature[-1] for signature in codec.pack_kernel.signatures] == [numba.types.Omitted(FINGERPRINT)]
+    pack.pack_rows(torch.zeros(1, 8), WireFormat.parse("int8"), None, torch.zeros(1, 32, dtype=torch.uint8))
+    assert [signature[-1] for signature in pack.pack_kernel.signatures] == [numba.types.Omitted(FINGERPRINT)]
 
 
 def test_a_kernel_that_cannot_be_cached_still_compiles() -> None:
@@ -261,7 +261,7 @@ def test_a_kernel_that_cannot_be_cached_still_compiles() -> None:
 def test_a_processor_without_float16_conversions_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "converts_halves", lambda: False)
     for name in ("pack_kernel", "unpack_kernel"):
-        monkeypatch.setattr(codec, name, numba.njit(nogil=True, error_model="numpy")(getattr(codec, name).py_func))
+        monkeypatch.setattr(pack, name, numba.njit(nogil=True, error_model="numpy")(getattr(pack, name).py_func))
     generator = torch.Generator().manual_seed(0)
     x = magnitudes(40, 150, torch.float16, generator)
     x[3, 5], x[4, 6] = torch.nan, torch.inf
@@ -273,7 +273,7 @@ def test_a_processor_without_float16_conversions_gives_the_same_bits(monkeypatch
         records = quantize_reference(wide, wire)
         got = dequantized(records, wire, 150, torch.float16)
         assert_same_bits(spec, dequantize_reference(records, wire, 150, torch.float16), got)
-    for entry in (codec.pack_kernel, codec.unpack_kernel):
+    for entry in (pack.pack_kernel, pack.unpack_kernel):
         assembly = entry.inspect_asm(entry.signatures[0])
         # Neither the instructions nor the compiler's own library functions, which no numba process links to.
         assert not re.search(r"vcvtph2ps|vcvtps2ph|hfsf2|sfhf2|_h2f_|_f2h_", assembly)
@@ -292,8 +292,6 @@ from thinwire.wire import WireFormat
 wire, x, records = WireFormat.parse("int8"), torch.zeros(1, 8), torch.zeros(1, 32, dtype=torch.uint8)
 index = torch.zeros(1, 1, dtype=torch.int64)
 for call in (
-    lambda: codec.quantize_rows(x, wire, records),
-    lambda: codec.dequantize_rows(records, wire, x),
     lambda: pack.pack_rows(x, wire, None, records),
     lambda: pack.unpack_rows(records, wire, None, None, x),
     lambda: sums.pack_weighted_sums(x, index, torch.ones(1, 1), wire, x.dtype, records),

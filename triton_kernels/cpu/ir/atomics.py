@@ -8,35 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import cgutils, intrinsic, ir, types
-
-__all__ = ["load_acquire", "monotonic_ns", "store_release", "yield_processor"]
+from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
 
 _FLAG_BYTES = 4
 _CLOCK_MONOTONIC = 1  # Linux's number of it
 
 
-@intrinsic
-def load_acquire(typing_context, address):
+@emits("int32")
+def load_acquire(builder, address):
     """The int32 at an address; what is read afterwards is at least as new as it."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        return builder.load_atomic(pointer, "acquire", _FLAG_BYTES)
-
-    return types.int32(types.int64), codegen
+    pointer = builder.inttoptr(address, ir.IntType(32).as_pointer())
+    return builder.load_atomic(pointer, "acquire", _FLAG_BYTES)
 
 
-@intrinsic
-def store_release(typing_context, address, value):
+@emits("void", value="int32")
+def store_release(builder, address, value):
     """Writes an int32; who reads it with `load_acquire` sees all that was written before it."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        builder.store_atomic(args[1], pointer, "release", _FLAG_BYTES)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int32), codegen
+    pointer = builder.inttoptr(address, ir.IntType(32).as_pointer())
+    builder.store_atomic(value, pointer, "release", _FLAG_BYTES)
 
 
 def _libc(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -44,29 +33,26 @@ def _libc(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-@intrinsic
-def yield_processor(typing_context):
+@emits("void")
+def yield_processor(builder):
     """Lets another thread of this machine run: ranks may outnumber cores."""
-
-    def codegen(context, builder, signature, args):
-        builder.call(_libc(builder, "sched_yield", ir.IntType(32), []), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    builder.call(_libc(builder, "sched_yield", ir.IntType(32), []), [])
 
 
-@intrinsic
-def monotonic_ns(typing_context):
+@emits("void", duration="int32")
+def sleep_microseconds(builder, duration):
+    """Gives up the processor for at least so long."""
+    builder.call(_libc(builder, "usleep", ir.IntType(32), [ir.IntType(32)]), [duration])
+
+
+@emits("int64")
+def monotonic_ns(builder):
     """Nanoseconds of the clock behind `time.monotonic`."""
-
-    def codegen(context, builder, signature, args):
-        word = ir.IntType(64)
-        moment = ir.LiteralStructType([word, word])
-        with builder.goto_entry_block():
-            now = builder.alloca(moment)
-        read = _libc(builder, "clock_gettime", ir.IntType(32), [ir.IntType(32), moment.as_pointer()])
-        builder.call(read, [ir.Constant(ir.IntType(32), _CLOCK_MONOTONIC), now])
-        seconds, rest = (builder.load(cgutils.gep_inbounds(builder, now, 0, field)) for field in range(2))
-        return builder.add(builder.mul(seconds, ir.Constant(word, 10**9)), rest)
-
-    return types.int64(), codegen
+    word = ir.IntType(64)
+    moment = ir.LiteralStructType([word, word])
+    with builder.goto_entry_block():
+        now = builder.alloca(moment)
+    read = _libc(builder, "clock_gettime", ir.IntType(32), [ir.IntType(32), moment.as_pointer()])
+    builder.call(read, [ir.Constant(ir.IntType(32), _CLOCK_MONOTONIC), now])
+    seconds, rest = (builder.load(cgutils.gep_inbounds(builder, now, 0, field)) for field in range(2))
+    return builder.add(builder.mul(seconds, ir.Constant(word, 10**9)), rest)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import ir
 from thinwire.triton_kernels.cpu.ir.vectors import constant
-
-__all__ = ["cross", "loop", "switch"]
 
 
 @contextmanager
@@ -37,7 +35,7 @@ def _not_unrolled(module: Any) -> Any:
     return identity
 
 
-def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases: list[tuple[int, ...]]) -> None:
+def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases: Iterable[tuple[int, ...]]) -> None:
     """Emits `emit(*codes)` for each of `cases`; the kernel runs the one that equals `selectors`.
 
     One switch within another, so that a selector that turns out to be constant drops the other cases early.
@@ -45,6 +43,7 @@ def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases:
     if not selectors:
         emit()
         return
+    cases = list(cases)
     end = builder.append_basic_block("switch.end")
     instruction = builder.switch(selectors[0], end)
     for code in dict.fromkeys(case[0] for case in cases):
@@ -54,11 +53,3 @@ def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases:
         switch(builder, selectors[1:], partial(emit, code), [case[1:] for case in cases if case[0] == code])
         builder.branch(end)
     builder.position_at_end(end)
-
-
-def cross(*axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All tuples that take one code from each axis."""
-    cases: list[tuple[int, ...]] = [()]
-    for axis in axes:
-        cases = [(*case, code) for case in cases for code in axis]
-    return cases

@@ -5,26 +5,34 @@ One argument instead of forty, and numba looks at each argument of a call.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
+from typing import Any, cast
+
+import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import intrinsic, types
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 
-__all__ = ["reader_of"]
 
-
-def reader_of(fields: Any) -> Any:
-    """An intrinsic `(address) -> fields`, for a NamedTuple whose fields lie at the address as int64."""
-    count = len(fields._fields)
+def reader_of(*names: str) -> Any:
+    """An intrinsic `(address) -> named tuple`, for numbers that lie at the address as int64."""
+    fields = cast(Any, namedtuple("Numbers", names))
 
     def numbers_at(typing_context, address):
         def codegen(context, builder, signature, args):
-            addresses = (builder.add(args[0], constant(8 * field)) for field in range(count))
+            addresses = (builder.add(args[0], constant(8 * field)) for field in range(len(names)))
             word = context.get_value_type(types.int64)
             return context.make_tuple(
                 builder, signature.return_type, [load(builder, address, word, 8) for address in addresses]
             )
 
-        return types.NamedUniTuple(types.int64, count, fields)(types.int64), codegen
+        return types.NamedUniTuple(types.int64, len(names), fields)(types.int64), codegen
 
     return intrinsic(numbers_at)
+
+
+def in_memory(*numbers: int) -> tuple[np.ndarray, int]:
+    """Numbers for such a reader, and their address. The caller holds on to both while a kernel reads from there."""
+    words = np.array(numbers, dtype=np.int64)
+    words.flags.writeable = False
+    return words, words.ctypes.data

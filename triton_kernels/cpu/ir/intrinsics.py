@@ -8,21 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import cgutils, intrinsic, ir, types
-
-__all__ = [
-    "bits_to_float32",
-    "copy_bytes",
-    "load_float32",
-    "load_int32",
-    "load_int64",
-    "stack_buffer",
-    "store_float32",
-    "store_int8",
-    "store_int32",
-    "store_int64",
-    "zero_bytes",
-]
+from thinwire.triton_kernels.cpu.compat import cgutils, emits, intrinsic, ir, types
 
 _CACHE_LINE = 64
 
@@ -31,72 +17,43 @@ def _pointer(builder: Any, address: Any, element: Any) -> Any:
     return builder.inttoptr(address, element.as_pointer())
 
 
-def _loader(number: str) -> Any:
-    """An intrinsic `(address) -> number`."""
+def _access(number: str) -> tuple[Any, Any]:
+    """Intrinsics `(address) -> number` and `(address, number)`."""
 
-    def load(typing_context, address):
-        def codegen(context, builder, signature, args):
-            element = context.get_value_type(signature.return_type)
-            return builder.load(_pointer(builder, args[0], element))
+    def load(builder, address):
+        element = ir.FloatType() if number == "float32" else ir.IntType(int(number.removeprefix("int")))
+        return builder.load(_pointer(builder, address, element))
 
-        return getattr(types, number)(types.int64), codegen
+    def store(builder, address, value):
+        builder.store(value, _pointer(builder, address, value.type))
 
-    load.__name__ = f"load_{number}"
-    return intrinsic(load)
-
-
-def _storer(number: str) -> Any:
-    """An intrinsic `(address, number)`."""
-
-    def store(typing_context, address, value):
-        def codegen(context, builder, signature, args):
-            builder.store(args[1], _pointer(builder, args[0], args[1].type))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, getattr(types, number)), codegen
-
-    store.__name__ = f"store_{number}"
-    return intrinsic(store)
+    load.__name__, store.__name__ = f"load_{number}", f"store_{number}"
+    return emits(number)(load), emits("void", value=number)(store)
 
 
-store_int8 = _storer("int8")
-load_int32, store_int32 = _loader("int32"), _storer("int32")
-load_int64, store_int64 = _loader("int64"), _storer("int64")
-load_float32, store_float32 = _loader("float32"), _storer("float32")
+_, store_int8 = _access("int8")
+load_int32, store_int32 = _access("int32")
+load_int64, store_int64 = _access("int64")
+load_float32, store_float32 = _access("float32")
 
 
-@intrinsic
-def bits_to_float32(typing_context, bits):
+@emits("float32", bits="int32")
+def bits_to_float32(builder, bits):
     """The float32 of the same 32 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+    return builder.bitcast(bits, ir.FloatType())
 
 
-@intrinsic
-def copy_bytes(typing_context, target, source, count):
+@emits("void")
+def copy_bytes(builder, target, source, count):
     """Copies `count` bytes between places that do not overlap."""
-
-    def codegen(context, builder, signature, args):
-        byte = ir.IntType(8)
-        target, source = (_pointer(builder, address, byte) for address in args[:2])
-        cgutils.raw_memcpy(builder, target, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    target, source = (_pointer(builder, address, ir.IntType(8)) for address in (target, source))
+    cgutils.raw_memcpy(builder, target, source, count, 1)
 
 
-@intrinsic
-def zero_bytes(typing_context, target, count):
+@emits("void")
+def zero_bytes(builder, target, count):
     """Zeroes `count` bytes."""
-
-    def codegen(context, builder, signature, args):
-        cgutils.memset(builder, _pointer(builder, args[0], ir.IntType(8)), args[1], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    cgutils.memset(builder, _pointer(builder, target, ir.IntType(8)), count, 0)
 
 
 @intrinsic(prefer_literal=True)

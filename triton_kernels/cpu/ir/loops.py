@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import cgutils, intrinsic, ir, types
-from thinwire.triton_kernels.cpu.ir.control import cross, loop, switch
+from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
+from thinwire.triton_kernels.cpu.ir.control import loop, switch
 from thinwire.triton_kernels.cpu.ir.vectors import (
     BFLOAT16,
     BITS,
@@ -36,16 +37,6 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     store_floats,
     store_quantized,
 )
-
-__all__ = [
-    "accumulate_groups",
-    "amax_groups",
-    "decode_groups",
-    "encode_groups",
-    "read_scales",
-    "round_columns",
-    "scale_groups",
-]
 
 _QMAX = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
 _SIGNLESS = 0x7FFFFFFF
@@ -90,217 +81,177 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
-@intrinsic
-def amax_groups(typing_context, x, columns, group, dtype, amax):
+@emits("void")
+def amax_groups(builder, x, columns, group, dtype, amax):
     """Writes each group's largest magnitude, as float32 bits, to the int32 array `amax`.
 
     It is an integer maximum over bit patterns: a float maximum loses NaN.
     """
 
-    def codegen(context, builder, signature, args):
-        x, columns, group, dtype, amax = args
+    def emit(element: int) -> None:
+        bits = BITS[element]
+        total = cgutils.alloca_once(builder, integers(bits, _WIDE))
 
-        def emit(element: int) -> None:
-            bits = BITS[element]
-            total = cgutils.alloca_once(builder, integers(bits, _WIDE))
+        def include(column: Any, lanes: int) -> None:
+            pattern = load(builder, _at(builder, x, column, element), integers(bits, lanes), bits // 8)
+            pattern = builder.and_(pattern, filled(pattern.type, _SIGNLESS >> (32 - bits)))
+            if lanes < _WIDE:
+                order = ir.Constant(integers(32, _WIDE), [min(lane, lanes) for lane in range(_WIDE)])
+                pattern = builder.shuffle_vector(pattern, filled(pattern.type, 0), order)
+            builder.store(_larger(builder, builder.load(total), pattern), total)
 
-            def include(column: Any, lanes: int) -> None:
-                pattern = load(builder, _at(builder, x, column, element), integers(bits, lanes), bits // 8)
-                pattern = builder.and_(pattern, filled(pattern.type, _SIGNLESS >> (32 - bits)))
-                if lanes < _WIDE:
-                    order = ir.Constant(integers(32, _WIDE), [min(lane, lanes) for lane in range(_WIDE)])
-                    pattern = builder.shuffle_vector(pattern, filled(pattern.type, 0), order)
-                builder.store(_larger(builder, builder.load(total), pattern), total)
+        with _groups(builder, columns, group) as (number, first, width):
+            builder.store(filled(integers(bits, _WIDE), 0), total)
+            _blocks(builder, first, width, include)
+            largest = _largest_lane(builder, builder.load(total))
+            word = ir.IntType(32)
+            if element == BFLOAT16:
+                largest = builder.shl(builder.zext(largest, word), ir.Constant(word, 16))
+            elif element == FLOAT16:
+                value = from_halves(builder, broadcast(builder, largest, 1))
+                largest = builder.extract_element(builder.bitcast(value, integers(32, 1)), ir.Constant(word, 0))
+            store(builder, largest, _at(builder, amax, number, FLOAT32), 4)
 
-            with _groups(builder, columns, group) as (number, first, width):
-                builder.store(filled(integers(bits, _WIDE), 0), total)
-                _blocks(builder, first, width, include)
-                largest = _largest_lane(builder, builder.load(total))
-                word = ir.IntType(32)
-                if element == BFLOAT16:
-                    largest = builder.shl(builder.zext(largest, word), ir.Constant(word, 16))
-                elif element == FLOAT16:
-                    value = from_halves(builder, broadcast(builder, largest, 1))
-                    largest = builder.extract_element(builder.bitcast(value, integers(32, 1)), ir.Constant(word, 0))
-                store(builder, largest, _at(builder, amax, number, FLOAT32), 4)
-
-        switch(builder, [dtype], emit, cross(ROW_ELEMENTS))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    switch(builder, [dtype], emit, product(ROW_ELEMENTS))
 
 
-@intrinsic
-def scale_groups(typing_context, groups, count, kind, row_scale, scales):
+@emits("int64")
+def scale_groups(builder, groups, count, kind, row_scale, scales):
     """Turns the amax bits of `count` groups, in place, into float32 1/s, and writes the scales.
 
     They are float32 with `row_scale` 1 and bfloat16 with 0, written 16 bytes at a time: the array at `groups` must hold
     zeros behind its end, to a multiple of 8. Returns whether some group's payload must be all zeros; its 1/s is 0.
     """
+    some_dead = cgutils.alloca_once_value(builder, constant(0))
 
-    def codegen(context, builder, signature, args):
-        groups, count, kind, row_scale, scales = args
-        some_dead = cgutils.alloca_once_value(builder, constant(0))
+    def emit(wide: int, kind: int) -> None:
+        lanes = 4 if wide else 8
+        word, single = integers(32, lanes), singles(lanes)
+        zero, one = filled(single, 0.0), filled(single, 1.0)
+        with loop(builder, builder.sdiv(builder.add(count, constant(lanes - 1)), constant(lanes))) as number:
+            address = builder.add(groups, builder.mul(number, constant(4 * lanes)))
+            amax = load(builder, address, word, 4)
+            finite = builder.icmp_signed("<", amax, filled(word, _INFINITY_BITS))
+            live = builder.and_(finite, builder.icmp_signed(">=", amax, filled(word, _TINY_BITS)))
+            s = builder.fmul(builder.bitcast(amax, single), filled(single, 1.0 / _QMAX[kind]))
+            bits = builder.bitcast(s, word) if wide else bfloat16_bits(builder, s)
+            if not wide:
+                bits = builder.and_(bits, filled(word, 0xFFFF0000))
+            inverse = builder.fdiv(one, builder.select(live, builder.bitcast(bits, single), one))
+            store(builder, builder.select(live, inverse, zero), address, 4)
+            dead = builder.select(finite, filled(word, 0), filled(word, 0x7FC00000))
+            bits = builder.select(live, bits, dead)
+            if not wide:
+                bits = builder.trunc(builder.lshr(bits, filled(word, 16)), integers(16, lanes))
+            store(builder, bits, builder.add(scales, builder.mul(number, constant(16))), 2)
+            lane_numbers = ir.Constant(word, list(range(lanes)))
+            left = builder.trunc(builder.sub(count, builder.mul(number, constant(lanes))), ir.IntType(32))
+            counted = builder.icmp_signed("<", lane_numbers, broadcast(builder, left, lanes))
+            dead = builder.zext(builder.and_(counted, builder.not_(live)), word)
+            found = builder.zext(_largest_lane(builder, dead), ir.IntType(64))
+            builder.store(builder.or_(builder.load(some_dead), found), some_dead)
 
-        def emit(wide: int, kind: int) -> None:
-            lanes = 4 if wide else 8
-            word, single = integers(32, lanes), singles(lanes)
-            zero, one = filled(single, 0.0), filled(single, 1.0)
-            with loop(builder, builder.sdiv(builder.add(count, constant(lanes - 1)), constant(lanes))) as number:
-                address = builder.add(groups, builder.mul(number, constant(4 * lanes)))
-                amax = load(builder, address, word, 4)
-                finite = builder.icmp_signed("<", amax, filled(word, _INFINITY_BITS))
-                live = builder.and_(finite, builder.icmp_signed(">=", amax, filled(word, _TINY_BITS)))
-                s = builder.fmul(builder.bitcast(amax, single), filled(single, 1.0 / _QMAX[kind]))
-                bits = builder.bitcast(s, word) if wide else bfloat16_bits(builder, s)
-                if not wide:
-                    bits = builder.and_(bits, filled(word, 0xFFFF0000))
-                inverse = builder.fdiv(one, builder.select(live, builder.bitcast(bits, single), one))
-                store(builder, builder.select(live, inverse, zero), address, 4)
-                dead = builder.select(finite, filled(word, 0), filled(word, 0x7FC00000))
-                bits = builder.select(live, bits, dead)
-                if not wide:
-                    bits = builder.trunc(builder.lshr(bits, filled(word, 16)), integers(16, lanes))
-                store(builder, bits, builder.add(scales, builder.mul(number, constant(16))), 2)
-                lane_numbers = ir.Constant(word, list(range(lanes)))
-                left = builder.trunc(builder.sub(count, builder.mul(number, constant(lanes))), ir.IntType(32))
-                counted = builder.icmp_signed("<", lane_numbers, broadcast(builder, left, lanes))
-                dead = builder.zext(builder.and_(counted, builder.not_(live)), word)
-                found = builder.zext(_largest_lane(builder, dead), ir.IntType(64))
-                builder.store(builder.or_(builder.load(some_dead), found), some_dead)
-
-        switch(builder, [row_scale, kind], emit, [(1, INT8), *cross((0,), QUANTIZED)])
-        return builder.load(some_dead)
-
-    return types.int64(*[types.int64] * 5), codegen
+    switch(builder, [row_scale, kind], emit, [(1, INT8), *product((0,), QUANTIZED)])
+    return builder.load(some_dead)
 
 
-@intrinsic
-def encode_groups(typing_context, x, columns, group, dtype, inverses, payload, kind):
+@emits("void")
+def encode_groups(builder, x, columns, group, dtype, inverses, payload, kind):
     """Writes each group's quantised elements; `inverses` holds float32 1/s."""
 
-    def codegen(context, builder, signature, args):
-        x, columns, group, dtype, inverses, payload, kind = args
+    def emit(element: int, kind: int) -> None:
+        with _groups(builder, columns, group) as (number, first, width):
+            inverse = load(builder, _at(builder, inverses, number, FLOAT32), ir.FloatType(), 4)
 
-        def emit(element: int, kind: int) -> None:
-            with _groups(builder, columns, group) as (number, first, width):
-                inverse = load(builder, _at(builder, inverses, number, FLOAT32), ir.FloatType(), 4)
+            def quantize(column: Any, lanes: int) -> None:
+                source, target = _at(builder, x, column, element), _at(builder, payload, column, kind)
+                store_quantized(builder, source, lanes, element, inverse, target, kind)
 
-                def quantize(column: Any, lanes: int) -> None:
-                    source, target = _at(builder, x, column, element), _at(builder, payload, column, kind)
-                    store_quantized(builder, source, lanes, element, inverse, target, kind)
+            _blocks(builder, first, width, quantize)
 
-                _blocks(builder, first, width, quantize)
-
-        switch(builder, [dtype, kind], emit, cross(ROW_ELEMENTS, QUANTIZED))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    switch(builder, [dtype, kind], emit, product(ROW_ELEMENTS, QUANTIZED))
 
 
-@intrinsic
-def read_scales(typing_context, scales, count, floats):
+@emits("int32")
+def read_scales(builder, scales, count, floats):
     """Writes `count` bfloat16 scales as float32, and returns the largest magnitude among them as float32 bits.
 
     Eight at a time: both arrays must have room, to a multiple of 8.
     """
-
-    def codegen(context, builder, signature, args):
-        scales, count, floats = args
-        word = integers(32, 8)
-        total = cgutils.alloca_once_value(builder, filled(word, 0))
-        with loop(builder, builder.lshr(builder.add(count, constant(7)), constant(3))) as number:
-            bits = load(builder, builder.add(scales, builder.shl(number, constant(4))), integers(16, 8), 2)
-            bits = builder.shl(builder.zext(bits, word), filled(word, 16))
-            store(builder, bits, builder.add(floats, builder.shl(number, constant(5))), 4)
-            magnitude = builder.and_(bits, filled(word, _SIGNLESS))
-            builder.store(_larger(builder, builder.load(total), magnitude), total)
-        return _largest_lane(builder, builder.load(total))
-
-    return types.int32(*[types.int64] * 3), codegen
+    word = integers(32, 8)
+    total = cgutils.alloca_once_value(builder, filled(word, 0))
+    with loop(builder, builder.lshr(builder.add(count, constant(7)), constant(3))) as number:
+        bits = load(builder, builder.add(scales, builder.shl(number, constant(4))), integers(16, 8), 2)
+        bits = builder.shl(builder.zext(bits, word), filled(word, 16))
+        store(builder, bits, builder.add(floats, builder.shl(number, constant(5))), 4)
+        magnitude = builder.and_(bits, filled(word, _SIGNLESS))
+        builder.store(_larger(builder, builder.load(total), magnitude), total)
+    return _largest_lane(builder, builder.load(total))
 
 
-@intrinsic
-def decode_groups(typing_context, payload, kind, scales, columns, group, out, dtype):
+@emits("void")
+def decode_groups(builder, payload, kind, scales, columns, group, out, dtype):
     """Writes q * s, rounded once to the row's dtype; `scales` holds float32, and no product may overflow that dtype."""
 
-    def codegen(context, builder, signature, args):
-        payload, kind, scales, columns, group, out, dtype = args
+    def emit(kind: int, element: int) -> None:
+        with _groups(builder, columns, group) as (number, first, width):
+            scale = load(builder, _at(builder, scales, number, FLOAT32), ir.FloatType(), 4)
 
-        def emit(kind: int, element: int) -> None:
-            with _groups(builder, columns, group) as (number, first, width):
-                scale = load(builder, _at(builder, scales, number, FLOAT32), ir.FloatType(), 4)
+            def dequantize(column: Any, lanes: int) -> None:
+                values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind)
+                values = builder.fmul(values, broadcast(builder, scale, lanes))
+                target = _at(builder, out, column, element)
+                store_floats(builder, values, target, element, finite=True, saturate=False)
 
-                def dequantize(column: Any, lanes: int) -> None:
-                    values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind)
-                    values = builder.fmul(values, broadcast(builder, scale, lanes))
-                    target = _at(builder, out, column, element)
-                    store_floats(builder, values, target, element, finite=True, saturate=False)
+            _blocks(builder, first, width, dequantize)
 
-                _blocks(builder, first, width, dequantize)
-
-        switch(builder, [kind, dtype], emit, cross(QUANTIZED, ROW_ELEMENTS))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    switch(builder, [kind, dtype], emit, product(QUANTIZED, ROW_ELEMENTS))
 
 
-@intrinsic
-def round_columns(typing_context, values, columns, out, dtype, saturate):
+@emits("void")
+def round_columns(builder, values, columns, out, dtype, saturate):
     """float32 to a row's dtype, half to even; `saturate` 1 keeps what is not NaN finite, 0 lets it overflow."""
 
-    def codegen(context, builder, signature, args):
-        values, columns, out, dtype, saturate = args
+    def emit(element: int, saturate: int) -> None:
+        def convert(column: Any, lanes: int) -> None:
+            floats = load_floats(builder, _at(builder, values, column, FLOAT32), lanes, FLOAT32)
+            target = _at(builder, out, column, element)
+            store_floats(builder, floats, target, element, finite=False, saturate=bool(saturate))
 
-        def emit(element: int, saturate: int) -> None:
-            def convert(column: Any, lanes: int) -> None:
-                floats = load_floats(builder, _at(builder, values, column, FLOAT32), lanes, FLOAT32)
-                target = _at(builder, out, column, element)
-                store_floats(builder, floats, target, element, finite=False, saturate=bool(saturate))
+        _blocks(builder, constant(0), columns, convert)
 
-            _blocks(builder, constant(0), columns, convert)
-
-        switch(builder, [dtype, saturate], emit, cross(ROW_ELEMENTS, (0, 1)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    switch(builder, [dtype, saturate], emit, product(ROW_ELEMENTS, (0, 1)))
 
 
-@intrinsic
-def accumulate_groups(typing_context, sources, scales, count, element, row_scale, columns, group, out):
+@emits("void")
+def accumulate_groups(builder, sources, scales, count, element, row_scale, columns, group, out):
     """Writes, as float32, the sum from +0.0 of `element * scale` over `count` sources, in their order.
 
     `sources` and `scales` are arrays of int64 addresses: of a source's first element, and of its one float32 scale
     (`row_scale` 1) or its bfloat16 scales, one a group (`row_scale` 0). Each product is rounded, then each sum.
     """
 
-    def codegen(context, builder, signature, args):
-        sources, scales, count, element, row_scale, columns, group, out = args
+    def emit(row_scale: int, element: int) -> None:
+        with _groups(builder, columns, group) as (number, first, width):
 
-        def emit(row_scale: int, element: int) -> None:
-            with _groups(builder, columns, group) as (number, first, width):
+            def add_up(column: Any, lanes: int) -> None:
+                total = cgutils.alloca_once(builder, singles(lanes))
+                builder.store(filled(singles(lanes), 0.0), total)
+                with loop(builder, count) as j:
+                    entry = builder.mul(j, constant(8))
+                    source = load(builder, builder.add(sources, entry), ir.IntType(64), 8)
+                    scale = load(builder, builder.add(scales, entry), ir.IntType(64), 8)
+                    if row_scale:
+                        scale = load(builder, scale, ir.FloatType(), 4)
+                    else:
+                        bits = load(builder, _at(builder, scale, number, BFLOAT16), ir.IntType(16), 2)
+                        bits = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+                        scale = builder.bitcast(bits, ir.FloatType())
+                    values = load_floats(builder, _at(builder, source, column, element), lanes, element)
+                    product = builder.fmul(values, broadcast(builder, scale, lanes))
+                    builder.store(builder.fadd(builder.load(total), product), total)
+                store(builder, builder.load(total), _at(builder, out, column, FLOAT32), 4)
 
-                def add_up(column: Any, lanes: int) -> None:
-                    total = cgutils.alloca_once(builder, singles(lanes))
-                    builder.store(filled(singles(lanes), 0.0), total)
-                    with loop(builder, count) as j:
-                        entry = builder.mul(j, constant(8))
-                        source = load(builder, builder.add(sources, entry), ir.IntType(64), 8)
-                        scale = load(builder, builder.add(scales, entry), ir.IntType(64), 8)
-                        if row_scale:
-                            scale = load(builder, scale, ir.FloatType(), 4)
-                        else:
-                            bits = load(builder, _at(builder, scale, number, BFLOAT16), ir.IntType(16), 2)
-                            bits = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-                            scale = builder.bitcast(bits, ir.FloatType())
-                        values = load_floats(builder, _at(builder, source, column, element), lanes, element)
-                        product = builder.fmul(values, broadcast(builder, scale, lanes))
-                        builder.store(builder.fadd(builder.load(total), product), total)
-                    store(builder, builder.load(total), _at(builder, out, column, FLOAT32), 4)
+            _blocks(builder, first, width, add_up)
 
-                _blocks(builder, first, width, add_up)
-
-        switch(builder, [row_scale, element], emit, cross((1,), (INT8, *ROW_ELEMENTS)) + cross((0,), QUANTIZED))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
+    switch(builder, [row_scale, element], emit, [*product((1,), (INT8, *ROW_ELEMENTS)), *product((0,), QUANTIZED)])

@@ -6,40 +6,32 @@ megabytes go to memory that is not in the cache, doing without is faster by half
 
 from __future__ import annotations
 
-from thinwire.triton_kernels.cpu.compat import device, intrinsic, ir, types
+from thinwire.triton_kernels.cpu.compat import device, emits, ir
 from thinwire.triton_kernels.cpu.ir.control import loop
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import constant, integers
-
-__all__ = ["stream_bytes"]
 
 _VECTOR_BYTES = 32  # such a store must be aligned to its size, or it is an ordinary one
 _BLOCK_SHIFT = 7  # a block is 128 bytes
 
 
-@intrinsic
-def stream_blocks(typing_context, target, source, blocks):
+@emits("void")
+def stream_blocks(builder, target, source, blocks):
     """Copies blocks to a target aligned to a vector."""
-
-    def codegen(context, builder, signature, args):
-        target, source, blocks = args
-        vector = integers(8, _VECTOR_BYTES)
-        once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        parts = range(0, 1 << _BLOCK_SHIFT, _VECTOR_BYTES)
-        with loop(builder, blocks) as index:
-            start = builder.shl(index, constant(_BLOCK_SHIFT))
-            read, written = builder.add(source, start), builder.add(target, start)
-            values = [
-                builder.load(builder.inttoptr(builder.add(read, constant(part)), vector.as_pointer()), align=1)
-                for part in parts
-            ]
-            for part, value in zip(parts, values, strict=True):
-                address = builder.inttoptr(builder.add(written, constant(part)), vector.as_pointer())
-                builder.store(value, address, align=_VECTOR_BYTES).set_metadata("nontemporal", once)
-        builder.fence("seq_cst")  # such stores are not ordered with later ones otherwise
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    vector = integers(8, _VECTOR_BYTES)
+    once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+    parts = range(0, 1 << _BLOCK_SHIFT, _VECTOR_BYTES)
+    with loop(builder, blocks) as index:
+        start = builder.shl(index, constant(_BLOCK_SHIFT))
+        read, written = builder.add(source, start), builder.add(target, start)
+        values = [
+            builder.load(builder.inttoptr(builder.add(read, constant(part)), vector.as_pointer()), align=1)
+            for part in parts
+        ]
+        for part, value in zip(parts, values, strict=True):
+            address = builder.inttoptr(builder.add(written, constant(part)), vector.as_pointer())
+            builder.store(value, address, align=_VECTOR_BYTES).set_metadata("nontemporal", once)
+    builder.fence("seq_cst")  # such stores are not ordered with later ones otherwise
 
 
 @device

@@ -16,31 +16,6 @@ from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import converts_halves, ir
 
-__all__ = [
-    "BFLOAT16",
-    "BITS",
-    "FLOAT16",
-    "FLOAT32",
-    "FP8",
-    "INT4",
-    "INT8",
-    "NONE",
-    "QUANTIZED",
-    "ROW_ELEMENTS",
-    "bfloat16_bits",
-    "broadcast",
-    "constant",
-    "filled",
-    "from_halves",
-    "integers",
-    "load",
-    "load_floats",
-    "singles",
-    "store",
-    "store_floats",
-    "store_quantized",
-]
-
 NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)
 
 BITS = {INT8: 8, INT4: 4, FP8: 8, FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16}
