@@ -58,6 +58,8 @@ class DirectRounds(DirectTransport, Rounds):
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._open = [False] * config.lanes
+        # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
+        self._unfinished: list[int | None] = [None] * config.lanes
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
@@ -67,29 +69,58 @@ class DirectRounds(DirectTransport, Rounds):
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
         self.raise_failure(lane)
         self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
+        self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
-        tensors = self.lanes[lane]
-        self.kernels.send_tokens(tensors, x, topk_ids, topk_weights.float(), self.config.num_programs)
-        self._open[lane] = True
+        tensors, weights = self.lanes[lane], topk_weights.float()
         self.rounds_begun[lane] += 1
-        self._wait(lane, DISPATCH)
+        self._unfinished[lane] = DISPATCH
+        self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs)
+        self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
         return _DirectRound(self, lane, x)
 
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
-        self._open[lane] = False
-        self.kernels.close_round(self.lanes[lane])
-        self._wait(lane, COMBINE)
+        self._make_up(lane)
+        if self._open[lane]:
+            self._unfinished[lane] = COMBINE
+            self.kernels.close_round(self.lanes[lane])
+            self._end_leg(lane, COMBINE)
 
     def combine(self, lane: int, expert_out: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
         """Launches the sums to their homes, the wait for all peers, and the sums at home."""
         self.raise_failure(lane)
-        self._open[lane] = False
+        self._unfinished[lane] = COMBINE
         self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs)
-        self._wait(lane, COMBINE)
+        self._end_leg(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
+
+    def _end_leg(self, lane: int, phase: int) -> None:
+        """Waits for all peers' part of a leg of which this rank has sent its own."""
+        self._open[lane] = phase == DISPATCH
+        self._wait(lane, phase)
+        self._unfinished[lane] = None
+
+    def _make_up(self, lane: int) -> None:
+        """Ends the wait that an exception, such as KeyboardInterrupt, ended before its time.
+
+        To store for the next leg before that would put rows of two rounds side by side at a peer that is behind. The
+        exception may have come before this rank had sent anything: a round is open while this rank's own dispatch line
+        is ahead of its combine line, and these lines it writes itself, when it sends.
+        """
+        phase = self._unfinished[lane]
+        if phase is None:
+            return
+        layout = self.lanes[lane].layout
+        dispatched, combined = (
+            int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
+            for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
+        )
+        self._open[lane] = dispatched != combined
+        if self._open[lane] == (phase == DISPATCH):
+            self._wait(lane, phase)
+        self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
@@ -99,6 +130,7 @@ class DirectRounds(DirectTransport, Rounds):
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on.
             error = self._mismatch(lane)
             self._reports[lane][signal.REPORT_STATUS] = self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
+            self._unfinished[lane] = None
             self.close_round(lane)
             raise error
         self.raise_failure(lane)

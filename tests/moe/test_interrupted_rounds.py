@@ -1,0 +1,148 @@
+"""A round of the direct transport that an exception ends at any place: no peer ever sees rows of two rounds mixed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+
+TOKENS, HIDDEN, LAST = 40, 32, 99
+#: Where the exception comes from: what runs in Python between a call and its kernels.
+TRACED = ("moe/parallel.py", "moe/direct.py", "moe/dispatched.py", "cpu/dispatch.py", "cpu/combine.py", "cpu/signal.py")
+
+
+class Interrupted(Exception):
+    """What a signal handler might raise."""
+
+
+def _both(comm: Communicator) -> ExpertParallel:
+    return ExpertParallel(comm, 2, 1, HIDDEN, TOKENS, wire="none", transport="direct", timeout=20.0)
+
+
+def _tokens(comm: Communicator, value: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All of them for the other rank's expert."""
+    return torch.full((TOKENS, HIDDEN), float(value)), torch.full((TOKENS, 1), 1 - comm.rank), torch.ones(TOKENS, 1)
+
+
+class _Raise:
+    """Raises at one of the lines that this thread goes through, once."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(TRACED):
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.at:
+                raise Interrupted
+        return self
+
+
+def _interrupted(comm: Communicator, ep: ExpertParallel, leg: str, at: int) -> bool:
+    """Three rounds, the second of which is interrupted at a line of one leg; False: it has no such line."""
+    trace = _Raise(at)
+    for value in (1, 2, 3, LAST):
+        try:
+            if (value, leg) == (2, "dispatch"):
+                sys.settrace(trace)
+            d = ep.dispatch(*_tokens(comm, value))
+            sys.settrace(None)
+            out = d.tokens * 2
+            if (value, leg) == (2, "combine"):
+                sys.settrace(trace)
+            ep.combine(out, d)
+        except Interrupted:
+            continue
+        finally:
+            sys.settrace(None)
+    return trace.seen >= at
+
+
+def _slow_peer(comm: Communicator, ep: ExpertParallel) -> list[tuple[set[float], set[float]]]:
+    """Of each round until the last: the values in the rows that came, and in those that came home."""
+    seen = []
+    while not seen or LAST not in seen[-1][0]:
+        d = ep.dispatch(*_tokens(comm, 10))
+        time.sleep(0.002)  # the other rank shall be at its next round before this one has read anything
+        tokens = d.tokens
+        time.sleep(0.002)
+        home = ep.combine(tokens * 2, d)
+        seen.append((set(tokens.unique().tolist()), set(home.unique().tolist())))
+    return seen
+
+
+def _everywhere(comm: Communicator, leg: str) -> list[Any]:
+    """On rank 0 how many lines the leg has, on rank 1 what it saw for each of them."""
+    found: list[Any] = []
+    with _both(comm) as ep:
+        at = 1
+        while True:
+            if comm.rank == 0:
+                found.append(_interrupted(comm, ep, leg, at))
+            else:
+                found.append(_slow_peer(comm, ep))
+            more = comm.share_objects(found[-1])[0]
+            if not more:
+                return found
+            at += 1
+
+
+@pytest.mark.parametrize("leg", ["dispatch", "combine"])
+def test_rows_of_two_rounds_are_never_mixed(leg: str) -> None:
+    lines, rounds = run_ranks(_everywhere, 2, leg, mode="thread", timeout=240)
+    assert len(lines) > 20
+    for number, seen in enumerate(rounds, 1):
+        for came, home in seen:
+            assert len(came) == 1, f"line {number} of {leg}: rows of {came} in one round"
+            assert home in ({0.0}, {20.0}), f"line {number} of {leg}: {home} came home"
+        # The interrupted round is there, without anything of rank 0's expert, or it never began.
+        values = [value for came, _ in seen for value in came]
+        assert values in ([1.0, 2.0, 3.0, LAST], [1.0, 3.0, LAST]), f"line {number} of {leg}: {values}"
+        assert sum(home == {0.0} for _, home in seen) <= 1
+
+
+def _ctrl_c(comm: Communicator) -> list[set[float]]:
+    """Rank 0 is interrupted while it waits for rank 1's sums, which come late."""
+    came = []
+    with _both(comm) as ep:
+        for value in (1, 2, 3):
+            d = ep.dispatch(*_tokens(comm, value))
+            if comm.rank == 1 and value == 2:
+                time.sleep(1.0)
+            tokens = d.tokens
+            came.append(set(tokens.unique().tolist()))
+            if comm.rank == 0 and value == 2:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                start = time.monotonic()
+                with pytest.raises(Interrupted):
+                    ep.combine(tokens, d)
+                assert time.monotonic() - start < 0.7
+            else:
+                ep.combine(tokens, d)
+    return came
+
+
+def _ctrl_c_process(comm: Communicator) -> list[set[float]]:
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, handler)
+    return _ctrl_c(comm)
+
+
+def test_a_signal_ends_a_wait_and_the_next_round_waits_for_what_is_left() -> None:
+    assert run_ranks(_ctrl_c_process, 2) == [[{1.0}, {2.0}, {3.0}]] * 2
