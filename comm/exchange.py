@@ -28,6 +28,8 @@ from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
 #: One entry a rank.
 Buffers = Sequence[Tensor | None]
+#: Of what goes to each rank, and of what comes from there.
+Sizes = tuple[Sequence[int], Sequence[int]]
 
 POLL_SECONDS = 20e-6
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
@@ -86,19 +88,19 @@ class Exchange(ABC):
         self.backend, self._device_types = backend, device_types
         self._num_sent, self._num_received = [0] * size, [0] * size
 
-    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None) -> Posted:
         """Starts the exchange described at :meth:`Communicator.post`."""
         self._require_usable()
         for name, buffers in (("sends", sends), ("receives", receives)):
             self._check_buffers(name, buffers)
-        return self._start(sends, receives, label)
+        return self._start(sends, receives, label, sizes or ((0,) * self.size,) * 2)
 
     @abstractmethod
     def _require_usable(self) -> None:
         """Raises PeerTimeout if it failed before."""
 
     @abstractmethod
-    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted: ...
+    def _start(self, sends: Buffers, receives: Buffers, label: str, sizes: Sizes) -> Posted: ...
 
     @abstractmethod
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
@@ -144,7 +146,7 @@ class PeerExchange(Exchange):
                 ranks=self._failure.ranks,
             )
 
-    def _start(self, sends: Buffers, receives: Buffers, label: str) -> Posted:
+    def _start(self, sends: Buffers, receives: Buffers, label: str, sizes: Sizes) -> Posted:
         # Rank r begins with its right-hand neighbour, so that the ranks do not all write to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
@@ -154,17 +156,20 @@ class PeerExchange(Exchange):
             if self.backend == "nccl":
                 self._start_batch(posted, sends, receives)
             else:
-                self._start_each(posted, sends, receives, label)
+                self._start_each(posted, sends, receives, label, sizes)
         return posted
 
-    def _start_each(self, posted: Posted, sends: Buffers, receives: Buffers, label: str) -> None:
+    def _start_each(self, posted: Posted, sends: Buffers, receives: Buffers, label: str, sizes: Sizes) -> None:
         # Receives first: a send whose receive is known at the other end starts at once.
-        for counters, buffers, receiving in ((self._num_received, receives, True), (self._num_sent, sends, False)):
+        for counters, buffers, exact, receiving in (
+            (self._num_received, receives, sizes[1], True),
+            (self._num_sent, sends, sizes[0], False),
+        ):
             for peer in posted._peers:
                 buffer = buffers[peer]
                 if buffer is None or not buffer.numel():
                     continue
-                tag = _message_tag(counters[peer], buffer.numel(), label)
+                tag = _message_tag(counters[peer], buffer.numel(), f"{label} {exact[peer]}")
                 counters[peer] += 1
                 try:
                     if receiving:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.exchange import Buffers, Exchange, Posted, name_ranks
+from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
+from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
@@ -135,7 +136,7 @@ class HostCollectives:
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(self, sends: Buffers, receives: Buffers, label: str = "") -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None) -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -146,6 +147,8 @@ class HostCollectives:
             receives: likewise, filled in place. The rank's own entries are None in both.
             label: what the bytes are. Over Gloo and between threads, ranks that give different labels do not match, so
                 that bytes of one kind are never taken for another; NCCL has no such check.
+            sizes: how much goes to each rank and comes from there, in the caller's unit: compared like the label, where
+                messages of different sizes may have as many bytes.
 
         Returns:
             What to wait for before the buffers are read or written.
@@ -154,7 +157,7 @@ class HostCollectives:
             ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
         """
-        return self._settled_exchange().post(sends, receives, label)
+        return self._settled_exchange().post(sends, receives, label, sizes)
 
     def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
         """What `make` returned at the first call with this key; closed when the communicator is.
@@ -179,7 +182,7 @@ class HostCollectives:
         Raises:
             PeerTimeout: naming the ranks that did not come.
         """
-        self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8))
+        self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer a number of its own, and returns what the peers told this rank.
@@ -203,7 +206,7 @@ class HostCollectives:
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
         rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
-        received: list[int] = self._exchange_rows(rows).view(torch.int64).view(self.size).tolist()
+        received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
         return received
 
     def all_gather_object(self, obj: object) -> list[Any]:
@@ -215,13 +218,35 @@ class HostCollectives:
             PeerTimeout: a peer did not answer.
             Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
         """
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        lengths = self.exchange_counts([payload.numel()] * self.size)
-        outgoing = payload.to(self._exchange_device)
+        return [pickle.loads(message) for message in self._gather_messages(pickle.dumps(obj), "objects")]
+
+    def all_gather_data(self, value: object, shape: Any) -> list[Any]:
+        """Every rank's value, in rank order, as data: nothing that a peer sends is run. Blocks the host.
+
+        Args:
+            value: made of None, bool, int, float, str, lists, tuples, and dicts with str keys; at most 1 MiB as JSON.
+            shape: what every rank's must fit, see `thinwire.comm.plain`.
+
+        Raises:
+            ThinwireError: a rank sent something else, or too much.
+            PeerTimeout: a peer did not answer.
+        """
+        messages = self._gather_messages(encode(value), "data", MOST_BYTES)
+        return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
+
+    def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
+        """Every rank's message, of at most so many bytes, in rank order."""
+        if len(message) > most:
+            raise ThinwireError(f"{label} of {len(message)} bytes; at most {most} can be sent")
+        lengths = self.exchange_counts([len(message)] * self.size)
+        for rank, length in enumerate(lengths):
+            if not 0 <= length <= most:
+                raise ThinwireError(f"rank {rank} wants to send {length} bytes of {label}; at most {most} are taken")
+        outgoing = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._exchange_device)
         incoming = [outgoing.new_empty(length) for length in lengths]
         incoming[self.rank] = outgoing
-        self._swap([outgoing] * self.size, incoming)
-        return [pickle.loads(row.cpu().numpy().tobytes()) for row in incoming]
+        self._swap([outgoing] * self.size, incoming, label)
+        return [row.cpu().numpy().tobytes() for row in incoming]
 
     def share_objects(self, obj: _T) -> list[_T]:
         """Every rank's object itself, in rank order, where ranks are threads of one process. Blocks the host.
@@ -252,7 +277,7 @@ class HostCollectives:
         described = {"what": repr(what)} | {name: repr(value) for name, value in settings.items()}
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
-        if bool((self._exchange_rows(rows) == rows).all()):
+        if bool((self._exchange_rows(rows, "settings") == rows).all()):
             return
         # Every rank saw all the digests, so every rank comes here.
         raise ConfigMismatch(_describe_mismatch(what, self.all_gather_object(described)))
@@ -280,14 +305,14 @@ class HostCollectives:
     def _exchange_device(self) -> torch.device:
         return self._device if self._exchange.backend == "nccl" else torch.device("cpu")
 
-    def _exchange_rows(self, rows: Tensor) -> Tensor:
+    def _exchange_rows(self, rows: Tensor, label: str) -> Tensor:
         """Row r of a CPU uint8 matrix [size, bytes] goes to rank r; row r of the result came from there."""
         outgoing = rows.to(self._exchange_device)
         incoming = outgoing.clone()
-        self._swap(outgoing, incoming)
+        self._swap(outgoing, incoming, label)
         return incoming.cpu()
 
-    def _swap(self, outgoing: Iterable[Tensor], incoming: Iterable[Tensor]) -> None:
+    def _swap(self, outgoing: Iterable[Tensor], incoming: Iterable[Tensor], label: str) -> None:
         """Posts all but this rank's own entries, and blocks the host until they are there."""
         # Host calls bound their wait for peers; the caller's own kernels, queued before, must not count against it.
         if self._exchange.backend == "nccl":
@@ -295,7 +320,7 @@ class HostCollectives:
         sends, receives = (
             [None if peer == self.rank else row for peer, row in enumerate(rows)] for rows in (outgoing, incoming)
         )
-        self.post(sends, receives).wait_on_host()
+        self.post(sends, receives, label).wait_on_host()
 
 
 def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:

@@ -90,7 +90,8 @@ def reduce(exchange: Exchange, reduction: Reduction, tensor: Tensor, dst: int | 
     """
     rank, size = exchange.rank, exchange.size
     carried = reduction.encode(tensor).contiguous().view(-1)
-    label = f"{'all_reduce' if dst is None else 'reduce'} {reduction.label}"
+    # With the size: tensors that differ in it may have slices that do not.
+    label = f"{'all_reduce' if dst is None else 'reduce'} {reduction.label} {carried.numel()}"
     # `carried` may be the tensor's own memory: only a rank that shall have the result may write to it.
     receiving = dst in (None, rank)
     if takes_two_steps(exchange, tensor):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, name_ranks
+from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
 from thinwire.errors import PeerTimeout
 
 _T = TypeVar("_T")
@@ -196,7 +196,7 @@ class ThreadExchange(Exchange):
         self.world.require_present(self.rank)
         sends = [None if peer == self.rank else [obj] for peer in range(self.size)]
         receives: list[list[_T] | None] = [None if peer == self.rank else [] for peer in range(self.size)]
-        self.complete(self._start(sends, receives))
+        self.complete(self._start(sends, receives, "", ((0,) * self.size,) * 2))
         return [obj if box is None else box[0] for box in receives]
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
@@ -219,18 +219,18 @@ class ThreadExchange(Exchange):
         # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.
         self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")
 
-    def _start(self, sends: Sequence[Any], receives: Sequence[Any], label: str = "") -> Posted:
+    def _start(self, sends: Sequence[Any], receives: Sequence[Any], label: str, sizes: Sizes) -> Posted:
         posted = Posted(self)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
-            for buffer, counters, pair in (
-                (receives[peer], self._num_received, (peer, self.rank)),
-                (sends[peer], self._num_sent, (self.rank, peer)),
+            for buffer, counters, exact, pair in (
+                (receives[peer], self._num_received, sizes[1], (peer, self.rank)),
+                (sends[peer], self._num_sent, sizes[0], (self.rank, peer)),
             ):
                 if buffer is None or (isinstance(buffer, Tensor) and not buffer.numel()):
                     continue
                 described = (buffer.numel(), buffer.device.type) if isinstance(buffer, Tensor) else (_OBJECT, "cpu")
-                key = (*pair, counters[peer], *described, label)
+                key = (*pair, counters[peer], *described, f"{label} {exact[peer]}")
                 counters[peer] += 1
                 posted._works.append(self.world.post(key, self.rank, _End(buffer)))
         return posted

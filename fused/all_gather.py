@@ -122,7 +122,7 @@ def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Te
     parts, row = gathered_parts([count * elements for count in counts])
 
     def staged(own: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        leg = GatherLeg(comm, parts, row, wire, x.dtype, own)
+        leg = GatherLeg(comm, parts, row, wire, x.dtype, own, call.describe(parts, row))
         return lambda: leg.recv_into(whole)
 
     return call.run(ALL_GATHER, parts, row, out, shape, staged)

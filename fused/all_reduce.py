@@ -74,9 +74,10 @@ def all_reduce(
         return comm.all_reduce(whole, op, async_op=True).wait
 
     def staged(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        leg = ScatterLeg(comm, source, parts, row, wires[0])
+        described = call.describe(parts, row)
+        leg = ScatterLeg(comm, source, parts, row, wires[0], described)
         # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
-        gather = GatherLeg(comm, parts, row, wires[-1], x.dtype, leg)
+        gather = GatherLeg(comm, parts, row, wires[-1], x.dtype, leg, described)
         return lambda: gather.recv_into(whole)
 
     return call.run(ALL_REDUCE, parts, row, out, x.shape, staged, exactly)

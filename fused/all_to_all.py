@@ -208,7 +208,7 @@ def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Comm
         return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
 
     received[comm.rank].copy_(sent[comm.rank])
-    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype}")
+    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype} {list(x.shape[1:])}")
 
     def finish() -> torch.Tensor:
         work.wait()
@@ -238,8 +238,9 @@ def _post_quantized(
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
         backend.pack_rows(rows, wire, row_sends.row_index(start, stop, x.device), records)
 
-    row_bytes, label = wire.row_bytes(rows.shape[1], x.dtype), f"all_to_all_v {wire!r} {x.dtype}"
-    exchange = StagedExchange.post(comm, row_sends.counts, row_receives.counts, row_bytes, pack, label)
+    row_bytes, label = wire.row_bytes(rows.shape[1], x.dtype), f"all_to_all_v {wire!r} {x.dtype} {list(x.shape[1:])}"
+    sizes = sends.counts, placed.segments.counts
+    exchange = StagedExchange.post(comm, row_sends.counts, row_receives.counts, row_bytes, pack, label, sizes=sizes)
     slots = dense_segments(row_receives.counts)
 
     def finish() -> torch.Tensor:

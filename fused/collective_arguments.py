@@ -91,6 +91,10 @@ class Call:
         if x.numel() and out.numel() and overlap(x, out):
             raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
 
+    def describe(self, parts: Segments, row: int) -> str:
+        """All that the ranks must agree on, the same text on ranks that do."""
+        return f"{self.what.removesuffix('_v')} of {parts.counts} {self.x.dtype} in rows of {row} as {self.wires}"
+
     @torch.no_grad()
     def run(
         self,

@@ -73,7 +73,7 @@ def reduce_scatter(
         return comm.reduce_scatter(own, shares, op, async_op=True).wait
 
     def staged(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
-        leg = ScatterLeg(comm, whole, parts, row, call.wires[0])
+        leg = ScatterLeg(comm, whole, parts, row, call.wires[0], call.describe(parts, row))
         return lambda: leg.sum_into(own)
 
     return call.run(REDUCE_SCATTER, parts, row, out, shape, staged, exactly)

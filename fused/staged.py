@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.exchange import Posted
+from thinwire.comm.exchange import Posted, Sizes
 from thinwire.fused.counts import dense_segments
 
 #: Bytes of one piece of one pair's records.
@@ -45,6 +45,7 @@ class StagedExchange:
         pack: Callable[[int, int, torch.Tensor], None],
         label: str,
         piece_rows: int | None = None,
+        sizes: Sizes | None = None,
     ) -> StagedExchange:
         """Packs and posts everything; waits for nothing but what `pack` waits for.
 
@@ -53,7 +54,8 @@ class StagedExchange:
             record_bytes: of one record, a multiple of 16.
             pack: `pack(start, stop, records)` fills records, uint8 [n, record_bytes], with records start ... stop - 1
                 of every rank's share (fewer where a share ends before), in order of ranks.
-            label: what the records are; see `Communicator.post`.
+            label, sizes: what the records are, and how much they hold; see `Communicator.post`. Records are padded, so
+                those of different sizes may have as many bytes.
             piece_rows: of a piece of a pair's records; None: about PIECE_BYTES.
         """
         slots = dense_segments(recv_counts)
@@ -72,7 +74,7 @@ class StagedExchange:
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
                 incoming[comm.rank].copy_(outgoing[comm.rank])
-            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label)
+            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes)
             pieces.append((work, start, stop))
         return cls(received, pieces)
 

@@ -83,9 +83,15 @@ def arrived(x: torch.Tensor, world: int, wire: WireFormat) -> torch.Tensor:
 
 
 class ScatterLeg(_Rows):
-    """Rows of every part of x (1-D, contiguous), on their way to its owner; x may then be overwritten."""
+    """Rows of every part of x (1-D, contiguous), on their way to its owner; x may then be overwritten.
 
-    def __init__(self, comm: Communicator, x: torch.Tensor, parts: Segments, row: int, wire: WireFormat) -> None:
+    Args:
+        call: all that the ranks must agree on, in words.
+    """
+
+    def __init__(
+        self, comm: Communicator, x: torch.Tensor, parts: Segments, row: int, wire: WireFormat, call: str
+    ) -> None:
         super().__init__(comm.device, row, wire, x.dtype)
         self.world, counts = comm.size, self.counts(parts)
         self.own_rows = counts[comm.rank]
@@ -96,8 +102,7 @@ class ScatterLeg(_Rows):
                 self.pack(part, start, stop, share)
 
         receives = [self.own_rows] * comm.size
-        label = f"scatter {x.dtype} {wire}"
-        self.exchange = StagedExchange.post(comm, counts, receives, self.record_bytes, pack, label)
+        self.exchange = StagedExchange.post(comm, counts, receives, self.record_bytes, pack, f"scatter: {call}")
 
     def sum_rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Sums rows start ... stop - 1, which have arrived, in ascending rank, in float32, then rounded."""
@@ -126,6 +131,7 @@ class GatherLeg(_Rows):
 
     Args:
         own: this rank's part, 1-D; or the leg that brings its summands, which are summed as they arrive and sent on.
+        call: see `ScatterLeg`.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class GatherLeg(_Rows):
         wire: WireFormat,
         dtype: torch.dtype,
         own: torch.Tensor | ScatterLeg,
+        call: str,
     ) -> None:
         super().__init__(comm.device, row, wire, dtype)
         self.parts, counts, most_bytes = parts, self.counts(parts), self.record_bytes
@@ -144,8 +151,7 @@ class GatherLeg(_Rows):
         else:
             pack = functools.partial(self.pack, own)
         self.slots, step = dense_segments(counts), max(1, PIECE_BYTES // most_bytes)
-        label = f"gather {dtype} {wire}"
-        self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, label, step)
+        self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, f"gather: {call}", step)
 
     def _packs_sums(self, leg: ScatterLeg, most_rows: int) -> Callable[[int, int, torch.Tensor], None]:
         # Sums of exact rows go on as they are; quantised ones from float32, rounded once.
