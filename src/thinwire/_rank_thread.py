@@ -35,8 +35,9 @@ def run_rank_threads(
     # Ranks may start ranks of their own. When the outer ones are given up, so are these.
     world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    raised: list[int] = []
     comms = Communicator.of_threads(world, device=device)
-    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), ended) for comm in comms]
+    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), raised, ended) for comm in comms]
     limit = time.monotonic() + timeout
     running = set(range(world_size))
     failures: dict[int, str] = {}
@@ -54,7 +55,8 @@ def run_rank_threads(
                 failures[rank] = failure
                 limit = min(limit, time.monotonic() + grace)
         stacks = {rank: _stack_of(threads[rank]) for rank in sorted(running)}
-        return [thread.result for thread in threads], failures, stacks
+        in_order = {rank: failures[rank] for rank in [*raised, *failures] if rank in failures}
+        return [thread.result for thread in threads], in_order, stacks
     finally:
         # Threads cannot be killed, but what they wait for can be ended.
         world.fail("run_ranks gave up, as a rank had failed or time was up")
@@ -68,7 +70,12 @@ class _RankThread(threading.Thread):
     """One rank. A daemon: one that never returns does not keep the process from ending."""
 
     def __init__(
-        self, comm: Communicator, world: ThreadWorld, call: Callable[[], Any], ended: queue.SimpleQueue[int]
+        self,
+        comm: Communicator,
+        world: ThreadWorld,
+        call: Callable[[], Any],
+        raised: list[int],
+        ended: queue.SimpleQueue[int],
     ) -> None:
         super().__init__(name=f"rank {comm.rank}", daemon=True)
         self.world = world
@@ -76,7 +83,7 @@ class _RankThread(threading.Thread):
         self.failure: str | None = None  # the traceback
         self._comm = comm
         self._calls = [call]
-        self._ended = ended
+        self._raised, self._ended = raised, ended
         # What the caller's stream was given may be what makes the arguments.
         on_cuda = comm.device.type == "cuda"
         self._callers_stream = torch.cuda.current_stream(comm.device) if on_cuda else None
@@ -89,6 +96,7 @@ class _RankThread(threading.Thread):
                 try:
                     self.result = call()
                 except BaseException as error:
+                    self._raised.append(self._comm.rank)  # before peers fail because of it
                     self._tell_peers(error)
                     raise
         except BaseException:
