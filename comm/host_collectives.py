@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,14 @@ _LARGEST_COUNT = 2**63 - 1
 _T = TypeVar("_T")
 
 
-class Attachment(Protocol):
+class Attachment(ABC):
     """What may be kept with a communicator: something with a line for `explain`, and an end.
 
     `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
     wait here for a peer that waits for the rest of what this rank sends it.
     """
 
+    @abstractmethod
     def describe(self) -> str: ...
 
     def settle(self) -> None:

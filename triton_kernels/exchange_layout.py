@@ -65,6 +65,8 @@ class ExchangeLayout(SignalLayout):
     FIRST_SEEN: int = CONTROL_FIRST_SEEN
     FIRST_TAKEN: int = CONTROL_FIRST_TAKEN
 
+    __hash__ = SignalLayout.__hash__
+
     @classmethod
     def of(cls, world: int, slot_bytes: int, slots: int) -> ExchangeLayout:
         """The layout, before anything is allocated.

@@ -67,6 +67,8 @@ class RoundLayout(SignalLayout):
     HAS_SUMS: int = SIGNAL_HAS_SUMS
     BAD_IDS: int = REPORT_BAD_IDS
 
+    __hash__ = SignalLayout.__hash__
+
     @classmethod
     def of(
         cls,

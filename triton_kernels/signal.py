@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -65,6 +65,14 @@ class SignalLayout:
     REPORT_EPOCH: int = REPORT_EPOCH
     REPORT_PHASE: int = REPORT_PHASE
     REPORT_PEERS: int = REPORT_PEERS
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        # Looked up at every launch. Of ints alone, it is the same in every process.
+        return self._hash
 
 
 @dataclass(frozen=True)
