@@ -95,7 +95,6 @@ class Call:
         """All that the ranks must agree on, the same text on ranks that do."""
         return f"{self.what.removesuffix('_v')} of {parts.counts} {self.x.dtype} in rows of {row} as {self.wires}"
 
-    @torch.no_grad()
     def run(
         self,
         op: int,
@@ -115,18 +114,17 @@ class Call:
             shape: of the output.
         """
         comm, wires, x = self.comm, self.wires, self.x
-        direct: DirectCollectives | Refusal = Refusal(self.what, "torch.distributed does it")
-        if not self.exactly:
-            direct = choose(self.what, self.transport, comm, wires, lambda: open_collectives(comm, wires=wires))
         target = x.new_empty(shape) if out is None else out
         finish = None
-        if not isinstance(direct, Refusal):
-            comm._settle()  # peers may wait for what is under way here, and this call waits for them
-            job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
-            direct.run(job, _flat(x.detach()), target.detach().view(-1))
-        elif target.numel():
-            way = exactly if self.exactly and exactly is not None else staged
-            finish = way(_flat(x.detach()), target.detach().view(-1))
+        with torch.no_grad():
+            direct = None if self.exactly else self._choose()
+            if direct is not None:
+                comm._settle()  # peers may wait for what is under way here, and this call waits for them
+                job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
+                direct.run(job, _flat(x.detach()), target.detach().view(-1))
+            elif target.numel():
+                way = exactly if self.exactly and exactly is not None else staged
+                finish = way(_flat(x.detach()), target.detach().view(-1))
 
         def end() -> torch.Tensor:
             if finish is not None:
@@ -134,6 +132,11 @@ class Call:
             return target
 
         return deliver(end, target.device, self.async_op)
+
+    def _choose(self) -> DirectCollectives | None:
+        comm, wires = self.comm, self.wires
+        found = choose(self.what, self.transport, comm, wires, lambda: open_collectives(comm, wires=wires))
+        return None if isinstance(found, Refusal) else found
 
 
 def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:
