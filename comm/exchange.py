@@ -13,6 +13,7 @@ What the two backends of process groups do, and what follows from it:
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
 #: One entry a rank.
@@ -55,6 +57,7 @@ class Posted:
         self._works: list[Any] = []
         self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
         self._dropped = False  # the communicator was closed before anyone waited
+        self._waiting: Waiting | None = None
 
     def wait(self) -> None:
         """Until every send and receive of this exchange is done. Calling it again does nothing.
@@ -137,6 +140,7 @@ class PeerExchange(Exchange):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout, backend, device_types)
         self.group = group
         self._outstanding: set[Posted] = set()
+        self._waiter = Waiter()
         self._failure: PeerTimeout | None = None
 
     def _require_usable(self) -> None:
@@ -213,9 +217,28 @@ class PeerExchange(Exchange):
         else:
             self._complete_each(posted)
         self._outstanding.discard(posted)
-        posted._buffers, posted._works = (), []
+        posted._buffers, posted._works, posted._waiting = (), [], None
 
     def _complete_each(self, posted: Posted) -> None:
+        if posted._waiting is None:
+            posted._waiting = Waiting(functools.partial(self._wait_each, posted))
+        silent = posted._waiting.result(self._waiter)
+        if posted._lost:
+            raise self._fail(
+                f"lost the connection to {name_ranks(posted._lost)}, which ended or gave up waiting",
+                posted._lost,
+                posted._lost,
+            )
+        if silent:
+            raise self._fail(
+                f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
+                "number of bytes",
+                silent,
+                silent,
+            )
+
+    def _wait_each(self, posted: Posted) -> dict[int, RuntimeError]:
+        """Waits for all works; gives the peers that did not answer in time, and notes those that were lost."""
         deadline = time.monotonic() + (_LOSS_GRACE if posted._lost else self.timeout)
         silent: dict[int, RuntimeError] = {}
         for peer, work in posted._works:
@@ -231,19 +254,7 @@ class PeerExchange(Exchange):
                 else:
                     posted._lost[peer] = error
                     deadline = min(deadline, time.monotonic() + _LOSS_GRACE)
-        if posted._lost:
-            raise self._fail(
-                f"lost the connection to {name_ranks(posted._lost)}, which ended or gave up waiting",
-                posted._lost,
-                posted._lost,
-            )
-        if silent:
-            raise self._fail(
-                f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
-                "number of bytes",
-                silent,
-                silent,
-            )
+        return silent
 
     def _complete_batch(self, posted: Posted, block_host: bool) -> None:
         deadline = time.monotonic() + self.timeout
@@ -274,8 +285,9 @@ class PeerExchange(Exchange):
     def close(self) -> None:
         for posted in self._outstanding:
             posted._dropped = True
-            posted._buffers, posted._works = (), []
+            posted._buffers, posted._works, posted._waiting = (), [], None
         self._outstanding.clear()
+        self._waiter.close()
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

@@ -85,7 +85,7 @@ inline publish(phase) {
 #endif
 }
 
-inline tell(peer) { /* triton_kernels/cpu/signal.py give_up: words of the stuck line, then its flag */
+inline tell(peer) { /* triton_kernels/cpu/signal.py tell_stuck: words of the stuck line, then its flag */
     stuck[AT(peer, rank)] = 1
 }
 
@@ -106,7 +106,7 @@ inline blame_silent(phase) {
 /* triton_kernels/cpu/signal.py give_up; triton_kernels/signal.py give_up */
 inline give_up(phase) {
 #ifndef BROKEN_NO_GRACE
-    tell(NEXT_TO(1)); /* triton_kernels/cpu/signal.py give_up */
+    tell(NEXT_TO(1)); /* triton_kernels/cpu/signal.py tell_stuck */
     tell(NEXT_TO(2));
 #if RANKS > 3
     tell(NEXT_TO(3));

@@ -29,7 +29,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 )
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
-from thinwire.triton_kernels.cpu.signal import give_up, signalled, someone_is_stuck, write_report
+from thinwire.triton_kernels.cpu.signal import GIVING_UP, give_up, signalled, someone_is_stuck, tell_stuck, write_report
 from thinwire.triton_kernels.signal import (
     MISMATCHED,
     RUNNING,
@@ -45,7 +45,7 @@ _SLICE_NS = 100_000_000
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
-    "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch",
+    "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
     # (for CHECK) how many there are,
     "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
@@ -56,7 +56,7 @@ SCALARS = (
 )  # fmt: skip
 (
     _WORLD, _RANK, _HALF_LINES, _HALF_BYTES, _SLOT_BYTES, _SLOTS,
-    _TIMEOUT, _GRACE, _REPORT, _BUFFER_PTRS, _STUCK, _STATUS, _EPOCH,
+    _TIMEOUT, _GRACE, _REPORT, _BUFFER_PTRS, _STUCK, _STATUS, _EPOCH, _GIVE_UP_BY,
     _DISCARD, _X, _X_STEP, _OUT, _OUT_STEP, _X_ROWS, _OUT_ROWS,
     _EXACT, _COUNTS_PER_ROW, _UNIT_BYTES, _UNITS_PER_PIECE, _DTYPE,
     _KIND, _GROUP, _ROW_SCALE, _HIDDEN, _SCALES_OFFSET, _RECORD_BYTES,
@@ -335,17 +335,24 @@ def late(call, peers, draining, now, fingerprint=FINGERPRINT):
 
 @kernel
 def end(call, peers, draining, fingerprint=FINGERPRINT):
-    """Gives up; what is missing may be a header, a piece, or room for one."""
+    """Whether to give up is over; what is missing may be a header, a piece, or room for one.
+
+    Not before the peers had the grace time to say that they are stuck as well: until then it is gone on with later.
+    """
     phase = _PHASE_PIECES
     for peer in range(call[_WORLD]):
         if peer != call[_RANK] and peers[_ANSWER, peer] == SILENT:
             phase = _PHASE_HEADERS
-    give_up(
-        call[_BUFFER_PTRS], call[_WORLD], call[_RANK], call[_STUCK], call[_EPOCH], phase, call[_GRACE], call[_REPORT],
-        missing, (call, peers, draining),
-    )  # fmt: skip
-    write_report(call[_REPORT], TIMED_OUT, call[_EPOCH], phase)
+    where = (call, peers, draining)
+    buffer_ptrs, world, rank, stuck, report = call[_BUFFER_PTRS], call[_WORLD], call[_RANK], call[_STUCK], call[_REPORT]
+    if call[_GIVE_UP_BY] == 0:
+        tell_stuck(buffer_ptrs, world, rank, stuck, call[_EPOCH], phase, report, missing, where)
+        call[_GIVE_UP_BY] = monotonic_ns() + call[_GRACE]
+    if give_up(buffer_ptrs, world, rank, stuck, report, missing, where, call[_GIVE_UP_BY]) == GIVING_UP:
+        return False
+    write_report(report, TIMED_OUT, call[_EPOCH], phase)
     call[_STATUS] = TIMED_OUT
+    return True
 
 
 @kernel
@@ -366,6 +373,8 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
     if todo & CHECK and not acceptable(call, peers):
         return np.int64(REFUSED)
     world, draining, opening = call[_WORLD], todo & DRAIN != 0, todo & POST != 0
+    if call[_GIVE_UP_BY] != 0:
+        return call[_STATUS] if end(call, peers, draining) else np.int64(PAUSED)
     if opening:
         begin(call, peers)
     if todo & RESUME == 0:
@@ -396,8 +405,7 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
             continue
         now = monotonic_ns()
         if late(call, peers, draining, now):
-            end(call, peers, draining)
-            return call[_STATUS]
+            return call[_STATUS] if end(call, peers, draining) else np.int64(PAUSED)
         if now > pause:
             return np.int64(PAUSED)
         if looks > _SPINS + _YIELDS:

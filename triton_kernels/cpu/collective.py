@@ -275,14 +275,14 @@ def gather_recv_kernel(numbers, buffer_ptrs, control, parts, out, leg, chunk, pa
 
 
 @kernel
-def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, grace, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, limit, fingerprint=FINGERPRINT):
     """Waits for the flags of one leg; times are in nanoseconds. Returns ARRIVED only if all ranks do the same."""
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return GAVE_UP
     job = numbers_at(numbers)
     epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
-    ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, grace, report)
+    ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, limit, report)
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
     if ended == ARRIVED and leg == FIRST_LEG and not all_do_the_same(buffer_ptrs, job, lines, report):
         status, ended = MISMATCHED, GAVE_UP

@@ -200,7 +200,7 @@ def lines_agree(buffer_ptrs, lane, report):
 
 
 @kernel
-def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, limit, fingerprint=FINGERPRINT):
     """Waits for one phase of a round; times are in nanoseconds. Returns how the wait ended."""
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
@@ -208,7 +208,7 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
     epoch = load_int32(control + 4 * CONTROL_EPOCH)
     lines = lane.signals if phase == DISPATCH else lane.combine_signals
     ended = wait_or_give_up(
-        buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, grace, report
+        buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, limit, report
     )
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
     if ended == ARRIVED and phase == DISPATCH and not lines_agree(buffer_ptrs, lane, report):
@@ -221,7 +221,7 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, grace, f
 def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     """`thinwire.triton_kernels.dispatch.wait` for CPU tensors. A poisoned lane is not waited for.
 
-    Python's signal handlers run meanwhile, but for the grace time.
+    Python's signal handlers run meanwhile.
 
     Raises:
         ValueError: for another phase.

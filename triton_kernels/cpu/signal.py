@@ -25,8 +25,9 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_STUCK_PHASE,
 )
 
-#: How `wait_for_all` ends: all flags came, it is time to give up, or neither within a slice of time.
-ARRIVED, GAVE_UP, PAUSED = 0, 1, 2
+#: How a wait ends: all flags came, it was given up, or neither within a slice of time, before or after it was told that
+#: it will be given up.
+ARRIVED, GAVE_UP, PAUSED, GIVING_UP = 0, 1, 2, 3
 
 _FLAG_BYTES = 4
 _LONGEST_NS = 2**62
@@ -107,24 +108,31 @@ def flag_is_behind(where, peer):
 
 
 @device
-def give_up(buffer_ptrs, world, rank, stuck, epoch, phase, grace, report, owes, where):
-    """Tells the peers that this rank is stuck, gives them the grace time, and writes down who is to blame.
+def tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, owes, where):
+    """Tells the peers that this rank is stuck, and on whom; `report` is the address of a report.
 
-    `grace` is in nanoseconds; `report` is the address of a report, whose peer words this fills; `owes(where, peer)`
-    says whether this rank misses something of a peer.
+    `owes(where, peer)` says whether this rank misses something of a peer.
     """
-    words = report + 4 * REPORT_PEERS
     for peer in range(world):
         missing = 1 if owes(where, peer) else 0
-        store_int32(words + 4 * (world + peer), missing)
+        store_int32(report + 4 * (REPORT_PEERS + world + peer), missing)
         line = signal_line(buffer_ptrs, peer, stuck, rank)
         store_int32(line + 4 * SIGNAL_STUCK_EPOCH, epoch)
         store_int32(line + 4 * SIGNAL_STUCK_PHASE, phase)
         store_int32(line + 4 * SIGNAL_STUCK_ON_YOU, missing)
         store_release(line, 1)
-    limit = monotonic_ns() + grace
+
+
+@device
+def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
+    """After `tell_stuck`: gives the peers until `limit` to say the same, and writes down who is to blame.
+
+    Returns GAVE_UP, or GIVING_UP after a slice of time.
+    """
+    words = report + 4 * REPORT_PEERS
+    pause = monotonic_ns() + _SLICE_NS
     while True:
-        over = monotonic_ns() > limit  # before the reports: those that came in time count
+        now = monotonic_ns()  # before the reports: those that came in time count
         silent = 0
         for peer in range(world):
             line = signal_line(buffer_ptrs, rank, stuck, peer)
@@ -135,22 +143,24 @@ def give_up(buffer_ptrs, world, rank, stuck, epoch, phase, grace, report, owes, 
             store_int32(words + 4 * peer, blamed)
             store_int32(words + 4 * (2 * world + peer), said)
             silent += blamed
-        if silent == 0 or over:
-            return
+        if silent == 0 or now > limit:
+            return GAVE_UP
+        if now > pause:
+            return GIVING_UP
         yield_processor()
 
 
 @device
-def wait_or_give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, deadline, grace, report):
-    """`wait_for_all`, and where that gives up, `give_up`."""
+def wait_or_give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, deadline, limit, report):
+    """`wait_for_all`, and where that gives up, `tell_stuck`; with a limit, `give_up`."""
+    where = (buffer_ptrs, rank, lines, epoch)
+    if limit != 0:
+        return give_up(buffer_ptrs, world, rank, stuck, report, flag_is_behind, where, limit)
     ended = wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline)
-    if ended == GAVE_UP:
-        # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
-        # rank that is late by less than the timeout is then not named.
-        patience = max(deadline - monotonic_ns(), 0) + grace
-        where = (buffer_ptrs, rank, lines, epoch)
-        give_up(buffer_ptrs, world, rank, stuck, epoch, phase, patience, report, flag_is_behind, where)
-    return ended
+    if ended != GAVE_UP:
+        return ended
+    tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, flag_is_behind, where)
+    return GIVING_UP
 
 
 @device
@@ -169,12 +179,16 @@ def poison(control, report, status, epoch, phase):
 
 
 def run_wait(kernel: Callable[[int, int], int], timeout: float, grace: float) -> int:
-    """How a wait ends: what `kernel(deadline, grace)` says, in nanoseconds, after as many slices of time as it takes.
+    """How a wait ends: what `kernel(deadline, limit)` says, in nanoseconds, after as many slices of time as it takes.
 
-    Python's signal handlers run meanwhile, but for the grace time.
+    Python's signal handlers run meanwhile.
     """
-    deadline = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS)
-    ended = PAUSED
-    while ended == PAUSED:
-        ended = kernel(deadline, min(int(grace * 1e9), _LONGEST_NS))
-    return ended
+    deadline, limit = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS), 0
+    while True:
+        ended = kernel(deadline, limit)
+        if ended == GIVING_UP and limit == 0:
+            # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
+            # live rank that is late by less than the timeout is then not named.
+            limit = max(deadline, time.monotonic_ns()) + min(int(grace * 1e9), _LONGEST_NS)
+        elif ended not in (PAUSED, GIVING_UP):
+            return ended

@@ -261,12 +261,15 @@ def test_ranks_may_outnumber_cores() -> None:
     assert all(lane.control[CONTROL_STATUS] == RUNNING and lane.control[CONTROL_EPOCH] == 20 for lane in lanes)
 
 
-def test_a_wait_can_be_interrupted() -> None:
-    lanes = make_lanes(2)
+@pytest.mark.parametrize("giving_up", [False, True])
+def test_a_wait_can_be_interrupted(giving_up: bool) -> None:
+    lanes = make_lanes(2 + giving_up)
     to_phase(lanes, COMBINE, set())
     for lane in lanes:
         wait(lane, COMBINE, PLENTY, GRACE)  # by now everything is compiled
     begin(lanes[0])
+    if giving_up:  # a peer's report ends the wait, but not before the silent one has had its time
+        line(lanes[0], lanes[0].layout.STUCK, 2)[0] = 1
 
     class Interrupted(Exception):
         pass
@@ -284,7 +287,8 @@ def test_a_wait_can_be_interrupted() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    begin(lanes[1])
+    for lane in lanes[1:]:
+        begin(lane)
     wait(lanes[0], DISPATCH, PLENTY, GRACE)  # and gone on with
     assert lanes[0].control[CONTROL_STATUS] == RUNNING
 
