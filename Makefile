@@ -25,6 +25,7 @@ test-all: test
 
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json
+	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
 
 protocol: $(VENV)/ready
 	$(RUN) -m tests.protocol.check

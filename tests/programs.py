@@ -1,0 +1,431 @@
+"""Random programs of all public operations on a few ranks, each result compared with plain torch or numpy.
+
+    python -m tests.programs --count 1000 --seed 1 --json benchmarks/results/cpu/programs.json
+
+A program is lines of Python, the same on all ranks, that call the methods of `Ground`. All values are drawn from seeds
+in those lines, so every rank knows what every other one has, and what must come of it. Handles are waited for in any
+order, several communicators and lanes are in use at a time, and calls that are refused come in between. A program that
+fails is printed as a script that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import thinwire as tw
+from benchmarks.timing import machine, write_json
+from tests.collectives import all_gathered, all_reduced, reduce_scattered, through
+from tests.moe.schedules import RandomRound, Schedule, Settings
+from tests.wires import DTYPES, WIRES, assert_same_bits
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import ThinwireError
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import RankError, RanksTimeout, run_ranks
+from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference
+from thinwire.wire import WireFormat
+
+FLAT_ROW = 1024
+EXACT_DTYPES = ("uint8", "int16", "int64", "bool", "float64", "float32", "bfloat16", "complex64")
+_NUMPY_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": np.add.reduce, "min": np.minimum.reduce, "max": np.maximum.reduce, "prod": np.multiply.reduce
+}  # fmt: skip
+#: Calls of which a handle may be kept.
+_LATER = {"all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all_v", "exact_reduce", "exact_move"}
+WORLDS = ((2, "thread"), (3, "thread"), (4, "thread"), (2, "process"), (3, "process"), (4, "process"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the lines of a program call
+
+
+class Ground:
+    """One rank's side of a program."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comms = {"world": comm}
+        self.eps: dict[str, tuple[ExpertParallel, Settings]] = {}
+        self.rounds: dict[str, RandomRound] = {}
+        self.pending: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self.seen: Counter[str] = Counter()
+
+    def split(self, name: str, groups: list[list[int]]) -> None:
+        self.comms[name] = self.comms["world"].split(groups=groups)
+
+    def all_reduce(self, name: str, seed: int, shape: list[int], dtype: str, of: str, **options: Any) -> None:
+        comm, wires = self.comms[of], _wires(options)
+        tensors = [_floats(seed, rank, shape, dtype) for rank in range(comm.size)]
+        expected = all_reduced(tensors, wires[0], wires[-1])
+        self._call(name, tw.all_reduce, tensors[comm.rank], comm, options, expected)
+
+    def reduce_scatter(self, name: str, seed: int, shape: list[int], dtype: str, of: str, **options: Any) -> None:
+        comm, wires = self.comms[of], _wires(options)
+        shape = [shape[0] * comm.size, *shape[1:]]
+        tensors = [_floats(seed, rank, shape, dtype) for rank in range(comm.size)]
+        expected = reduce_scattered(tensors, wires[0], comm.rank)
+        self._call(name, tw.reduce_scatter, tensors[comm.rank], comm, options, expected)
+
+    def all_gather(self, name: str, seed: int, shape: list[int], dtype: str, of: str, **options: Any) -> None:
+        comm, (wire, *_) = self.comms[of], _wires(options)
+        tensors = [_floats(seed, rank, shape, dtype) for rank in range(comm.size)]
+        expected = all_gathered(tensors, wire) if wire.quantized else torch.cat(tensors)
+        self._call(name, tw.all_gather, tensors[comm.rank], comm, options, expected)
+
+    def all_gather_v(
+        self, name: str, seed: int, tail: list[int], dtype: str, of: str, told: bool, **options: Any
+    ) -> None:
+        comm, (wire, *_) = self.comms[of], _wires(options)
+        counts = [random.Random(f"{seed} {rank}").choice((0, 1, 3, 20)) for rank in range(comm.size)]
+        tensors = [_floats(seed, rank, [count, *tail], dtype) for rank, count in enumerate(counts)]
+        expected = all_gathered(tensors, wire) if wire.quantized and sum(counts) else torch.cat(tensors)
+        options["counts"] = counts if told else None
+        self._call(name, tw.all_gather_v, tensors[comm.rank], comm, options, expected)
+
+    def all_to_all_v(
+        self, name: str, seed: int, tail: list[int], dtype: str, of: str, told: bool, into: bool, **options: Any
+    ) -> None:
+        comm, (wire, *_) = self.comms[of], _wires(options)
+        rng, world, me = random.Random(seed), comm.size, comm.rank
+        most = rng.choice((2, 9, 40)) * (1 if tail else 100)
+        counts = [[rng.choice((0, rng.randint(0, most))) for _ in range(world)] for _ in range(world)]
+        inputs = []
+        for rank in range(world):
+            shape = [sum(counts[rank]), *tail]
+            exact = getattr(torch, dtype) not in DTYPES
+            inputs.append(_anything(seed, rank, shape, dtype) if exact else _floats(seed, rank, shape, dtype))
+        places, position = [0] * world, rng.randint(0, 2)
+        for source in rng.sample(range(world), world):
+            places[source] = position
+            position += counts[source][me] + rng.randint(0, 2)
+        rows = max(place + counts[source][me] for source, place in enumerate(places))
+        expected = torch.full((rows + 1, *tail), 3).to(inputs[0].dtype)
+        if not into:
+            expected = torch.zeros(rows, *tail, dtype=inputs[0].dtype)
+        out = expected.clone() if into else None
+        for source, place in enumerate(places):
+            start = sum(counts[source][:me])
+            segment = inputs[source][start : start + counts[source][me]]
+            expected[place : place + len(segment)] = _arrived(segment, wire)
+        options |= {"recv_displs": places, "send_counts": counts[me], "out": out}
+        options["recv_counts"] = [row[me] for row in counts] if told else None
+        self._call(name, tw.all_to_all_v, inputs[me], comm, options, expected)
+
+    def int8_reduce(self, seed: int, shape: list[int], dtype: str, of: str, transport: str) -> None:
+        comm = self.comms[of]
+        generator = torch.Generator().manual_seed(seed)
+        tensors = torch.randint(-128, 128, (comm.size, *shape), generator=generator).to(torch.int8)
+        scales = torch.rand(shape[-1], generator=generator)
+        expected = (tensors.sum(0, dtype=torch.int32).float() * scales).to(getattr(torch, dtype))
+        x, out = tensors[comm.rank], getattr(torch, dtype)
+        got = tw.int8_all_to_all_reduce(x, scales, dtype=out, comm=comm, transport=transport)
+        assert_same_bits("int8_all_to_all_reduce", expected, got)
+        self.seen["int8_reduce"] += 1
+
+    def exact_reduce(self, name: str, seed: int, shape: list[int], dtype: str, op: str, of: str, later: bool) -> None:
+        comm = self.comms[of]
+        tensors = [_anything(seed, rank, shape, dtype) for rank in range(comm.size)]
+        x = tensors[comm.rank].clone()
+        expected = torch.from_numpy(np.asarray(_NUMPY_REDUCTIONS[op]([tensor.numpy() for tensor in tensors])))
+        work = comm.all_reduce(x, op, async_op=later)
+        self._keep(f"exact {name}", work.wait, lambda _: _same(f"all_reduce {op}", expected.to(x.dtype), x), later)
+
+    def exact_move(self, name: str, seed: int, shape: list[int], dtype: str, kind: str, of: str, later: bool) -> None:
+        comm, me = self.comms[of], self.comms[of].rank
+        tensors = [_anything(seed, rank, shape, dtype) for rank in range(comm.size)]
+        root = seed % comm.size
+        got = [torch.zeros_like(tensor) for tensor in tensors]
+        expected: list[torch.Tensor] = tensors
+        if kind == "broadcast":
+            got, expected = [tensors[me].clone()], [tensors[root]]
+            work = comm.broadcast(got[0], root, async_op=later)
+        elif kind == "all_gather":
+            work = comm.all_gather(got, tensors[me], async_op=later)
+        elif kind == "gather":
+            work = comm.gather(tensors[me], got if me == root else None, root, async_op=later)
+            expected = tensors if me == root else got
+        elif kind == "scatter":
+            got, expected = got[:1], [tensors[me]]
+            work = comm.scatter(got[0], tensors if me == root else None, root, async_op=later)
+        else:
+            expected = [_anything(seed + me, rank, shape, dtype) for rank in range(comm.size)]
+            mine = [_anything(seed + peer, me, shape, dtype) for peer in range(comm.size)]
+            work = comm.all_to_all(got, mine, async_op=later)
+
+        def check(_: Any) -> None:
+            for want, tensor in zip(expected, got, strict=True):
+                _same(kind, want, tensor)
+
+        self._keep(f"exact {name}", work.wait, check, later)
+
+    def host(self, kind: str, of: str, seed: int) -> None:
+        comm = self.comms[of]
+        if kind == "barrier":
+            comm.barrier()
+        elif kind == "counts":
+            mine = [seed + 10 * comm.rank + peer for peer in range(comm.size)]
+            assert comm.exchange_counts(mine) == [seed + 10 * peer + comm.rank for peer in range(comm.size)]
+        else:
+            assert comm.all_gather_object((seed, comm.rank)) == [(seed, rank) for rank in range(comm.size)]
+        self.seen[kind] += 1
+
+    def make_ep(self, name: str, of: str, seed: int, lanes: int) -> None:
+        comm, rng = self.comms[of], random.Random(seed)
+        schedule = Schedule("", comm.size, "thread", "none", lanes=lanes)
+        settings = replace(Settings.draw(schedule, rng), first_epoch=rng.choice((0, 2**31 - 3, -2)))
+        self.eps[name] = settings.make(comm, 20.0), settings
+
+    def dispatch(self, name: str, ep: str, lane: int, seed: int) -> None:
+        made, settings = self.eps[ep]
+        drawn = RandomRound(made, settings, f"{seed}", name)
+        drawn.dispatch(lane)
+        drawn.read()
+        self.rounds[name] = drawn
+        self.seen["dispatch"] += 1
+
+    def end(self, name: str) -> None:
+        self.rounds.pop(name).end()
+        self.seen["combine or abandon"] += 1
+
+    def refused(self, kind: str, rank: int, of: str) -> None:
+        """A call that one rank alone makes, and that must be refused before peers hear of it."""
+        comm = self.comms[of]
+        if self.comms["world"].rank != rank:
+            return
+        calls: dict[str, Callable[[], object]] = {
+            "scalar": lambda: tw.all_reduce(torch.ones(()), comm=comm),
+            "counts": lambda: tw.all_to_all_v(torch.ones(4, 2), [9] * comm.size, comm=comm),
+            "wire": lambda: tw.all_gather(torch.ones(4, dtype=torch.int64), wire="int8", comm=comm),
+            "op": lambda: comm.all_reduce(torch.ones(3), "median"),
+            "transport": lambda: tw.reduce_scatter(torch.ones(comm.size, 2), comm=comm, transport="pigeon"),
+            "rank": lambda: comm.broadcast(torch.ones(3), comm.size),
+        }
+        try:
+            calls[kind]()
+        except (ThinwireError, ValueError, TypeError):
+            self.seen["refused"] += 1
+            return
+        raise AssertionError(f"{kind} was not refused")
+
+    def wait(self, name: str) -> None:
+        """Ends a call that was begun; a second wait gives the same."""
+        wait, check = self.pending.pop(name)
+        check(wait())
+        check(wait())
+        self.seen["waits"] += 1
+
+    def close(self) -> None:
+        for made, _ in self.eps.values():
+            made.close()
+        for name, comm in self.comms.items():
+            if name != "world":
+                comm.close()
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        x: torch.Tensor,
+        comm: Communicator,
+        options: dict[str, Any],
+        expected: torch.Tensor,
+    ) -> None:
+        later = options.pop("later")
+        got = function(x, comm=comm, async_op=later, **options)
+
+        def check(result: torch.Tensor) -> None:
+            _same(f"{name} on rank {comm.rank}", expected, result)
+
+        self._keep(name, got.wait if later else lambda: got, check, later)
+
+    def _keep(self, name: str, wait: Callable[[], Any], check: Callable[[Any], None], later: bool) -> None:
+        self.seen[name.rstrip("0123456789")] += 1
+        self.pending[name.removeprefix("exact ")] = wait, check
+        if not later:
+            self.wait(name.removeprefix("exact "))
+
+
+def _wires(options: dict[str, Any]) -> list[WireFormat]:
+    return [WireFormat.parse(options[name]) for name in ("wire", "gather_wire") if name in options]
+
+
+def _floats(seed: int, rank: int, shape: list[int], dtype: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    rows = torch.randn(shape, generator=generator) * 2.0 ** (seed % 9 - 4)
+    return rows.to(getattr(torch, dtype))
+
+
+def _anything(seed: int, rank: int, shape: list[int], dtype: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    values = torch.randint(0, 4, shape, generator=generator)
+    return values > 1 if dtype == "bool" else values.to(getattr(torch, dtype))
+
+
+def _arrived(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """What rows, or a segment of a flat tensor, are when they have travelled."""
+    if not wire.quantized or not rows.numel():
+        return rows
+    if rows.dim() == 1:
+        return round_reference(through(rows, FLAT_ROW, wire, rows.dtype), rows.dtype, saturate=True)
+    flat = rows.reshape(len(rows), -1)
+    return dequantize_reference(quantize_reference(flat, wire), wire, flat.shape[1], rows.dtype).view(rows.shape)
+
+
+def _same(name: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+    if expected.dtype in DTYPES:
+        assert_same_bits(name, expected, got)
+    else:
+        assert expected.dtype == got.dtype and torch.equal(expected, got), (name, expected, got)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs
+
+
+def draw_program(seed: int, world: int) -> list[str]:
+    """The lines of a program for so many ranks."""
+    rng = random.Random(f"{seed} {world}")
+    comms, lines, pending = ["world"], list[str](), list[str]()
+    rounds, eps = dict[tuple[str, int], str](), dict[str, int]()
+    for number in range(rng.randint(6, 16)):
+        if pending and rng.random() < 0.35:
+            lines.append(f"g.wait({pending.pop(rng.randrange(len(pending)))!r})")
+        if rounds and rng.random() < 0.5:
+            lines.append(f"g.end({rounds.pop(rng.choice(list(rounds)))!r})")
+        draw, of = rng.randrange(1 << 20), rng.choice(comms)
+        later = rng.random() < 0.4
+        transport, dtype = rng.choice(("direct", "staged", "auto")), rng.choice(("float32", "float16", "bfloat16"))
+        wire = rng.choice((*WIRES, "int8", "none"))
+        shape = rng.choice(([7], [3000], [4, 130], [33, 5, 3], [1, 1], [9000]))
+        through_ = f"wire={wire!r}, transport={transport!r}, later={later}"
+        kind = rng.choice((
+            "split", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all_v",
+            "all_to_all_v", "exact_to_all", "int8_reduce", "exact_reduce", "exact_move", "host", "ep", "dispatch",
+            "dispatch", "refused",
+        ))  # fmt: skip
+        name = f"{kind}{number}"
+        if kind == "split":
+            ranks = rng.sample(range(world), world)
+            cut = rng.randint(1, world)
+            groups = [sorted(group) for group in (ranks[:cut], ranks[cut:]) if group]
+            lines.append(f"g.split({name!r}, {groups})")
+            comms.append(name)
+        elif kind == "all_reduce":
+            gather = rng.choice(("none", "int8", wire))
+            lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {dtype!r}, {of!r}, gather_wire={gather!r}, {through_})")
+        elif kind in ("reduce_scatter", "all_gather"):
+            lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {dtype!r}, {of!r}, {through_})")
+        elif kind in ("all_gather_v", "all_to_all_v", "exact_to_all"):
+            tail, told = rng.choice(([], [5], [130], [2, 3])), rng.random() < 0.5
+            into = f"into={rng.random() < 0.4}, " if kind != "all_gather_v" else ""
+            if kind == "exact_to_all":
+                kind, dtype, wire = "all_to_all_v", rng.choice(EXACT_DTYPES), "none"
+                through_ = f"wire='none', transport={transport!r}, later={later}"
+            lines.append(f"g.{kind}({name!r}, {draw}, {tail}, {dtype!r}, {of!r}, told={told}, {into}{through_})")
+        elif kind == "int8_reduce":
+            lines.append(f"g.int8_reduce({draw}, {rng.choice(([3, 8], [40, 130]))}, {dtype!r}, {of!r}, {transport!r})")
+        elif kind == "exact_reduce":
+            op, exact = rng.choice(("sum", "min", "max", "prod")), rng.choice(("int64", "int32", "float64"))
+            shape = rng.choice(([5], [3, 4], [20_000]))
+            lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {exact!r}, {op!r}, {of!r}, {later})")
+        elif kind == "exact_move":
+            move = rng.choice(("broadcast", "all_gather", "gather", "scatter", "all_to_all"))
+            exact = rng.choice(EXACT_DTYPES)
+            lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {exact!r}, {move!r}, {of!r}, {later})")
+        elif kind == "host":
+            lines.append(f"g.host({rng.choice(('barrier', 'counts', 'object'))!r}, {of!r}, {draw})")
+        elif kind == "ep" and len(eps) < 2:
+            lanes = rng.choice((1, 2))
+            lines.append(f"g.make_ep({name!r}, {of!r}, {draw}, {lanes})")
+            eps[name] = lanes
+        elif kind == "dispatch" and eps:
+            ep = rng.choice(list(eps))
+            lane = rng.randrange(eps[ep])
+            if (ep, lane) in rounds:  # a dispatch would close the open round
+                lines.append(f"g.end({rounds.pop((ep, lane))!r})")
+            lines.append(f"g.dispatch({name!r}, {ep!r}, {lane}, {draw})")
+            rounds[ep, lane] = name
+        elif kind == "refused":
+            what = rng.choice(("scalar", "counts", "wire", "op", "transport", "rank"))
+            lines.append(f"g.refused({what!r}, {rng.randrange(world)}, {of!r})")
+        if later and kind in _LATER:
+            pending.append(name)
+    lines += [f"g.wait({name!r})" for name in rng.sample(pending, len(pending))]
+    lines += [f"g.end({name!r})" for name in rounds.values()]
+    return lines
+
+
+def run_program(comm: Communicator, lines: list[str]) -> Counter[str]:
+    """One rank's run of a program; returns how often what was called."""
+    ground = Ground(comm)
+    for line in lines:
+        try:
+            exec(line, {"g": ground})
+        except Exception as error:
+            error.add_note(f"in the line: {line}")
+            raise
+    ground.close()
+    return ground.seen
+
+
+def run_programs(comm: Communicator, seeds: list[int]) -> Counter[str]:
+    """One rank's run of several; what fails names its seed."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            seen += run_program(comm, draw_program(seed, comm.size))
+        except Exception as error:
+            error.add_note(f"in the program of seed {seed}")
+            raise
+    return seen
+
+
+def script(seed: int, world: int, mode: str) -> str:
+    """A program as a script."""
+    lines = "\n".join(f"    {line}" for line in draw_program(seed, world))
+    return (
+        "from tests.programs import Ground\nfrom thinwire.testing import run_ranks\n\n\n"
+        f"def program(comm):\n    g = Ground(comm)\n{lines}\n    g.close()\n\n\n"
+        f'if __name__ == "__main__":\n    run_ranks(program, {world}, mode={mode!r})'
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="programs in all")
+    parser.add_argument("--seed", type=int, default=1, help="of the first")
+    parser.add_argument("--json", help="write what was run there")
+    arguments = parser.parse_args()
+    seen: Counter[str] = Counter()
+    failed: list[dict[str, Any]] = []
+    start, batch = time.monotonic(), 25
+    seeds = list(range(arguments.seed, arguments.seed + arguments.count))
+    for number in range(0, len(seeds), batch):
+        chosen, (world, mode) = seeds[number : number + batch], WORLDS[number // batch % len(WORLDS)]
+        try:
+            seen += run_ranks(run_programs, world, chosen, mode=mode, timeout=300)[0]
+        except (RankError, RanksTimeout) as error:
+            text = str(error)
+            wrong = next((seed for seed in chosen if f"in the program of seed {seed}\n" in text + "\n"), chosen[0])
+            failed.append({"seed": wrong, "world": world, "mode": mode, "error": text})
+            print(f"{text}\n\n# seed {wrong}\n{script(wrong, world, mode)}\n", flush=True)
+        print(f"{number + len(chosen)} programs, {len(failed)} batches failed", file=sys.stderr)
+    figures = {"programs": len(seeds), "failed": failed, "calls": dict(sorted(seen.items()))}
+    print(
+        f"{len(seeds)} programs in {time.monotonic() - start:.0f} s, {sum(seen.values())} calls, {len(failed)} failed"
+    )
+    if arguments.json:
+        write_json(arguments.json, {"benchmark": "programs", "machine": machine(), "seed": arguments.seed, **figures})
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

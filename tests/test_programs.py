@@ -1,0 +1,42 @@
+"""Random programs: some of them here, 1,000 in `make soak`; and that a wrong result shows."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+
+from tests.programs import draw_program, run_programs, script
+from tests.speeds import exhaustive_but
+from thinwire.fused.staged import StagedExchange
+from thinwire.testing import RankError, run_ranks
+
+WORLDS = ("3 threads", "2 threads", "3 processes", "4 processes")
+CALLS = {"all_reduce", "all_gather", "all_to_all_v", "exact exact_reduce", "dispatch", "refused", "waits"}
+
+
+@pytest.mark.parametrize("ranks", exhaustive_but(["3 threads"], WORLDS))
+def test_programs_give_what_plain_torch_gives(ranks: str) -> None:
+    world, mode = int(ranks[0]), "thread" if "threads" in ranks else "process"
+    seen = run_ranks(run_programs, world, list(range(20)), mode=mode, timeout=240)[0]
+    assert not CALLS - {*seen}
+
+
+def test_a_wrong_element_shows_and_the_script_has_the_programs_lines() -> None:
+    right = StagedExchange.arrivals
+
+    def wrong(exchange: StagedExchange) -> Any:
+        for piece in right(exchange):
+            exchange.received[-1, 0] ^= 1
+            yield piece
+
+    with mock.patch.object(StagedExchange, "arrivals", wrong), pytest.raises(RankError) as caught:
+        run_ranks(run_programs, 2, list(range(20)), mode="thread", timeout=240)
+    assert "AssertionError" in str(caught.value) and "in the program of seed" in str(caught.value)
+    text = script(5, 2, "thread")
+    compile(text, "script", "exec")
+    assert all(line in text for line in draw_program(5, 2))
