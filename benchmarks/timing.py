@@ -301,16 +301,10 @@ def write_json(path: str | Path, **content: Any) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": _commit(),
     }
     target.write_text(json.dumps(origin | content, indent=1) + "\n")
-
-
-def _module() -> str:
-    """Of the program that runs, as `python -m` has it."""
-    spec = sys.modules["__main__"].__spec__
-    return Path(sys.argv[0]).stem if spec is None else spec.name
 
 
 def _commit() -> str | None:
