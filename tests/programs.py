@@ -420,11 +420,11 @@ def main() -> int:
             print(f"{text}\n\n# seed {wrong}\n{script(wrong, world, mode)}\n", flush=True)
         print(f"{number + len(chosen)} programs, {len(failed)} batches failed", file=sys.stderr)
     figures = {"programs": len(seeds), "failed": failed, "calls": dict(sorted(seen.items()))}
-    print(
-        f"{len(seeds)} programs in {time.monotonic() - start:.0f} s, {sum(seen.values())} calls, {len(failed)} failed"
-    )
+    took = time.monotonic() - start
+    print(f"{len(seeds)} programs in {took:.0f} s, {sum(seen.values())} calls on rank 0, {len(failed)} batches failed")
     if arguments.json:
-        write_json(arguments.json, {"benchmark": "programs", "machine": machine(), "seed": arguments.seed, **figures})
+        command = shlex.join(["python", "-m", "tests.programs", *sys.argv[1:]])
+        write_json(arguments.json, command=command, machine=machine("cpu"), seed=arguments.seed, **figures)
     return 1 if failed else 0
 
 
