@@ -228,7 +228,7 @@ def offer_something_else(comm):
 
         def mislead(heap, facts):
             segment = create(heap, facts)
-            return segment._replace(token=bytes(len(segment.token)))
+            return segment._replace(token="0" * len(segment.token))
 
         PosixHeap.create = mislead
 
@@ -442,7 +442,7 @@ def test_files_in_memory_are_private_hold_all_their_pages_and_keep_their_size():
                 os.ftruncate(segment.descriptor, size)
         assert not os.get_inheritable(segment.descriptor)
         other = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20).create([heap.inspect()])
-        assert len(segment.token) >= 16 and segment.token != other.token
+        assert len(segment.token) >= 32 and segment.token != other.token
         os.close(other.descriptor)
     finally:
         heap.finish()
