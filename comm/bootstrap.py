@@ -17,7 +17,7 @@ from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
 from thinwire.comm.groups import backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
-from thinwire.comm.meeting import gloo_on_loopback, is_loopback, start_store
+from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
 
@@ -319,7 +319,5 @@ def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple
     host, port = info.address
     # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
     if on_loopback and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        if info.rank == 0:
-            return None, start_store(host, port, info.size, limit)
-        return None, dist.TCPStore(host, port, info.size, is_master=False, timeout=limit)
+        return None, meet(host, port, info.rank, info.size, limit)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,6 +17,8 @@ from thinwire.errors import ThinwireError
 
 #: Gloo's variable: the interface whose address it listens on and tells its peers.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_started: dict[tuple[str, int], dist.TCPStore] = {}  # by this process, as rank 0
 
 
 def is_loopback(host: str) -> bool:
@@ -32,30 +35,55 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def start_store(host: str, port: int, size: int | None, limit: timedelta) -> dist.TCPStore:
+def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.Store:
+    """A store of one world, once all its ranks are there. Collective; rank 0's process keeps what listens.
+
+    A place may be met at again, by ranks that come back from the last world at their own times. What that one left in
+    the store would lead them astray, so rank 0 gives each world a name, and tells it to those that wait for one.
+
+    Args:
+        host: see `is_loopback`.
+        limit: of each wait.
+
+    Raises:
+        ThinwireError: rank 0 cannot listen there.
+        DistStoreError: ranks that did not come.
+    """
+    if rank == 0 and (host, port) not in _started:
+        _started[host, port] = start_store(host, port, limit)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    name = secrets.token_hex(8)
+    if rank == 0:
+        requests = [f"request {peer}" for peer in range(1, size)]
+        store.wait(requests, limit)
+        for request in requests:
+            store.set(f"world for {store.get(request).decode()}", name)
+            store.delete_key(request)
+        return dist.PrefixStore(name, store)
+    store.set(f"request {rank}", name)
+    try:
+        return dist.PrefixStore(store.get(f"world for {name}").decode(), store)
+    except dist.DistStoreError:
+        store.delete_key(f"request {rank}")  # of a rank that waits no longer
+        raise
+
+
+def start_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
     """A store that listens on one loopback address. TCPStore by itself listens on all addresses that there are.
 
     Args:
         host: see `is_loopback`.
         port: 0 means any that is free; the store's `port` is the one that it is.
-        size: clients to wait for, this process included; None means that nobody is waited for.
-        limit: of this wait, and of those for keys later.
+        limit: of each wait for a key.
 
     Raises:
         ThinwireError: the address cannot be listened on, as when another program does.
-        DistStoreError: clients that did not come.
     """
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     # The store closes the file that it is handed.
     return dist.TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=size is not None,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
