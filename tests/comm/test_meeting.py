@@ -54,13 +54,18 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def join(comm: Communicator, host: str, port: int, **variables: str) -> Communicator:
-    """A world that `init` makes out of the same processes."""
+def leave(comm: Communicator, host: str, port: int, **variables: str) -> None:
+    """Ends a rank's world, for another one to be made out of the same processes."""
     comm.close()
     dist.destroy_process_group()
     os.environ.pop(INTERFACE_VARIABLE, None)  # which run_ranks sets
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(comm.rank), WORLD_SIZE=str(comm.size))
     os.environ.update(variables)
+
+
+def join(comm: Communicator, host: str, port: int, **variables: str) -> Communicator:
+    """Another world of the same processes."""
+    leave(comm, host, port, **variables)
     return tw.init(device="cpu", timeout=20.0)
 
 
