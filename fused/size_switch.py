@@ -41,6 +41,7 @@ THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
 
 _KEY = "size_switch"
 _FILE = "size_switch.json"
+_STORED = [OneOf(int, None)]  # the shape of what is on file: nothing, or one threshold
 #: Bytes of a rank's tensor that are tried.
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 ROUNDS = 7
@@ -113,8 +114,8 @@ class SizeSwitch(Attachment):
                     )
                 self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
                 return self._thresholds[key]
-            # Everyone learns what rank 0 has on file: nothing, or one entry.
-            stored = comm.all_gather_data(self._load(key), [OneOf(int, None)])[0]
+            # Everyone learns what rank 0 has on file.
+            stored = comm.all_gather_data(self._load(key), _STORED)[0]
             if len(stored) > 1 or not all(_is_threshold(value) for value in stored):
                 raise ThinwireError(f"rank 0 has {stored[:3]} on file for {key}, expected one number of bytes or none")
             if stored:

@@ -56,8 +56,8 @@ def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Ma
         for name, tensor in model.state_dict().items()
     }
     target = Path(path)
-    # In a folder of its own, which only this user may write to: safetensors follows links, and others may be able to
-    # put one where a file of a known name is about to be.
+    # In a folder of its own, which only this user may write to: in the target's, others may be able to put a link where
+    # a file of a known name is about to be.
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
         unfinished = Path(folder) / target.name
         # safetensors creates files that only their owner may read; keep what the umask gives any other new file.
