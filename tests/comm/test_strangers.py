@@ -54,9 +54,9 @@ class _Stranger:
         self.received += 1
         return row
 
-    def send(self, row: torch.Tensor, *labels: str) -> None:
+    def send(self, row: torch.Tensor, *labels: str, announced: int = 0) -> None:
         for label in labels:
-            tag = _message_tag(self.sent, row.numel(), f"{label} 0")
+            tag = _message_tag(self.sent, announced or row.numel(), f"{label} 0")
             self.under_way.append((dist.isend(row, dst=0, tag=tag), row))
         self.sent += 1
 
@@ -69,14 +69,17 @@ class _Stranger:
         length = int(self.echo(8, "counts").view(torch.int64))
         self.echo(length, "data")
 
-    def attack(self, message: bytes) -> None:
+    def attack(self, message: bytes, missing: int = 0) -> None:
+        """Answers with this message in place of data, of which so many bytes were announced that do not come."""
+        announced = len(message) + missing
         length = int(self.receive(8, "counts").view(torch.int64))
-        self.send(torch.tensor([len(message)]).view(torch.uint8), "counts")
+        self.send(torch.tensor([announced]).view(torch.uint8), "counts")
         row = torch.zeros(length, dtype=torch.uint8)
         for label in ("data", "objects"):  # under either name that a rank may know of
             tag = _message_tag(self.received, length, f"{label} 0")
             self.under_way.append((dist.irecv(row, src=0, tag=tag), row))
-        self.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), "data", "objects")
+        row = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self.send(row, "data", "objects", announced=announced)
 
 
 def _settings(stranger: _Stranger) -> None:
@@ -162,7 +165,7 @@ def _cases() -> dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]
 CASES = _cases()
 
 
-def _meet_a_stranger(comm: Communicator, name: str, port: int, folder: str) -> str:
+def _meet_a_stranger(comm: Communicator, name: str, port: int, folder: str, missing: int = 0) -> str:
     call, steps = CASES[name]
     made, ended = Path(folder) / "made", Path(folder) / "ended"
     leave(comm, "127.0.0.1", port)
@@ -179,7 +182,7 @@ def _meet_a_stranger(comm: Communicator, name: str, port: int, folder: str) -> s
     stranger = _Stranger()
     for step in steps:
         step(stranger)
-    stranger.attack(pickle.dumps(_Payload(made)))
+    stranger.attack(b'"' if missing else pickle.dumps(_Payload(made)), missing)
     deadline = time.monotonic() + 3 * LIMIT
     while not ended.exists() and time.monotonic() < deadline:  # or rank 0 could see no more than a lost connection
         time.sleep(0.01)
@@ -196,3 +199,8 @@ def _is_usual(name: str) -> bool:
 def test_what_a_stranger_sends_is_not_run(name: str, tmp_path: Path) -> None:
     told, _ = run_ranks(_meet_a_stranger, 2, name, free_port(), str(tmp_path))
     assert "rank 1 sent" in told and "not JSON" in told, told
+
+
+def test_what_is_missing_of_a_message_reads_as_zeros(tmp_path: Path) -> None:
+    told, _ = run_ranks(_meet_a_stranger, 2, "counts", free_port(), str(tmp_path), 40)
+    assert "rank 1 sent 41 bytes that are not JSON: Invalid control character" in told, told
