@@ -17,6 +17,7 @@ from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
 from thinwire.comm.groups import backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
+from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import PeerTimeout, ThinwireError
 
@@ -122,7 +123,8 @@ def init(
             been waiting for a peer for twice as long.
 
     Raises:
-        ThinwireError: naming the argument or the environment variable that is missing or unusable.
+        ThinwireError: naming the argument or the environment variable that is missing or unusable; rank 0's place to
+            meet cannot be listened on.
         RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
         ConfigMismatch: the ranks do not agree on the domain, or have different rank tables.
         PeerTimeout: the other ranks did not come in time.
@@ -205,11 +207,11 @@ def _join(
         return Communicator(device=chosen, timeout=timeout, _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
-    _make_group(info, chosen_device, timeout)
+    on_loopback = info.address is None or is_loopback(info.address[0])
+    _make_group(info, chosen_device, timeout, on_loopback)
     try:
-        world = Communicator(
-            device=chosen_device, timeout=timeout, _origin=Origin(info.source, reason, owns_group=True)
-        )
+        origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
+        world = Communicator(device=chosen_device, timeout=timeout, _origin=origin)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -222,7 +224,10 @@ def _open_domain(world: Communicator, name: str, device: torch.device | str | No
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
     if world.in_process and device is not None and torch.device(device).type != world.device.type:
         raise ThinwireError(f"device is {device!r}, but these ranks are threads, whose tensors live on {world.device}")
-    origin = Origin(f"{world._origin.ranks}; domain {name!r}", world._origin.device, owns_group=True)
+    of_world = world._origin
+    origin = Origin(
+        f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
+    )
     made = world._derive([tuple(range(world.size))], world.device if device is None else device, timeout, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
@@ -283,26 +288,36 @@ def _local_index(info: RankInfo) -> int:
     return index
 
 
-def _make_group(info: RankInfo, device: torch.device, timeout: float) -> None:
+def _make_group(info: RankInfo, device: torch.device, timeout: float, on_loopback: bool) -> None:
     on_cuda = device.type == "cuda"
     # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
     limit = timedelta(seconds=timeout * (2 if on_cuda else 1))
-    url, place = None, "alone"
-    if info.address is not None:
-        host, port = info.address
-        url, place = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", f"at {host}:{port}"
     try:
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
-            init_method=url,
-            store=dist.HashStore() if url is None else None,
-            rank=info.rank,
-            world_size=info.size,
-            timeout=limit,
-            device_id=device if on_cuda else None,
-        )
+        url, store = _meeting_place(info, limit, on_loopback)
+        with gloo_on_loopback(on_loopback):
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                init_method=url,
+                store=store,
+                rank=info.rank,
+                world_size=info.size,
+                timeout=limit,
+                device_id=device if on_cuda else None,
+            )
     except RuntimeError as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
+        place = "alone" if info.address is None else "at {}:{}".format(*info.address)
         raise PeerTimeout(
             f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
             f"(limit {limit.total_seconds():g} s): {error}"
         ) from error
+
+
+def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple[str | None, dist.Store | None]:
+    """Where ranks find each other: a URL for torch.distributed to make a store from, or the store."""
+    if info.address is None:
+        return None, dist.HashStore()
+    host, port = info.address
+    # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
+    if on_loopback and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None, meet(host, port, info.rank, info.size, limit)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None

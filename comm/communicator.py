@@ -13,6 +13,7 @@ from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.groups import choose_backend, group_exists, keeps_order, member_group, new_group, with_index
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
+from thinwire.comm.meeting import gloo_on_loopback
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ThinwireError, TransportUnavailable
 
@@ -121,7 +122,12 @@ class Communicator(Collectives):
         """
         wanted = resolve_groups(self.size, layout, axes, groups)
         self.require_same("split", {"groups": repr(wanted)})
-        origin = Origin("a split of another communicator", "as that one's", owns_group=not self._leaves_ranks_out)
+        origin = Origin(
+            "a split of another communicator",
+            "as that one's",
+            owns_group=not self._leaves_ranks_out,
+            on_loopback=self._origin.on_loopback,
+        )
         return self._derive(wanted, self._device, self.timeout, origin)
 
     def _derive(
@@ -151,11 +157,12 @@ class Communicator(Collectives):
         limit = timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
         # Where the default group is wider, its other ranks do not come here, so only members may take part.
         local = self._leaves_ranks_out
-        new_groups = {
-            group: new_group(members, self.group, limit, local=local)
-            for group, members in everyone.items()
-            if group == own or not local
-        }
+        with gloo_on_loopback(origin.on_loopback):
+            new_groups = {
+                group: new_group(members, self.group, limit, local=local)
+                for group, members in everyone.items()
+                if group == own or not local
+            }
         try:
             return Communicator(new_groups[own], device=device, timeout=timeout, _origin=origin)
         except BaseException:

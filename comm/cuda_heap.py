@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,8 @@ class CudaHeap(Heap):
     """Memory of processes with a GPU each, mapped by PyTorch. Not through its pool, which gives nothing back."""
 
     kind = "cuda"
+    fact = (str, str, str, int, int)
+    offer = None  # torch tells the peers where
 
     def inspect(self) -> _Gpu:
         from torch.distributed import _symmetric_memory
@@ -46,7 +48,13 @@ class CudaHeap(Heap):
         identity = str(torch.cuda.get_device_properties(device).uuid)
         return _Gpu(platform.node(), boot, identity, device.index, torch.cuda.mem_get_info(device)[0])
 
-    def create(self, facts: list[_Gpu]) -> int:
+    def read_fact(self, fact: list[Any]) -> _Gpu:
+        gpu = _Gpu(*fact)
+        if gpu.number < 0 or gpu.available_bytes < 0:
+            raise ValueError(f"cuda:{gpu.number}, {gpu.available_bytes} bytes available")
+        return gpu
+
+    def create(self, facts: list[_Gpu]) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         own = facts[self.comm.rank]
@@ -60,9 +68,8 @@ class CudaHeap(Heap):
         self.local = _SymmetricMemory.empty_strided_p2p((self.num_bytes,), (1,), torch.uint8, self.comm.device)
         self.local.zero_()
         torch.cuda.current_stream(self.comm.device).synchronize()
-        return self.local.data_ptr()
 
-    def attach(self, offers: list[int]) -> list[int]:
+    def attach(self, offers: list[None]) -> list[int]:
         from torch.distributed import _symmetric_memory
 
         assert self.local is not None

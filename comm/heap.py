@@ -19,9 +19,12 @@ class Heap:
     Attributes:
         local: the own buffer, once `create` has run.
         mappings: what keeps the peers' buffers at their addresses.
+        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.plain`.
     """
 
     kind = "threads"
+    fact: Any = int
+    offer: Any = int
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self.comm, self.num_bytes = comm, num_bytes
@@ -34,6 +37,12 @@ class Heap:
             return available_bytes()
         torch.cuda.empty_cache()  # what torch keeps for itself cannot be had for this
         return torch.cuda.mem_get_info(self.comm.device)[0]
+
+    def read_fact(self, fact: Any) -> Any:
+        """A rank's fact as it arrived, checked; ValueError for one that cannot be."""
+        if fact < 0:
+            raise ValueError(f"{fact} bytes are available to it")
+        return fact
 
     def create(self, facts: list[Any]) -> Any:
         """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
@@ -48,6 +57,10 @@ class Heap:
         if self.comm.device.type == "cuda":
             torch.cuda.current_stream(self.comm.device).synchronize()
         return self.local.data_ptr()
+
+    def read_offer(self, offer: Any) -> Any:
+        """A rank's offer as it arrived, checked; ValueError for one that cannot be."""
+        return offer
 
     def attach(self, offers: list[Any]) -> list[int]:
         """Maps the peers' buffers and returns the addresses of all."""

@@ -55,6 +55,7 @@ class Origin:
     ranks: str
     device: str
     owns_group: bool = False
+    on_loopback: bool = False  # all ranks are known to be on this host
 
 
 class HostCollectives:
@@ -198,7 +199,8 @@ class HostCollectives:
             `counts[r]`, what rank r's list holds for this rank; the own entry comes back as it is.
 
         Raises:
-            CountsError: a list of another length, or entries that are no counts; nothing was sent.
+            CountsError: a list of another length, or entries that are no counts; nothing was sent. Or a peer sent
+                what is no count.
             PeerTimeout: a peer did not answer.
         """
         counts = list(send_counts)
@@ -209,12 +211,16 @@ class HostCollectives:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
         rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
         received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
+        for peer, count in enumerate(received):
+            if count < 0:
+                raise CountsError(f"rank {peer} sent the count {count}, expected 0 to 2**63 - 1")
         return received
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """Every rank's object, in rank order; meant for small settings. Blocks the host.
 
-        The objects travel pickled: use it among ranks that trust each other, as one job's ranks do.
+        The objects travel pickled, and reading a pickle may run any code: every rank trusts all others with its
+        process. thinwire itself tells its peers nothing this way; see `all_gather_data`.
 
         Raises:
             PeerTimeout: a peer did not answer.
@@ -229,23 +235,25 @@ class HostCollectives:
             value: made of None, bool, int, float, str, lists, tuples, and dicts with str keys; at most 1 MiB as JSON.
             shape: what every rank's must fit, see `thinwire.comm.plain`.
 
+        Returns:
+            For each rank what it passed, with lists for tuples.
+
         Raises:
-            ThinwireError: a rank sent something else, or too much.
+            ThinwireError: a rank sent something else, or too much, which is not received.
+            TypeError: the own value does not fit; nothing was sent.
             PeerTimeout: a peer did not answer.
         """
-        messages = self._gather_messages(encode(value), "data", MOST_BYTES)
+        messages = self._gather_messages(encode(value, shape), "data", MOST_BYTES)
         return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
 
     def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
         """Every rank's message, of at most so many bytes, in rank order."""
-        if len(message) > most:
-            raise ThinwireError(f"{label} of {len(message)} bytes; at most {most} can be sent")
         lengths = self.exchange_counts([len(message)] * self.size)
         for rank, length in enumerate(lengths):
-            if not 0 <= length <= most:
+            if length > most:
                 raise ThinwireError(f"rank {rank} wants to send {length} bytes of {label}; at most {most} are taken")
         outgoing = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._exchange_device)
-        incoming = [outgoing.new_empty(length) for length in lengths]
+        incoming = [outgoing.new_zeros(length) for length in lengths]  # of a message that is cut short, no old bytes
         incoming[self.rank] = outgoing
         self._swap([outgoing] * self.size, incoming, label)
         return [row.cpu().numpy().tobytes() for row in incoming]
@@ -272,17 +280,19 @@ class HostCollectives:
         Raises:
             ConfigMismatch: on every rank, with the settings that differ and each rank's value.
             TypeError: a value of another type.
+            ThinwireError: settings of more than 1 MiB.
         """
         for name, value in settings.items():
             if not isinstance(value, str | int | float | bool | None):
                 raise TypeError(f"{what}: setting {name!r} is {value!r}, expected a str, int, float, bool or None")
         described = {"what": repr(what)} | {name: repr(value) for name, value in settings.items()}
+        encode(described, {str: str})  # what could not be sent if it differed is refused before anything is
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
         if bool((self._exchange_rows(rows, "settings") == rows).all()):
             return
         # Every rank saw all the digests, so every rank comes here.
-        raise ConfigMismatch(_describe_mismatch(what, self.all_gather_object(described)))
+        raise ConfigMismatch(_describe_mismatch(what, self.all_gather_data(described, {str: str})))
 
     def _require_open(self) -> None:
         if self.closed:

@@ -4,8 +4,11 @@ A shape is one of:
 
 | shape | fits |
 |---|---|
-| `str`, `int`, `float`, `bool`, `None` | that type, exactly; `float` takes an int too |
+| `str`, `bool`, `None` | that type, exactly |
+| `int` | an int of 64 bits, with its sign |
+| `float` | a finite number, of either type |
 | `A | B` | what fits one of them; of the types above |
+| `OneOf(shape, ...)` | what fits one of them |
 | `[shape]` | a list of any length of what fits |
 | `(shape, shape)` | a list of that length |
 | `{str: shape}` | an object whose values fit |
@@ -14,24 +17,45 @@ A shape is one of:
 from __future__ import annotations
 
 import json
-from types import UnionType
+import math
+from types import NoneType, UnionType
 from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["MOST_BYTES", "decode", "encode"]
+__all__ = ["MOST_BYTES", "MOST_TEXT", "OneOf", "decode", "encode"]
 
 #: Of one rank's message.
 MOST_BYTES = 1 << 20
+#: Characters of an error that peers are told; the rest is cut, as a message that cannot be sent would tell nothing.
+MOST_TEXT = 10_000
+
+_MOST_DIGITS = 40  # of a number; the longest float64 has 24 characters, and long ones take long to read
 
 
-def encode(value: object) -> bytes:
-    """JSON of a value made of what shapes have; tuples become lists.
+class OneOf:
+    """The shape of what fits one of these."""
+
+    def __init__(self, *shapes: Any) -> None:
+        self.shapes = shapes
+
+
+def encode(value: object, shape: Any) -> bytes:
+    """JSON of a value that has the shape; tuples become lists.
 
     Raises:
-        TypeError, ValueError: something else.
+        TypeError: it has not.
+        ThinwireError: the message would be longer than MOST_BYTES.
+
+    >>> encode((1, None), (int, str | None))
+    b'[1,null]'
     """
-    return json.dumps(value, separators=(",", ":")).encode()
+    if not _fits(value, shape):
+        raise TypeError(f"{repr(value)[:80]} cannot be sent to peers as {_describe(shape)}")
+    message = json.dumps(value, separators=(",", ":")).encode()
+    if len(message) > MOST_BYTES:
+        raise ThinwireError(f"data of {len(message)} bytes; at most {MOST_BYTES} can be sent to peers")
+    return message
 
 
 def decode(message: bytes, shape: Any, source: str) -> Any:
@@ -42,11 +66,23 @@ def decode(message: bytes, shape: Any, source: str) -> Any:
         source: who sent it, for people.
 
     Raises:
-        ThinwireError: it is something else.
+        ThinwireError: it is something else: no JSON, not UTF-8, keys twice, numbers that are not finite or too long,
+            nested too deep, or of another shape.
+
+    >>> decode(b"[1,null]", (int, str | None), "rank 3")
+    [1, None]
+    >>> decode(b"[1]", [str], "rank 3")
+    Traceback (most recent call last):
+    thinwire.errors.ThinwireError: rank 3 sent '[1]', expected [str, ...]
     """
     try:
-        value = json.loads(message)
-    except (ValueError, RecursionError) as error:  # of text that is not JSON, not UTF-8, or nested without end
+        value = json.loads(
+            message.decode(),  # json would guess at UTF-16 and UTF-32
+            object_pairs_hook=_read_object,
+            parse_int=lambda digits: int(_bounded(digits)),
+            parse_float=lambda digits: float(_bounded(digits)),
+        )
+    except (ValueError, RecursionError) as error:
         raise ThinwireError(f"{source} sent {len(message)} bytes that are not JSON: {error}") from None
     if not _fits(value, shape):
         text = message[:80].decode(errors="replace")
@@ -54,22 +90,39 @@ def decode(message: bytes, shape: Any, source: str) -> Any:
     return value
 
 
+def _bounded(digits: str) -> str:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return digits
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
 def _fits(value: object, shape: Any) -> bool:
-    if isinstance(shape, UnionType):
-        return any(_fits(value, None if kind is type(None) else kind) for kind in shape.__args__)
-    if shape is None or isinstance(shape, type):
-        return value is None if shape is None else type(value) is shape or (shape is float and type(value) is int)
+    if isinstance(shape, OneOf | UnionType):
+        return any(_fits(value, one) for one in (shape.shapes if isinstance(shape, OneOf) else shape.__args__))
     if isinstance(shape, dict):
         (inner,) = shape.values()
-        return isinstance(value, dict) and all(_fits(item, inner) for item in value.values())
-    if not isinstance(value, list):
-        return False
-    if isinstance(shape, list):
-        return all(_fits(item, shape[0]) for item in value)
-    return len(value) == len(shape) and all(map(_fits, value, shape))
+        return isinstance(value, dict) and all(type(key) is str and _fits(item, inner) for key, item in value.items())
+    if isinstance(shape, list | tuple):
+        if not isinstance(value, list | tuple) or (isinstance(shape, tuple) and len(value) != len(shape)):
+            return False
+        return all(map(_fits, value, shape if isinstance(shape, tuple) else shape * len(value)))
+    if shape is float and type(value) is float:
+        return math.isfinite(value)
+    if shape in (int, float):
+        return type(value) is int and -(2**63) <= value < 2**63
+    return type(value) is (NoneType if shape is None else shape)
 
 
 def _describe(shape: Any) -> str:
+    if isinstance(shape, OneOf):
+        return " or ".join(map(_describe, shape.shapes))
     if isinstance(shape, dict):
         return f"{{str: {_describe(*shape.values())}}}"
     if isinstance(shape, list | tuple):

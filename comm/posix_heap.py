@@ -7,9 +7,10 @@ import fcntl
 import mmap
 import os
 import platform
+import re
 import secrets
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from thinwire.comm.heap import Heap
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
 
 _TOKEN_BYTES = 32
+_TOKEN = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
 _SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -36,7 +38,7 @@ class _Segment(NamedTuple):
 
     process: int
     descriptor: int
-    token: bytes
+    token: str  # hexadecimal
 
 
 class PosixHeap(Heap):
@@ -48,6 +50,8 @@ class PosixHeap(Heap):
     """
 
     kind = "posix"
+    fact = (str, str, int, int)
+    offer = (int, int, str)
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         super().__init__(comm, num_bytes)
@@ -65,6 +69,12 @@ class PosixHeap(Heap):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return _Host(platform.node(), boot, os.stat("/proc/self/ns/pid").st_ino, available_bytes())
 
+    def read_fact(self, fact: list[Any]) -> _Host:
+        host = _Host(*fact)
+        if host.processes < 0 or host.available_bytes < 0:
+            raise ValueError(f"pid namespace {host.processes}, {host.available_bytes} bytes available")
+        return host
+
     def create(self, facts: list[_Host]) -> _Segment:
         self._require_one_host(facts)
         require_available(self.comm.size, self.num_bytes, min(host.available_bytes for host in facts), "this host")
@@ -74,14 +84,23 @@ class PosixHeap(Heap):
             # All pages now: memory that ran out later would be a SIGBUS at some store.
             os.posix_fallocate(self.descriptor, 0, self.segment_bytes)
             # Its size is final, so nobody can take pages away under a mapping.
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _seals())
             own = mmap.mmap(self.descriptor, self.segment_bytes)
         except OSError as error:
             raise self._described(error, "set aside") from error
         token = secrets.token_bytes(_TOKEN_BYTES)
         own[self.token_at : self.token_at + _TOKEN_BYTES] = token
         self.local = torch.frombuffer(own, dtype=torch.uint8, count=self.num_bytes)  # keeps the mapping
-        return _Segment(os.getpid(), self.descriptor, token)
+        return _Segment(os.getpid(), self.descriptor, token.hex())
+
+    def read_offer(self, offer: list[Any]) -> _Segment:
+        segment = _Segment(*offer)
+        if segment.process < 1 or segment.descriptor < 0 or not _TOKEN.fullmatch(segment.token):
+            raise ValueError(
+                f"file {segment.descriptor} of process {segment.process}, with a token of {len(segment.token)} "
+                f"characters; expected numbers of at least 0 and 1, and {2 * _TOKEN_BYTES} of hexadecimal"
+            )
+        return segment
 
     def attach(self, offers: list[_Segment]) -> list[int]:
         assert self.local is not None
@@ -116,17 +135,20 @@ class PosixHeap(Heap):
     def _map(self, peer: int, segment: _Segment) -> mmap.mmap:
         failed = f"rank {self.rank} cannot map the memory of rank {peer}"
         try:
-            descriptor = os.open(f"/proc/{segment.process}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            # It may turn out to be no such file: a terminal shall not become this process's, nor a device keep it.
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+            descriptor = os.open(f"/proc/{segment.process}/fd/{segment.descriptor}", flags)
         except OSError as error:
             raise TransportUnavailable(
                 f"{failed}: opening file {segment.descriptor} of process {segment.process} gave {error.strerror!r}; "
                 "both must run as the same user and see each other under /proc"
             ) from error
         try:
-            # The size comes first: to look for the token in a shorter file would be a SIGBUS.
-            if os.fstat(descriptor).st_size == self.segment_bytes:
+            # The size comes first, and that nobody can change it: to look for the token in a file that is shorter, or
+            # is cut short meanwhile, would be a SIGBUS.
+            if os.fstat(descriptor).st_size == self.segment_bytes and _is_sealed(descriptor):
                 mapping = mmap.mmap(descriptor, self.segment_bytes)
-                if mapping[self.token_at : self.token_at + _TOKEN_BYTES] == segment.token:
+                if mapping[self.token_at : self.token_at + _TOKEN_BYTES] == bytes.fromhex(segment.token):
                     return mapping
                 mapping.close()
         except OSError as error:
@@ -140,3 +162,17 @@ class PosixHeap(Heap):
         if error.errno in _SHORT_OF_MEMORY:
             return CapacityError(f"{text}; {available_bytes()} bytes are available to it")
         return TransportUnavailable(text)
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # looked up late: only Linux has them
+
+
+def _is_sealed(descriptor: int) -> bool:
+    """Whether an open file's size is final."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a file that cannot be sealed
+            return False
+        raise

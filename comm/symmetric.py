@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cuda_heap import CudaHeap
 from thinwire.comm.heap import Heap
+from thinwire.comm.plain import MOST_TEXT, OneOf
 from thinwire.comm.posix_heap import PosixHeap
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 
-_T = TypeVar("_T")
+#: What a step may raise, by the name that peers are told.
+_KINDS: dict[str, type[ThinwireError]] = {kind.__name__: kind for kind in (CapacityError, TransportUnavailable)}
 
 
 class SymmetricMemory:
@@ -118,9 +120,10 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
     try:
         # Not as inference tensors, which nobody could write to later.
         with torch.inference_mode(False):
-            facts = _on_all_ranks(comm, heap.inspect)
-            offers = _on_all_ranks(comm, lambda: heap.create(facts))
-            buffer_ptrs = _on_all_ranks(comm, lambda: heap.attach(offers))[comm.rank]
+            buffer_ptrs: list[int] = []
+            facts = _on_all_ranks(comm, heap.inspect, heap.fact, heap.read_fact)
+            offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer, heap.read_offer)
+            _on_all_ranks(comm, lambda: buffer_ptrs.extend(heap.attach(offers)), None)
             assert heap.local is not None
             return SymmetricMemory(heap.kind, generation, heap.local, buffer_ptrs, heap.mappings)
     except BaseException:
@@ -142,9 +145,16 @@ def _check_request(comm: Communicator, num_bytes: int, generation: int) -> None:
             raise ThinwireError(f"{name} of symmetric memory is {value!r}, expected an int of at least {least}")
 
 
-def _on_all_ranks(comm: Communicator, step: Callable[[], _T]) -> list[_T]:
-    """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise."""
-    result: _T | None = None
+def _on_all_ranks(
+    comm: Communicator, step: Callable[[], object], shape: Any, read: Callable[[Any], Any] = lambda result: result
+) -> list[Any]:
+    """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise.
+
+    Args:
+        shape: of a result, see `thinwire.comm.plain`.
+        read: what turns that into what is returned; a ValueError for what no rank can have sent.
+    """
+    result: object = None
     error: ThinwireError | None = None
     try:
         result = step()
@@ -158,11 +168,23 @@ def _on_all_ranks(comm: Communicator, step: Callable[[], _T]) -> list[_T]:
             f"rank {comm.rank} could not make symmetric memory: {type(problem).__name__}: {problem}"
         )
         error.__cause__ = problem
-    outcomes = comm.all_gather_object((error, result))
-    for rank, (theirs, _) in enumerate(outcomes):
-        if theirs is not None:
-            raise error if error is not None and rank == comm.rank else theirs
-    return [outcome for _, outcome in outcomes]
+    own: tuple[object, ...] = (result,)
+    if error is not None:
+        own = next(name for name, kind in _KINDS.items() if isinstance(error, kind)), str(error)[:MOST_TEXT]
+    outcomes = comm.all_gather_data(own, OneOf((str, str), (shape,)))
+    for rank, outcome in enumerate(outcomes):
+        if len(outcome) == 2:
+            kind, text = outcome
+            if kind not in _KINDS:
+                raise ThinwireError(f"rank {rank} sent an error of the kind {kind!r}, expected {' or '.join(_KINDS)}")
+            raise error if error is not None and rank == comm.rank else _KINDS[kind](text)
+    results = []
+    for rank, (outcome,) in enumerate(outcomes):
+        try:
+            results.append(read(outcome))
+        except ValueError as problem:
+            raise ThinwireError(f"rank {rank} sent what cannot be of its symmetric memory: {problem}") from None
+    return results
 
 
 def _choose_heap(comm: Communicator) -> type[Heap]:

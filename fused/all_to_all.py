@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, default_communicator
+from thinwire.comm.plain import OneOf
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
@@ -182,13 +183,20 @@ def _compare_with_peers(
     x: torch.Tensor, sends: Segments, counts: list[int] | None, wire: WireFormat, comm: Communicator
 ) -> list[int]:
     """Raises on every rank if two ranks disagree, else returns the receive counts."""
-    row = (tuple(x.shape[1:]), str(x.dtype), repr(wire))
-    everyone = comm.all_gather_object((sends.counts, counts, row))
+    row = (list(x.shape[1:]), str(x.dtype), repr(wire))
+    everyone = comm.all_gather_data((sends.counts, counts, row), ([int], OneOf([int], None), ([int], str, str)))
+    for source, (sent, received, _) in enumerate(everyone):
+        for told in (sent, received):
+            if told is not None and (len(told) != comm.size or min(told) < 0):
+                raise CountsError(
+                    f"rank {source} told {len(told)} counts, the least {min(told, default=None)}; expected "
+                    f"{comm.size}, each at least 0"
+                )
     for source, (sent, _, source_row) in enumerate(everyone):
         if source_row != everyone[0][2]:
             raise CountsError(
-                f"rank {source} moves rows of {source_row[0]} {source_row[1]} as {source_row[2]}, rank 0 rows of "
-                f"{everyone[0][2][0]} {everyone[0][2][1]} as {everyone[0][2][2]}"
+                f"rank {source} moves rows of {tuple(source_row[0])} {source_row[1]} as {source_row[2]}, rank 0 rows "
+                f"of {tuple(everyone[0][2][0])} {everyone[0][2][1]} as {everyone[0][2][2]}"
             )
         for target, (_, received, _) in enumerate(everyone):
             if received is not None and sent[target] != received[source]:

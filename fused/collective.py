@@ -109,8 +109,8 @@ def _num_programs(comm: Communicator) -> int | None:
         return None
     from thinwire.triton_kernels.exchange import programs_on_shared_gpu
 
-    own = platform.node(), str(torch.cuda.get_device_properties(comm.device).uuid)
-    ranks = comm.all_gather_object(own).count(own)
+    own = [platform.node(), str(torch.cuda.get_device_properties(comm.device).uuid)]
+    ranks = comm.all_gather_data(own, (str, str)).count(own)
     return programs_on_shared_gpu(comm.device, ranks) if ranks > 1 else None
 
 

@@ -70,7 +70,7 @@ def int8_all_to_all_reduce(
     gather_wire = WireFormat.parse(gather_wire)
     if check:
         digest = zlib.crc32(factors.cpu().numpy().tobytes())
-        everyone = comm.all_gather_object(digest)
+        everyone = comm.all_gather_data(digest, int)
         other = next((rank for rank, found in enumerate(everyone) if found != everyone[0]), None)
         if other is not None:
             raise ConfigMismatch(f"int8_all_to_all_reduce: the scales of rank {other} are not those of rank 0")

@@ -26,6 +26,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.communicator import Attachment
+from thinwire.comm.plain import OneOf
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
@@ -40,6 +41,7 @@ THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
 
 _KEY = "size_switch"
 _FILE = "size_switch.json"
+_STORED = [OneOf(int, None)]  # the shape of what is on file: nothing, or one threshold
 #: Bytes of a rank's tensor that are tried.
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 ROUNDS = 7
@@ -103,17 +105,21 @@ class SizeSwitch(Attachment):
                     f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
                     "before"
                 )
-            # Everyone learns what rank 0 has on file, and whether someone says otherwise.
-            forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
-            comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
+            forced = os.environ.get(THRESHOLD_VARIABLE)
+            comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: forced, "call": key})
             if forced:
                 if not forced.strip().isdigit():
                     raise ThinwireError(
                         f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
                     )
                 self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
-            elif stored is not None:
-                self._thresholds[key], self._origins[key] = stored["threshold"], "measured in an earlier run"
+                return self._thresholds[key]
+            # Everyone learns what rank 0 has on file.
+            stored = comm.all_gather_data(self._load(key), _STORED)[0]
+            if len(stored) > 1 or not all(_is_threshold(value) for value in stored):
+                raise ThinwireError(f"rank 0 has {stored[:3]} on file for {key}, expected one number of bytes or none")
+            if stored:
+                self._thresholds[key], self._origins[key] = stored[0], "measured in an earlier run"
             else:
                 call = functools.partial(function, comm=comm, transport=transport)
                 samples = _measure(comm, dtype, wire, call)
@@ -121,11 +127,14 @@ class SizeSwitch(Attachment):
                 self._origins[key] = "measured" + self._store(key, samples)
         return self._thresholds[key]
 
-    def _load(self, key: str) -> dict[str, Any] | None:
+    def _load(self, key: str) -> list[int | None]:
+        """The threshold on file, at rank 0, or nothing."""
         if self._comm.rank != 0:
-            return None
+            return []
         found = _read(_file()).get(self._machine, {}).get(key)
-        return found if isinstance(found, dict) and isinstance(found.get("threshold"), int | None) else None
+        if not isinstance(found, dict) or "threshold" not in found or not _is_threshold(found["threshold"]):
+            return []
+        return [found["threshold"]]
 
     def _store(self, key: str, samples: dict[int, tuple[float, float]]) -> str:
         """Keeps what was measured, at rank 0. Returns what is to be said of it."""
@@ -156,6 +165,10 @@ class SizeSwitch(Attachment):
         return "\n".join(lines)
 
 
+def _is_threshold(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**63)
+
+
 def crossover(samples: dict[int, tuple[float, float]]) -> int | None:
     """The smallest size from which on quantised messages were faster than exact ones; None if the largest was not.
 
@@ -181,9 +194,9 @@ def _measure(
 ) -> dict[int, tuple[float, float]]:
     """Seconds of exact and quantised calls on the slowest rank, medians of rounds in turn; the same on all ranks."""
     ways = WireFormat("none"), wire
-    own: dict[tuple[int, int], list[float]] = {}
+    own: list[list[float]] = [[] for _ in range(len(SIZES) * len(ways))]  # by size, and for each size by way
     with torch.no_grad():
-        for size in SIZES:
+        for place, size in enumerate(SIZES):
             rows = max(1, size // dtype.itemsize // comm.size)
             x = torch.ones(comm.size * rows, dtype=dtype, device=comm.device)
             for number in range(-1, ROUNDS):
@@ -193,13 +206,16 @@ def _measure(
                     call(x, wire=format_)
                     _synchronise(comm)
                     if number >= 0:  # the first call compiles
-                        own.setdefault((size, way), []).append(time.perf_counter() - start)
-    everyone = comm.all_gather_object(own)
-
-    def median(key: tuple[int, int]) -> float:
-        return statistics.median(max(taken) for taken in zip(*(samples[key] for samples in everyone), strict=True))
-
-    return {size: (median((size, 0)), median((size, 1))) for size in SIZES}
+                        own[len(ways) * place + way].append(time.perf_counter() - start)
+    everyone = comm.all_gather_data(own, [[float]])
+    for rank, samples in enumerate(everyone):
+        if [len(taken) for taken in samples] != [ROUNDS] * len(own) or min(map(min, samples)) < 0:
+            raise ThinwireError(
+                f"rank {rank} sent what is no measurement; expected {len(own)} lists of {ROUNDS} seconds of at least 0"
+            )
+    # A call takes as long as on its slowest rank.
+    medians = [statistics.median(map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone, strict=True)]
+    return {size: (medians[2 * place], medians[2 * place + 1]) for place, size in enumerate(SIZES)}
 
 
 def _synchronise(comm: Communicator) -> None:
@@ -232,7 +248,7 @@ def _machine(comm: Communicator) -> str:
     """What a threshold holds for: it says little of other machines, ranks placed otherwise, or another version."""
     device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
     kind = "threads" if comm.in_process else "processes"
-    hosts = comm.all_gather_object(platform.node())
+    hosts = comm.all_gather_data(platform.node(), str)
     placed = " ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
     backend = os.environ.get(BACKEND_VARIABLE) or ("numba" if HAS_NUMBA else "no numba")
     return (

@@ -18,6 +18,7 @@ import torch
 from thinwire.comm.communicator import Attachment, Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.host_collectives import Setting
+from thinwire.comm.plain import MOST_TEXT
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
@@ -138,7 +139,7 @@ def open_direct(
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on another rank.
     """
-    reasons = comm.all_gather_object(_why_not(comm))
+    reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return Refusal(name, f"{reason} on rank {rank}")
@@ -153,8 +154,8 @@ def open_direct(
     except Exception as error:
         problem = error
     # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
-    told = comm.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
-    for rank, text in enumerate(told):
+    failure = None if problem is None else f"{type(problem).__name__}: {problem}"[:MOST_TEXT]
+    for rank, text in enumerate(comm.all_gather_data(failure, str | None)):
         if text is not None:
             memory.close()
             raise problem or TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}")

@@ -7,6 +7,7 @@ rank are one contiguous piece of each of them.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,16 @@ def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Ma
         for name, tensor in model.state_dict().items()
     }
     target = Path(path)
-    unfinished = target.with_name(target.name + ".unfinished")
-    try:
+    # In a folder of its own, which only this user may write to: in the target's, others may be able to put a link where
+    # a file of a known name is about to be.
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
+        unfinished = Path(folder) / target.name
         # safetensors creates files that only their owner may read; keep what the umask gives any other new file.
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save_file(tensors, unfinished, metadata=dict(metadata or {}))
         unfinished.chmod(mode)
         unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, LaneError
+from thinwire.errors import CapacityError, LaneError, ThinwireError
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
@@ -26,6 +26,8 @@ from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
+
+_MOST_GENERATIONS = 1 << 31
 
 
 class ExpertParallel:
@@ -236,9 +238,12 @@ class ExpertParallel:
             comm = Communicator(comm, device=self.comm.device, timeout=self.comm.timeout)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        generation = max(comm.all_gather_object(self._generation)) + 1
+        generations = comm.all_gather_data(self._generation, int)
+        for rank, generation in enumerate(generations):
+            if not 0 <= generation < _MOST_GENERATIONS:
+                raise ThinwireError(f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}")
         self.close()
-        self._assemble(replace(self._config, comm=comm), generation)
+        self._assemble(replace(self._config, comm=comm), max(generations) + 1)
         self._closed = False
 
     def explain(self) -> str:

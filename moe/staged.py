@@ -57,6 +57,11 @@ class StagedRounds(Rounds):
                     f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % kinds]}; all ranks "
                     "of a round need the same dtype"
                 )
+            if value // kinds > self.config.max_tokens:
+                raise RoutingError(
+                    f"rank {peer} sends rank {comm.rank} {value // kinds} tokens, but max_tokens is "
+                    f"{self.config.max_tokens} on all ranks"
+                )
         return [value // kinds for value in received]
 
     def describe(self) -> str:

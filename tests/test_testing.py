@@ -75,6 +75,7 @@ def start_ranks_and_be_killed(comm, folder):
     def be_killed():
         while len([file for file in Path(folder).glob("*.pids") if file.stat().st_size]) < 2:
             time.sleep(0.02)
+        (Path(folder) / "seen").write_text(str(len(list(Path(os.environ["TMPDIR"]).glob("thinwire-ranks-*")))))
         for file in Path(folder).glob("*.pids"):
             os.kill(int(file.read_text().split()[1]), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -315,10 +316,26 @@ def test_a_function_that_comes_from_no_file_is_refused_before_anything_starts(no
         run_ranks(main.fn, 2)
 
 
-def test_ranks_end_when_their_parent_is_killed(tmp_path):
+def test_ranks_end_when_their_parent_is_killed_and_leave_nothing(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     with pytest.raises(RankError, match="killed by SIGKILL"):
-        run_ranks(start_ranks_and_be_killed, 1, str(tmp_path))
+        run_ranks(start_ranks_and_be_killed, 1, str(tmp_path), env={"TMPDIR": str(temporary)})
+    assert (tmp_path / "seen").read_text() == "1", "ranks answer in a folder"
     assert_all_end([int(file.read_text().split()[0]) for file in tmp_path.glob("*.pids")])
+    assert list(temporary.rglob("*")) == []
+
+
+def look_for_a_secret(comm, folder):
+    comm.barrier()
+    files = [file for file in Path(folder).rglob("*") if file.is_file()]
+    return len(files), [file.name for file in files if b"0123-4567" in file.read_bytes()]
+
+
+def test_no_file_with_a_name_holds_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for num_files, found in run_ranks(look_for_a_secret, 2, str(tmp_path), env={"SECRET": "0123-4567"}):
+        assert num_files >= 2 and found == []
 
 
 # --- ranks that are threads -------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import mmap
 import multiprocessing
 import os
 import pickle
 import runpy
+import shutil
 import sys
 import threading
 import time
@@ -29,9 +31,8 @@ from thinwire.errors import ThinwireError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a rank is told at its start. All else goes through files in `folder`:
+    """What a rank is told at its start, beside a file with the pickled :class:`Payload`. It answers in `folder`:
 
-    - `payload`, a pickled :class:`Payload`, the same for all ranks;
     - `rank<r>.result`: the pickled result;
     - `rank<r>.failure`: a pickled pair of the time, as `time.monotonic()`, and the traceback;
     - `rank<r>.stack`: Python stacks, written shortly before the deadline or when a fatal signal arrives.
@@ -74,19 +75,19 @@ def _detach(duplicate: Any) -> int:
     return int(duplicate.detach())
 
 
-def rank_main(launch: Launch, output: int, errors: int) -> None:
-    """Runs the payload's function and leaves its result or its failure in the folder."""
+def rank_main(launch: Launch, payload: int, output: int, errors: int) -> None:
+    """Runs the payload's function and leaves its result or its failure in the folder. The numbers are open files."""
     os.setsid()  # the parent kills the whole process group, so that nothing that fn started lives on
     for descriptor, standard in ((output, 1), (errors, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(launch.folder,), daemon=True).start()
     with launch.file("stack").open("w") as stacks:
         faulthandler.enable(stacks)
         remaining = launch.deadline - launch.stack_margin - time.monotonic()
         faulthandler.dump_traceback_later(max(remaining, 0.01), file=stacks)
         try:
-            launch.file("result").write_bytes(_call(launch))
+            launch.file("result").write_bytes(_call(launch, payload))
         except BaseException:
             _leave_failure(launch)
         if dist.is_initialized():
@@ -95,11 +96,12 @@ def rank_main(launch: Launch, output: int, errors: int) -> None:
         faulthandler.disable()
 
 
-def end_with_parent() -> None:
-    """Ends this process when the parent is gone, however that came about."""
+def end_with_parent(folder: Path) -> None:
+    """Ends this process when the parent is gone, however that came about, and removes the folder in its place."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)  # other ranks do the same
         os._exit(1)
 
 
@@ -112,12 +114,14 @@ def _leave_failure(launch: Launch) -> None:
     os._exit(1)  # an orderly end would take the process group apart, which may wait for peers
 
 
-def _call(launch: Launch) -> bytes:
+def _call(launch: Launch, payload_file: int) -> bytes:
     for module in launch.preloaded:
         if module not in sys.modules:  # a fork server says nothing of an ImportError; this rank, where it meets it too
             importlib.import_module(module)
             raise ThinwireError(f"{module} can be imported, but not by the server that ranks are forked from")
-    payload: Payload = pickle.loads((launch.folder / "payload").read_bytes())
+    with mmap.mmap(payload_file, 0, access=mmap.ACCESS_READ) as content:  # all ranks' numbers share one file position
+        payload: Payload = pickle.loads(content)
+    os.close(payload_file)
     _set_environment(payload.environ)
     if payload.main is not None:
         _load_main(*payload.main)

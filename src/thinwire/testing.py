@@ -9,7 +9,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -17,16 +16,17 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
 from thinwire._rank_server import ServedProcess
 from thinwire._rank_thread import run_rank_threads
+from thinwire.comm.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
 from thinwire.errors import ThinwireError, TransportUnavailable
 
 __all__ = ["RankError", "RanksTimeout", "preload", "run_ranks"]
@@ -166,34 +166,31 @@ def _run_processes(
     fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float, env: dict[str, str]
 ) -> tuple[list[T], dict[int, str], dict[int, tuple[str, str]]]:
     """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
-    environ = {**_loopback(), **os.environ, **env}
+    interface = loopback_interface()  # Gloo would take that of the host's name
+    environ = {**({INTERFACE_VARIABLE: interface} if interface else {}), **os.environ, **env}
     payload = _pack(fn, args, environ)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
     if preloaded:
         _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
+    store = start_store("127.0.0.1", 0, timedelta(seconds=timeout))
+    # The payload holds the environment, and the environment may hold secrets: its file has no name, so that nothing is
+    # left of it when this process is killed.
+    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder, tempfile.TemporaryFile() as shared:
         margin = min(_STACK_MARGIN, timeout / 4)
         launch = Launch(0, world_size, device, store.port, deadline, margin, Path(folder), preloaded)
-        (launch.folder / "payload").write_bytes(payload)
+        shared.write(payload)
+        shared.flush()
         launches = [replace(launch, rank=rank) for rank in range(world_size)]
         processes: list[BaseProcess] = []
         try:
-            _start(launches, environ, processes)
+            _start(launches, environ, shared.fileno(), processes)
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
         stuck = {rank: _where_stuck(launches[rank]) for rank in unfinished}
         results = [] if failures or stuck else [_load_result(launch) for launch in launches]
         return results, failures, stuck
-
-
-def _loopback() -> dict[str, str]:
-    """Gloo would take the interface of the host's name, which may be down or filtered; these ranks share a host."""
-    interfaces = {interface for _, interface in socket.if_nameindex()}
-    known = [name for name in ("lo", "lo0") if name in interfaces]
-    return {"GLOO_SOCKET_IFNAME": known[0]} if known else {}
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -257,7 +254,7 @@ def _main_source() -> tuple[str, str] | None:
 # --- start, watch, end ------------------------------------------------------------------------------------------------
 
 
-def _start(launches: list[Launch], environ: dict[str, str], processes: list[BaseProcess]) -> None:
+def _start(launches: list[Launch], environ: dict[str, str], payload: int, processes: list[BaseProcess]) -> None:
     device, preloaded = launches[0].device, launches[0].preloaded
     if preloaded:
         make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], environ)
@@ -267,10 +264,10 @@ def _start(launches: list[Launch], environ: dict[str, str], processes: list[Base
             context.set_forkserver_preload(_PRELOAD)
         make = context.Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
-    outputs = (InheritedFile(1), InheritedFile(2))
+    files = (InheritedFile(payload), InheritedFile(1), InheritedFile(2))
     with _without_main():
         for launch in launches:
-            process = make(target=rank_main, args=(launch, *outputs), name=f"rank {launch.rank}")
+            process = make(target=rank_main, args=(launch, *files), name=f"rank {launch.rank}")
             process.start()
             processes.append(process)
 

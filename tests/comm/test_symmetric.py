@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from tests.files import open_files
-from thinwire.comm import Communicator, allocate, available, cuda_heap, posix_heap
+from thinwire.comm import Communicator, allocate, available, cuda_heap, posix_heap, symmetric
 from thinwire.comm.cuda_heap import CudaHeap
 from thinwire.comm.posix_heap import PosixHeap
 from thinwire.comm.threads import ThreadWorld
@@ -228,7 +228,7 @@ def offer_something_else(comm):
 
         def mislead(heap, facts):
             segment = create(heap, facts)
-            return segment._replace(token=bytes(len(segment.token)))
+            return segment._replace(token="0" * len(segment.token))
 
         PosixHeap.create = mislead
 
@@ -237,6 +237,19 @@ def offer_another_file(comm):
     create = PosixHeap.create
     if comm.rank == 1:
         PosixHeap.create = lambda heap, facts: create(heap, facts)._replace(descriptor=os.open("/dev/null", os.O_RDWR))
+
+
+def offer_a_file_that_can_shrink(comm):
+    create = PosixHeap.create
+    if comm.rank == 1:
+
+        def copy(heap, facts):
+            segment = create(heap, facts)
+            descriptor = os.memfd_create("thinwire", os.MFD_ALLOW_SEALING)
+            os.write(descriptor, Path(f"/proc/self/fd/{segment.descriptor}").read_bytes())
+            return segment._replace(descriptor=descriptor)
+
+        PosixHeap.create = copy
 
 
 def break_unexpectedly(comm):
@@ -251,6 +264,7 @@ OBSTACLES = [
     (be_kept_out, r"rank 2 cannot map the memory of rank 0: opening file \d+ of process \d+ gave 'Permission denied'"),
     (offer_something_else, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than rank 1's"),
     (offer_another_file, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than rank 1's"),
+    (offer_a_file_that_can_shrink, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than"),
     (break_unexpectedly, r"rank 0 could not make symmetric memory: IndexError: list index out of range"),
 ]
 
@@ -264,7 +278,7 @@ def meet_an_obstacle(comm, obstacle):
     after = held()
     PosixHeap.inspect, PosixHeap.create, PosixHeap.attach, platform.node, os.memfd_create, os.open = originals
     assert after[1] == before[1] == 0
-    if obstacle is not offer_another_file:  # which itself opens one
+    if obstacle not in (offer_another_file, offer_a_file_that_can_shrink):  # which themselves open one
         assert after == before
     with allocate(comm, 4096) as memory:
         assert not memory.local.any()
@@ -276,6 +290,51 @@ def test_a_rank_that_cannot_map_a_peer_is_named_on_every_rank_and_nothing_is_kep
     results = run_ranks(meet_an_obstacle, 3, obstacle)
     assert results[0] == results[1] == results[2]
     assert re.match(told, results[0]), results[0]
+
+
+LIES = [
+    ("inspect", {"processes": -1}, r"pid namespace -1, \d+ bytes available"),
+    ("inspect", {"available_bytes": -5}, r"pid namespace \d+, -5 bytes available"),
+    ("create", {"process": 0}, r"file \d+ of process 0, with a token of 64 characters"),
+    ("create", {"process": -7}, r"file \d+ of process -7,"),
+    ("create", {"descriptor": -1}, r"file -1 of process \d+,"),
+    ("create", {"token": "0" * 63}, r"with a token of 63 characters; expected .* 64 of hexadecimal"),
+    ("create", {"token": "G" * 64}, r"file \d+ of process \d+"),
+    ("create", {"token": "0" * 64 + "\n"}, r"with a token of 65 characters"),
+]
+
+
+def lie(comm, lies):
+    told = []
+    for step, fields, _ in lies:
+        honest = getattr(PosixHeap, step)
+        if comm.rank == 1:
+            setattr(PosixHeap, step, lambda *args, honest=honest, fields=fields: honest(*args)._replace(**fields))
+        told.append(error_of(comm, 4096))
+        setattr(PosixHeap, step, honest)
+    allocate(comm, 64).close()  # the ranks are still in step
+    return told
+
+
+def test_what_no_rank_can_have_is_refused_by_all_and_not_tried():
+    results = run_ranks(lie, 2, LIES)
+    assert results[0] == results[1]
+    for (kind, text), (_, _, told) in zip(results[0], LIES, strict=True):
+        assert kind == "ThinwireError"
+        assert re.match(f"rank 1 sent what cannot be of its symmetric memory: .*{told}", text), text
+
+
+def send_an_error_of_another_kind(comm):
+    if comm.rank == 1:
+        have_no_memfd(comm)
+        symmetric._KINDS = {"SystemExit": ThinwireError}
+    return error_of(comm, 64)
+
+
+def test_only_errors_of_symmetric_memory_are_raised_for_a_peer():
+    told, _ = run_ranks(send_an_error_of_another_kind, 2)
+    expected = "CapacityError or TransportUnavailable"
+    assert told == ("ThinwireError", f"rank 1 sent an error of the kind 'SystemExit', expected {expected}")
 
 
 def be_killed_at(comm, moment, folder):
@@ -442,7 +501,7 @@ def test_files_in_memory_are_private_hold_all_their_pages_and_keep_their_size():
                 os.ftruncate(segment.descriptor, size)
         assert not os.get_inheritable(segment.descriptor)
         other = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20).create([heap.inspect()])
-        assert len(segment.token) >= 16 and segment.token != other.token
+        assert len(segment.token) >= 32 and segment.token != other.token
         os.close(other.descriptor)
     finally:
         heap.finish()

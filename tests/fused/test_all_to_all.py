@@ -289,6 +289,21 @@ def test_check_names_the_pair_that_disagrees_on_every_rank() -> None:
     assert messages == ["rank 1 sends rank 2 1 rows, but rank 2 expects 4 from rank 1"] * 3
 
 
+def _lying(comm: Communicator, sent: list[int], received: list[int] | None) -> None:
+    honest = comm.all_gather_data
+    if comm.rank == 1:
+        comm.all_gather_data = lambda own, shape: honest((sent, received, own[2]), shape)  # type: ignore[method-assign, index]
+    with pytest.raises(CountsError, match=r"rank 1 told \d+ counts, the least -?\w+; expected 2, each at least 0"):
+        all_to_all_v(torch.zeros(2, 8), [1, 1], [1, 1], comm=comm, check=True, transport="staged")
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [([1], [1, 1]), ([], None), ([1, -1], [1, 1]), ([1, 1], [1, 1, 1]), ([1, 1], [-1, 1])]
+)
+def test_counts_that_are_none_are_refused_on_every_rank(sent: list[int], received: list[int] | None) -> None:
+    run_ranks(_lying, 2, sent, received, mode="thread")
+
+
 def _other_wires(comm: Communicator, transport: str) -> None:
     # Records of 64 int8 and 64 fp8 elements are equally long: unless told apart one would be read as the other.
     open_channel(comm)  # ranks load the kernels now, which may take longer than the impatient one waits

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,34 @@ def _differing(comm: Communicator) -> None:
     os.environ[THRESHOLD_VARIABLE] = str(1000 * comm.rank)
     with pytest.raises(ConfigMismatch, match=THRESHOLD_VARIABLE):
         all_reduce(torch.ones(4), wire="auto", comm=comm)
+
+
+def _liar(comm: Communicator, shape: list[Any], lie: Any) -> None:
+    """Rank 0 sends something else of this shape."""
+    honest = comm.all_gather_data
+    if comm.rank == 0:
+        comm.all_gather_data = lambda own, wanted: honest(lie if wanted == shape else own, wanted)  # type: ignore[method-assign]
+    with pytest.raises(ThinwireError) as caught:
+        all_reduce(torch.ones(4), wire="auto", comm=comm)
+    assert re.match(
+        r"rank 0 (has .* on file|sent what is no measurement; expected 2 lists of 2 seconds)", str(caught.value)
+    )
+
+
+SAMPLES = [[]], [[1.0], [1.0]], [[1.0, 1.0]], [[1.0, 1.0], [1.0, -1.0]], [[1.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize("lie", SAMPLES, ids=str)
+def test_measurements_that_are_none_are_refused(lie: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(size_switch, "SIZES", (4096,))
+    monkeypatch.setattr(size_switch, "ROUNDS", 2)
+    run_ranks(_liar, 2, [[float]], lie, mode="thread")
+
+
+@pytest.mark.parametrize("lie", [[1, 2], [-1], [None, None]], ids=str)
+def test_thresholds_on_file_that_are_none_are_refused(lie: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(_liar, 2, size_switch._STORED, lie, mode="thread")
 
 
 def test_ranks_that_are_told_different_thresholds_all_refuse() -> None:

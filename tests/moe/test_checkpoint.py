@@ -202,6 +202,16 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(saved, monkeypat
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
+def test_a_link_that_lies_in_wait_is_not_followed(saved, tmp_path: Path):
+    _, path = saved
+    other = tmp_path / "other"
+    other.write_text("precious")
+    path.with_name(path.name + ".unfinished").symlink_to(other)
+    save_checkpoint(new_model(1), path, {})
+    assert other.read_text() == "precious"
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, "other", path.name + ".unfinished"}
+
+
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
 def test_the_file_has_the_mode_of_any_other_new_file(saved):
     path = saved[1]

@@ -10,7 +10,15 @@ import torch
 
 from tests.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, ConfigMismatch, LaneError, PeerTimeout, RoutingError, TransportUnavailable
+from thinwire.errors import (
+    CapacityError,
+    ConfigMismatch,
+    LaneError,
+    PeerTimeout,
+    RoutingError,
+    ThinwireError,
+    TransportUnavailable,
+)
 from thinwire.fused import staged
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.moe.dispatched import Dispatched
@@ -338,3 +346,22 @@ def test_repeated_experts_keep_the_sum_of_their_weights_in_order() -> None:
     # (1e8 + 1) - 1e8 is 0 in float32; in any other order of these three it would be 1 or stay so.
     assert merged_weights[0].tolist() == [0.0, 0.5, 0.0, 0.0]
     assert torch.equal(merged_weights[1:], torch.tensor([[0, 0, 0.25, 0], [0.1, 0.2, 0.3, 0.4]]))
+
+
+def _lie(comm: Communicator) -> None:
+    ep = ExpertParallel(comm, 4, 2, 64, 8, transport="staged")
+    ids, weights = torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+    honest = comm.exchange_counts
+    if comm.rank == 1:
+        comm.exchange_counts = lambda counts: honest([3 << 40] * 2)  # type: ignore[method-assign]
+    with pytest.raises(RoutingError, match=r"rank 1 sends rank \d \d{9,} tokens, but max_tokens is 8 on all ranks"):
+        ep.dispatch(torch.zeros(8, 64), ids, weights)
+    if comm.rank == 1:
+        comm.exchange_counts = honest  # type: ignore[method-assign]
+        ep._generation = -3
+    with pytest.raises(ThinwireError, match="rank 1 is at generation -3, expected 0 to"):
+        ep.rebuild(comm)
+
+
+def test_what_no_peer_can_have_is_refused() -> None:
+    run_ranks(_lie, 2, mode="thread")

@@ -1,0 +1,131 @@
+"""Where the ranks of one host meet: a store and connections that listen to nobody outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireError
+
+#: Gloo's variable: the interface whose address it listens on and tells its peers.
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_started: dict[tuple[str, int], dist.TCPStore] = {}  # by this process, as rank 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host leads no further than where it is read: a loopback address, or "localhost".
+
+    Other names are not looked up. A host's own name may lead to 127.0.1.1 on that host, and to it from all others.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")]
+    [True, True, True, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.Store:
+    """A store of one world, once all its ranks are there. Collective; rank 0's process keeps what listens.
+
+    A place may be met at again, by ranks that come back from the last world at their own times. What that one left in
+    the store would lead them astray, so rank 0 gives each world a name, and tells it to those that wait for one.
+
+    Args:
+        host: see `is_loopback`.
+        limit: of each wait.
+
+    Raises:
+        ThinwireError: rank 0 cannot listen there.
+        DistStoreError: ranks that did not come.
+    """
+    if rank == 0 and (host, port) not in _started:
+        _started[host, port] = start_store(host, port, limit)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    name = secrets.token_hex(8)
+    if rank == 0:
+        requests = [f"request {peer}" for peer in range(1, size)]
+        store.wait(requests, limit)
+        for request in requests:
+            store.set(f"world for {store.get(request).decode()}", name)
+            store.delete_key(request)
+        return dist.PrefixStore(name, store)
+    store.set(f"request {rank}", name)
+    try:
+        return dist.PrefixStore(store.get(f"world for {name}").decode(), store)
+    except dist.DistStoreError:
+        store.delete_key(f"request {rank}")  # of a rank that waits no longer
+        raise
+
+
+def start_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
+    """A store that listens on one loopback address. TCPStore by itself listens on all addresses that there are.
+
+    Args:
+        host: see `is_loopback`.
+        port: 0 means any that is free; the store's `port` is the one that it is.
+        limit: of each wait for a key.
+
+    Raises:
+        ThinwireError: the address cannot be listened on, as when another program does.
+    """
+    listener = _listen(host, port)
+    port = listener.getsockname()[1]
+    # The store closes the file that it is handed.
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    failure: OSError | None = None
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return socket.create_server(address[:2], family=family)
+            except OSError as error:
+                # "localhost" may stand for an IPv6 address that this machine does not have. One that is taken is not
+                # passed over: peers would meet whoever took it.
+                failure = error
+                if error.errno == errno.EADDRINUSE:
+                    break
+    except socket.gaierror as error:
+        failure = error
+    raise ThinwireError(
+        f"rank 0 cannot listen at {host}:{port}: {failure}; set MASTER_ADDR to an address of this host, and "
+        "MASTER_PORT to a port that is free there"
+    ) from failure
+
+
+def loopback_interface() -> str | None:
+    """The loopback interface's name; None where none is known by its name."""
+    interfaces = {interface for _, interface in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in interfaces), None)
+
+
+@contextlib.contextmanager
+def gloo_on_loopback(wanted: bool) -> Iterator[None]:
+    """Has groups that are made meanwhile connect over loopback, if wanted, and GLOO_SOCKET_IFNAME does not say where.
+
+    Gloo would take the interface of the host's name, which others may reach, or which may be down or filtered. The
+    environment is the only place where it can be told, and is afterwards as it was.
+    """
+    interface = loopback_interface()
+    if not wanted or interface is None or INTERFACE_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[INTERFACE_VARIABLE] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE_VARIABLE, None)

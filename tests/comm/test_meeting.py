@@ -1,0 +1,176 @@
+"""Ranks that meet at a loopback address listen nowhere else; a place that is taken is told as such."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import thinwire as tw
+from tests.comm.test_bootstrap import alone as alone
+from thinwire import testing
+from thinwire.comm import Communicator
+from thinwire.comm.meeting import INTERFACE_VARIABLE, start_store
+from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc/net/tcp")
+
+LIMIT = timedelta(seconds=20)
+_LISTEN = "0A"
+
+
+def _address(text: str) -> str:
+    """As /proc/net has it: words of 32 bits in the order of this machine."""
+    octets = b"".join(bytes.fromhex(text[place : place + 8])[::-1] for place in range(0, len(text), 8))
+    return socket.inet_ntop(socket.AF_INET if len(octets) == 4 else socket.AF_INET6, octets)
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens on."""
+    own = {
+        found[1]
+        for number in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{number}")
+        and (found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{number}")))
+    }
+    addresses = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if Path(table).exists():
+            for fields in map(str.split, Path(table).read_text().splitlines()[1:]):
+                if fields[3] == _LISTEN and fields[9] in own:
+                    addresses.add(_address(fields[1].partition(":")[0]))
+    return addresses
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        return int(probe.getsockname()[1])
+
+
+def leave(comm: Communicator, host: str, port: int, **variables: str) -> None:
+    """Ends a rank's world, for another one to be made out of the same processes."""
+    comm.close()
+    dist.destroy_process_group()
+    os.environ.pop(INTERFACE_VARIABLE, None)  # which run_ranks sets
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(comm.rank), WORLD_SIZE=str(comm.size))
+    os.environ.update(variables)
+
+
+def join(comm: Communicator, host: str, port: int, **variables: str) -> Communicator:
+    """Another world of the same processes."""
+    leave(comm, host, port, **variables)
+    return tw.init(device="cpu", timeout=20.0)
+
+
+def _has(host: str) -> bool:
+    try:
+        free_port(host)
+    except OSError:
+        return False
+    return True
+
+
+def meet(comm: Communicator, host: str, port: int) -> tuple[set[str], str | None]:
+    world = join(comm, host, port)
+    world.barrier()
+    domain = tw.init(domain="a")
+    domain.split(groups=[[rank] for rank in range(domain.size)]).barrier()
+    found = listening()
+    domain.barrier()
+    return found, os.environ.get(INTERFACE_VARIABLE)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_nothing_listens_outside_of_loopback_where_the_master_is_there(host: str) -> None:
+    if not _has(host if host != "localhost" else "127.0.0.1"):
+        pytest.skip(f"this machine has no {host}")
+    for found, interface in run_ranks(meet, 2, host, free_port(host if ":" in host else "127.0.0.1")):
+        assert found and found <= {"127.0.0.1", "127.0.0.2", "::1"}, found
+        assert interface is None, "the environment is the caller's"
+
+
+def meet_again(comm: Communicator, port: int) -> int:
+    world = join(comm, "127.0.0.1", port)
+    for number in range(6):
+        world.close()
+        if number % comm.size == comm.rank:  # the other one comes before this one has left
+            time.sleep(0.05)
+        world = tw.init(device="cpu", timeout=20.0)
+        total = sum(world.exchange_counts([1] * world.size))
+    return total
+
+
+def test_a_place_can_be_met_at_again() -> None:
+    assert run_ranks(meet_again, 2, free_port()) == [2, 2]
+
+
+def meet_where_told(comm: Communicator, port: int, interface: str) -> str | None:
+    join(comm, "127.0.0.1", port, **{INTERFACE_VARIABLE: interface}).barrier()
+    return os.environ.get(INTERFACE_VARIABLE)
+
+
+def test_an_interface_that_the_caller_chose_is_kept() -> None:
+    assert run_ranks(meet_where_told, 2, free_port(), "lo") == ["lo"] * 2
+
+
+def test_a_world_of_one_listens_on_loopback(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERFACE_VARIABLE, raising=False)
+    before = listening()
+    with tw.init(device="cpu"):
+        assert listening() - before <= {"127.0.0.1", "::1"}
+    assert INTERFACE_VARIABLE not in os.environ
+
+
+def test_a_port_that_is_taken_is_told(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            monkeypatch.setenv("MASTER_ADDR", host)
+            monkeypatch.setenv("MASTER_PORT", str(port))
+            with pytest.raises(ThinwireError, match=f"rank 0 cannot listen at {host}:{port}: .*in use.*MASTER_PORT"):
+                tw.init(rank=0, world_size=2, device="cpu", timeout=5.0)
+            assert not dist.is_initialized()
+
+
+def test_ranks_that_do_not_come_are_waited_for_no_longer_than_the_timeout(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    for _ in range(2):
+        with pytest.raises(PeerTimeout, match=rf"rank 0 of 2, .* could not meet the others at 127.0.0.1:{port} "):
+            tw.init(rank=0, world_size=2, device="cpu", timeout=0.5)
+
+
+def test_a_store_of_any_free_port_listens_on_its_address_alone() -> None:
+    before = listening()
+    store = start_store("127.0.0.1", 0, LIMIT)
+    assert store.port > 0 and listening() - before == {"127.0.0.1"} - before
+    with pytest.raises(ThinwireError, match=r"cannot listen at 192\.0\.2\.1:0: .*assign"):
+        start_store("192.0.2.1", 0, LIMIT)
+
+
+def look(comm: Communicator) -> set[str]:
+    comm.barrier()
+    return listening()
+
+
+def test_run_ranks_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look_around(*arguments: object) -> None:
+        seen.append(listening())
+        start(*arguments)
+
+    start = testing._start  # once the store is there
+    monkeypatch.setattr(testing, "_start", look_around)
+    seen += run_ranks(look, 2)
+    assert len(seen) == 3 and all(found and found <= {"127.0.0.1", "::1"} for found in seen), seen
