@@ -229,8 +229,8 @@ class Communicator(Collectives):
         communicator where it would have returned this one.
 
         Args:
-            lost: ranks of this communicator, such as a PeerTimeout's `ranks`; the same on all ranks that call this.
-                None means those that this communicator's own PeerTimeout named, if it raised one.
+            lost: ranks of this communicator that need not be waited for, such as a PeerTimeout's `ranks`. None means
+                those that this communicator's own PeerTimeout named, if it raised one.
 
         Raises:
             ArgumentError: `lost` holds something else than ranks of this communicator.
@@ -248,11 +248,6 @@ class Communicator(Collectives):
         if self._closed:
             self._require_open()
         left_out = self._lost_ranks(lost)
-        if self.rank in left_out:
-            raise ThinwireError(
-                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(left_out)}; "
-                "the others go on without it"
-            )
         if self.size == 1:
             return self
         exchange = self._exchange

@@ -96,7 +96,7 @@ class Standby:
     # Who is lost
 
     def agree(self, suspects: Iterable[int]) -> Verdict:
-        """What the ranks that miss somebody agree on; called once by each of them, with those that it misses.
+        """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
         holds for all that come later.
@@ -145,17 +145,20 @@ class Standby:
 
         Raises:
             PeerTimeout: no standby answers.
-            ThinwireError: the others went on without this rank.
+            ThinwireError: this rank is among the lost, or the others went on without it.
         """
+        self._require_not_in(lost)  # before a verdict, which is for good
+        agreed = self.agree(lost).ranks  # the ranks may have been told of different ones, and shall ask the same host
+        self._require_not_in(agreed)
         attempt, self._attempts = self._attempts, self._attempts + 1
         failures = []
         for host in range(self.size):
-            if host in lost:
+            if host in agreed:
                 continue
             try:
                 store = self._connect(host)
                 limit = timeout + 2 * CONNECT_SECONDS
-                said = _within(limit, lambda: self._meet(store, attempt, set(lost), timeout))  # noqa: B023
+                said = _within(limit, lambda: self._meet(store, attempt, {*lost, *agreed}, timeout))  # noqa: B023
             except _Unanswered as error:
                 failures.append(f"rank {host}: {error}")
                 continue
@@ -163,13 +166,20 @@ class Standby:
             if self.rank not in members:
                 raise ThinwireError(
                     f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came "
-                    "too late, or was named as lost"
+                    "too late"
                 )
             return Meeting(self, store, attempt, members, timeout)
         raise PeerTimeout(
             f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby store could be asked "
             f"({'; '.join(failures)})"
         )
+
+    def _require_not_in(self, lost: Collection[int]) -> None:
+        if self.rank in lost:
+            raise ThinwireError(
+                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; the "
+                "others go on without it"
+            )
 
     def _meet(self, store: dist.Store, attempt: int, lost: set[int], timeout: float) -> bytes:
         store.set(f"here/{attempt}/{self.rank}", "1")

@@ -75,6 +75,11 @@ class ThreadWorld:
     def shrink(self, rank: int, lost: set[int], timeout: float) -> tuple[list[int], ThreadWorld]:
         """Waits for all ranks but those lost. Those that have come by then go on in a world of their own."""
         deadline = time.monotonic() + timeout
+        if rank in lost:
+            raise ThinwireError(
+                f"rank {rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; the others "
+                "go on without it"
+            )
         with self._changed:
             self._meeting.add(rank)
             self._changed.notify_all()

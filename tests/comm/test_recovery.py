@@ -166,10 +166,9 @@ def come_late(comm: Communicator) -> str:
             comm.barrier()
         assert caught.value.ranks == (2,)
         assert "the others have given up rank 2, which is this rank" in str(caught.value)
-        with pytest.raises(ThinwireError, match="rank 2 of 3 is itself one of the ranks that are lost, rank 2;"):
-            comm.shrink()
-        with pytest.raises(ThinwireError, match="rank 2 of 3 is not among those that go on, ranks 0, 1: it came too"):
-            comm.shrink(lost=[])
+        for lost in (None, []):
+            with pytest.raises(ThinwireError, match="rank 2 of 3 is itself one of the ranks that are lost, rank 2;"):
+                comm.shrink(lost)
         return "left out"
     with pytest.raises(PeerTimeout) as caught:
         comm.barrier()
@@ -186,6 +185,29 @@ def test_a_rank_that_comes_late_finds_itself_named_and_left_out(tmp_path: Path) 
         case.told([0, 1], "went on")
         case.allow("the others went on")
         assert case.told([2]) == {2: "left out"}
+        case.allow("rank 2 knows")
+        case.told([0, 1])
+
+
+def come_too_late(comm: Communicator) -> object:
+    if comm.rank == 2:
+        wait_for("the others went on")
+        with pytest.raises(ThinwireError, match="rank 2 of 3 is not among those that go on, ranks 0, 1: it came too"):
+            comm.shrink()
+        return None
+    left = comm.shrink()
+    check_sums(left)
+    tell("went on", left.size)
+    wait_for("rank 2 knows")
+    return None
+
+
+@pytest.mark.exhaustive
+def test_who_does_not_come_is_left_out_though_nobody_missed_it(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, come_too_late) as case:
+        assert case.told([0, 1], "went on") == {0: 2, 1: 2}
+        case.allow("the others went on")
+        case.told([2])
         case.allow("rank 2 knows")
         case.told([0, 1])
 
