@@ -312,6 +312,8 @@ class Communicator(Collectives):
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
+        if self._store is not None:
+            owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"
         return "\n".join(

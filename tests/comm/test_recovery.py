@@ -78,6 +78,32 @@ def test_survivors_name_the_same_ranks_and_go_on(
             assert "the ranks agree that" in text
 
 
+def give_up_in_turn(comm: Communicator) -> None:
+    short = Communicator(comm.group, timeout=1.5)
+    tell("ready")
+    wait_for("rank 0 is stopped")
+    time.sleep(0.3 * comm.rank)  # so rank 1 is the first to give up, and then rank 2 has lost the connection to it
+    with pytest.raises(PeerTimeout) as caught:
+        short.recv(torch.zeros(4), src=comm.rank - 1)
+    with pytest.raises(PeerTimeout) as again:
+        short.barrier()
+    assert caught.value.ranks == again.value.ranks
+    tell("named", (caught.value.ranks, str(caught.value)))
+    wait_for("all know")  # and can ask, as this process lives
+
+
+def test_who_gave_up_first_is_not_taken_for_lost(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, give_up_in_turn) as case:
+        case.told(range(4), "ready")
+        case.signal(signal.SIGSTOP, 0)
+        case.allow("rank 0 is stopped")
+        told = case.told([1, 2, 3], "named")
+        case.allow("all know")
+        case.told([1, 2, 3])
+    assert [named for named, _ in told.values()] == [(0,)] * 3, told
+    assert any("lost the connection to rank 1" in text for _, text in told.values())
+
+
 def lose_twice(comm: Communicator) -> list[object]:
     found: list[object] = []
     for victim in (0, 1):  # ranks 0 and 2 of four: the second is rank 1 of those that are left
@@ -130,6 +156,30 @@ def test_a_host_that_is_lost_during_the_vote_is_named_too(tmp_path: Path) -> Non
         assert case.told([1, 2]) == {rank: ((0, 3), rank - 1, 2) for rank in (1, 2)}
 
 
+def ask_after_the_host_has_died(comm: Communicator) -> tuple[int, ...]:
+    if comm.rank == 3:
+        die()
+    if comm.rank == 2:
+        wait_for("rank 0 has died, too")
+    named = lose(comm).ranks
+    tell("named")
+    wait_for("rank 0 has died, too")
+    if comm.rank == 1:
+        wait_for("rank 2 knows")
+    return named
+
+
+def test_a_verdict_outlives_its_host(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, ask_after_the_host_has_died) as case:
+        case.told([0, 1], "named")
+        case.signal(signal.SIGKILL, 0)
+        case.processes[0].join(10)
+        case.allow("rank 0 has died, too")
+        assert case.told([2]) == {2: (3,)}
+        case.allow("rank 2 knows")
+        assert case.told([1]) == {1: (3,)}
+
+
 def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
     """Of a communicator of a part, and one over a group that torch.distributed was given: neither is `init`'s."""
     half = comm.split(groups=[[0, 1, 2], [3]])
@@ -145,7 +195,9 @@ def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
     with left.split(groups=[[1], [0]]) as alone, left.split(groups=[[1, 0]]) as turned:
         assert (alone.size, turned.rank) == (1, 1 - left.rank)
         check_sums(turned)
-    assert left.explain().count("shrunk from 3 ranks to ranks 1, 2") == 1
+    told = left.explain()
+    assert "shrunk from 3 ranks to ranks 1, 2" in told and "unknown to torch.distributed" in told
+    assert "standby store: 127.0.0.1:" in told
     assert own.shrink(lost=[0]).all_gather_object(comm.rank) == [1, 2, 3]
     assert dist.get_world_size() == 4  # torch.distributed's own groups are as they were
     left.close()
