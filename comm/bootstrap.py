@@ -58,7 +58,7 @@ class _Opened(Attachment):
 
     def close(self) -> None:
         for comm in self.by_name.values():
-            comm.close()
+            comm._close_all()
 
 
 class _OfThread(threading.local):
@@ -158,7 +158,7 @@ def init(
         return domains.choose(world)
     opened = _open_domain(world, domain, device, timeout)
     if not opened.in_process:
-        atexit.register(opened.close)  # before the world, see below
+        atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
     return domains.choose(opened)
 
@@ -214,7 +214,7 @@ def _join(
         dist.destroy_process_group()
         raise
     # A process that exits with Gloo's threads running may be aborted by their destructors.
-    atexit.register(world.__exit__)
+    atexit.register(world._close_all)
     return world
 
 

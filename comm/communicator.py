@@ -306,7 +306,7 @@ class Communicator(Collectives):
                 f"rank {self.rank} of {self.size}: another rank was lost while {name_ranks(meeting.members)} were "
                 f"about to go on; call shrink() again ({problem or 'it could not make the new group'})"
             )
-        atexit.register(made.__exit__)
+        atexit.register(made._close_all)
         return made
 
     def explain(self) -> str:
@@ -352,9 +352,12 @@ class Communicator(Collectives):
 
     def __exit__(self, *exception: object) -> None:
         """Closes it, and what `shrink` has made of it."""
+        self._close_all()
+
+    def _close_all(self) -> None:
         self.close()
         if self._successor is not None:
-            self._successor.__exit__(*exception)
+            self._successor._close_all()
 
     def __repr__(self) -> str:
         backend = self._exchange.backend
@@ -371,7 +374,7 @@ class _SharedSplit(Attachment):
         return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
 
     def close(self) -> None:
-        self.communicator.close()
+        self.communicator._close_all()
 
 
 def shared_split(comm: Communicator, groups: Groups) -> Communicator:

@@ -16,7 +16,7 @@ import thinwire as tw
 from tests.files import open_files
 from tests.mortal import TIMEOUT, die, ranks, tell, wait_for
 from thinwire.comm import Communicator
-from thinwire.comm.standby import Standby
+from thinwire.comm.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
@@ -178,6 +178,42 @@ def test_a_verdict_outlives_its_host(tmp_path: Path) -> None:
         assert case.told([2]) == {2: (3,)}
         case.allow("rank 2 knows")
         assert case.told([1]) == {1: (3,)}
+
+
+def lose_another_meanwhile(comm: Communicator, of_init: bool) -> tuple[object, ...]:
+    comm = comm if of_init else Communicator(comm.group, timeout=TIMEOUT)
+    if comm.rank == 0:
+        die()
+    if comm.rank == 2:
+        Meeting.make = lambda *arguments: die()  # type: ignore[method-assign, assignment]
+    lose(comm)
+    with pytest.raises(PeerTimeout, match=r"lost while ranks 1, 2, 3 were about to go on; call shrink\(\) again"):
+        comm.shrink()
+    left = comm.shrink()
+    check_sums(left)
+    return left.rank, left.size
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("of_init", [True, False])
+def test_a_rank_that_is_lost_while_the_others_shrink_makes_them_call_it_again(tmp_path: Path, of_init: bool) -> None:
+    with ranks(tmp_path, 4, lose_another_meanwhile, of_init) as case:
+        assert case.told([1, 3]) == {1: (0, 2), 3: (1, 2)}
+
+
+def shrink_a_domain(_: Communicator) -> bool:
+    comm = tw.init()
+    domain = tw.init(domain="a")
+    left = domain.shrink()
+    assert tw.init(domain="a") is left is not domain and tw.init() is comm
+    check_sums(left)
+    comm.close()
+    return left.closed
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_domain_that_was_shrunk_is_found_by_its_name_and_ends_with_the_others(mode: str) -> None:
+    assert run_ranks(shrink_a_domain, 2, mode=mode) == [True, True]
 
 
 def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
