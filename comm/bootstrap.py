@@ -35,16 +35,16 @@ class Domains:
     def find(self, name: str | None) -> Communicator | None:
         """The domain's communicator, if it has one that is open."""
         found = self.by_name.get(name)
-        return None if found is None or found.closed else found
+        return None if found is None else found._latest
 
     def choose(self, comm: Communicator) -> Communicator:
         """Makes it what `current` returns, and returns it."""
-        self._recent = [other for other in self._recent if other is not comm and not other.closed] + [comm]
+        self._recent = [other for other in self._recent if other._latest not in (None, comm)] + [comm]
         return comm
 
     def current(self) -> Communicator | None:
         """The one that was chosen last, of those that are open."""
-        return next((comm for comm in reversed(self._recent) if not comm.closed), None)
+        return next((latest for comm in reversed(self._recent) if (latest := comm._latest)), None)
 
 
 class _Opened(Attachment):
@@ -59,7 +59,7 @@ class _Opened(Attachment):
 
     def close(self) -> None:
         for comm in self.by_name.values():
-            comm.close()
+            comm._close_all()
 
 
 class _OfThread(threading.local):
@@ -160,7 +160,7 @@ def init(
         return domains.choose(world)
     opened = _open_domain(world, domain, device, timeout)
     if not opened.in_process:
-        atexit.register(opened.close)  # before the world, see below
+        atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
     return domains.choose(opened)
 
@@ -216,7 +216,7 @@ def _join(
         dist.destroy_process_group()
         raise
     # A process that exits with Gloo's threads running may be aborted by their destructors.
-    atexit.register(world.close)
+    atexit.register(world._close_all)
     return world
 
 

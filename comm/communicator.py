@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.exchange import PeerExchange
-from thinwire.comm.groups import choose_backend, group_exists, keeps_order, member_group, new_group, with_index
+from thinwire.comm.exchange import PeerExchange, name_ranks
+from thinwire.comm.groups import (
+    choose_backend,
+    group_exists,
+    keeps_order,
+    member_group,
+    new_group,
+    renew_default_group,
+    standalone_group,
+    with_index,
+)
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.meeting import gloo_on_loopback
+from thinwire.comm.standby import Standby, join
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
-from thinwire.errors import ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
@@ -42,6 +53,11 @@ class Communicator(Collectives):
         PeerTimeout: another rank did not call the constructor in time.
     """
 
+    _successor: Communicator | None = None  # what `shrink` has made of it
+    _standby: Standby | None = None  # between processes
+    _num_derived = 0  # groups made over the store of a standalone one
+    _renews_default = False  # whether its group is the default one, and made by `init`
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -49,16 +65,24 @@ class Communicator(Collectives):
         device: torch.device | str | None = None,
         timeout: float | None = None,
         _origin: Origin | None = None,
+        _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        group = member_group(group)
         timeout = _checked_timeout(timeout)
-        backend, chosen, device_reason = choose_backend(group, device)
+        if group is not None and _store is not None:  # a standalone group
+            backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
+        else:
+            group = member_group(group)
+            backend, chosen, device_reason = choose_backend(group, device)
         exchange = PeerExchange(group, backend, timeout)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
-        # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
-        # exchange; later ones may leave ranks out.
-        self.barrier()
+        self._store = _store
+        self._renews_default = self._origin.owns_group and group is dist.group.WORLD
+        if self.size > 1:
+            # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's
+            # first exchange; later ones may leave ranks out.
+            self._standby = Standby.open(self.rank, self.all_gather_data)
+            exchange.agree = self._standby.agree
 
     @classmethod
     def of_threads(
@@ -144,6 +168,8 @@ class Communicator(Collectives):
                 world = ThreadWorld(len(own), within=self._exchange.world)
                 made = Communicator.of_threads(world, device=self._device, timeout=timeout)
             return self.share_objects(made)[own[0]][own.index(self.rank)]
+        if self._store is not None:
+            return self._derive_standalone(own, device, timeout, origin)
         ranks = dist.get_process_group_ranks(self.group)
         everyone = {group: [ranks[rank] for rank in group] for group in groups}
         disordered = [members for members in everyone.values() if members != sorted(members)]
@@ -153,8 +179,7 @@ class Communicator(Collectives):
                 "a new group: name the axes in the order of the layout, or list the ranks of each group in ascending "
                 "order"
             )
-        # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
-        limit = timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
+        limit = self._connect_limit(timeout)
         # Where the default group is wider, its other ranks do not come here, so only members may take part.
         local = self._leaves_ranks_out
         with gloo_on_loopback(origin.on_loopback):
@@ -170,15 +195,133 @@ class Communicator(Collectives):
                 dist.destroy_process_group(new_groups[own])
             raise
 
+    def _derive_standalone(
+        self, own: tuple[int, ...], device: torch.device | str, timeout: float, origin: Origin
+    ) -> Communicator:
+        assert self._store is not None
+        self._num_derived += 1
+        store = dist.PrefixStore(f"{self._num_derived} {own}", self._store)
+        place, limit = own.index(self.rank), self._connect_limit(timeout)
+        group = join(lambda: standalone_group(store, place, len(own), limit), timeout, name_ranks(own))
+        return Communicator(group, device=device, timeout=timeout, _origin=origin, _store=store)
+
+    def _connect_limit(self, timeout: float) -> timedelta:
+        """What a new process group is given, if calls over it wait for `timeout` seconds."""
+        # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
+        return timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
+
+    @property
+    def _latest(self) -> Communicator | None:
+        """This one, or what `shrink` has made of it, whichever is open; None if that was closed."""
+        if self._successor is not None:
+            return self._successor._latest
+        return None if self.closed else self
+
     @property
     def _leaves_ranks_out(self) -> bool:
         """Whether torch.distributed's default group has ranks that are not in this one."""
-        return not self.in_process and self.size < dist.get_world_size()
+        return not self.in_process and self._store is None and self.size < dist.get_world_size()
+
+    def shrink(self, lost: Iterable[int] | None = None) -> Communicator:
+        """The communicator of the ranks that are left, whoever is lost. This one is closed. Collective over them.
+
+        Ranks are renumbered in their order; device and timeout stay. Left out are ranks that are lost, and who does not
+        come within twice the timeout, as another rank may learn so much later that something is wrong; a rank whose
+        process has ended is not waited for. Another call returns the same communicator; when a rank of that one is
+        lost, it can be shrunk in turn.
+
+        Where `thinwire.init` made this one's process group, the new one takes its place as `torch.distributed`'s
+        default group, and all other groups of `torch.distributed` end. Else the new group is for this communicator
+        alone, and functions of `torch.distributed` do not know it. Either way `thinwire.init()` returns the new
+        communicator where it would have returned this one.
+
+        Args:
+            lost: ranks of this communicator that need not be waited for, such as a PeerTimeout's `ranks`. None means
+                those that this communicator's own PeerTimeout named, if it raised one.
+
+        Raises:
+            ArgumentError: `lost` holds something else than ranks of this communicator.
+            ThinwireError: it is closed; this rank is one of `lost`; or the others go on without it.
+            PeerTimeout: another rank was lost meanwhile, or no rank can be met. It may be called again.
+            TransportUnavailable: over NCCL, and the process group is not `init`'s.
+
+        >>> import thinwire as tw
+        >>> with tw.init() as comm:
+        ...     comm.shrink() is comm  # alone, there is nobody to lose
+        True
+        """
+        if self._successor is not None:
+            return self._successor
+        if self._closed:
+            self._require_open()
+        left_out = self._lost_ranks(lost)
+        if self.size == 1:
+            return self
+        exchange = self._exchange
+        if isinstance(exchange, ThreadExchange):
+            members, world = exchange.world.shrink(self.rank, left_out, 2 * self.timeout)
+            comms = Communicator.of_threads(world, device=self._device, timeout=self.timeout)
+            made = comms[members.index(self.rank)]
+        else:
+            made = self._shrink_group(left_out)
+        self._successor = made
+        self.close()
+        return made
+
+    def _lost_ranks(self, lost: Iterable[int] | None) -> set[int]:
+        if lost is None:
+            return set(self._exchange.lost)
+        ranks = list(lost) if isinstance(lost, Iterable) else None
+        if ranks is None or any(type(rank) is not int or not 0 <= rank < self.size for rank in ranks):
+            raise ArgumentError(
+                f"lost is {lost!r}, expected None or ranks of this communicator, ints from 0 to {self.size - 1}"
+            )
+        return set(ranks)
+
+    def _shrink_group(self, lost: set[int]) -> Communicator:
+        backend, limit = self._exchange.backend, self._connect_limit(self.timeout)
+        if backend == "nccl" and not self._renews_default:
+            raise TransportUnavailable(
+                "over NCCL only a communicator whose process group thinwire.init made can be shrunk; make a new group, "
+                "and a communicator of it"
+            )
+        assert self._standby is not None
+        meeting = self._standby.meet(lost, 2 * self.timeout)
+        place, size = meeting.members.index(self.rank), len(meeting.members)
+        origin = Origin(
+            f"{self._origin.ranks}; shrunk from {self.size} ranks to {name_ranks(meeting.members)}",
+            self._origin.device,
+            owns_group=True,
+        )
+        made: Communicator | None = None
+        problem: ThinwireError | None = None
+        try:
+            if self._renews_default:
+                if backend == "nccl":
+                    self.group.abort()  # kernels that wait for the lost would keep it from ending
+                meeting.make(lambda store: renew_default_group(store, backend, place, size, limit, self._device))
+                made = Communicator(device=self._device, timeout=self.timeout, _origin=origin)
+            else:
+                store, group = meeting.make(lambda store: (store, standalone_group(store, place, size, limit)))
+                made = Communicator(group, device=self._device, timeout=self.timeout, _origin=origin, _store=store)
+        except ThinwireError as error:
+            problem = error
+        if not meeting.confirm(made is not None) or made is None:
+            if made is not None:
+                made.close()
+            raise PeerTimeout(
+                f"rank {self.rank} of {self.size}: another rank was lost while {name_ranks(meeting.members)} were "
+                f"about to go on; call shrink() again ({problem or 'it could not make the new group'})"
+            )
+        atexit.register(made._close_all)
+        return made
 
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
-        if self._group is None:
+        if self._store is not None:
+            owner = "its own, unknown to torch.distributed, ended by close()"
+        if self.in_process:
             owner = "none, the ranks are threads of this process"
         return "\n".join(
             (
@@ -188,6 +331,7 @@ class Communicator(Collectives):
                 f"  backend: {self._exchange.backend}",
                 f"  process group: {owner}",
                 f"  timeout: {self.timeout:g} s",
+                *([] if self._standby is None else [f"  {self._standby.describe()}"]),
                 *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
             )
         )
@@ -204,14 +348,23 @@ class Communicator(Collectives):
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")
             )
         self._exchange.close()
-        if self._origin.owns_group and self._group is not None and group_exists(self._group):
+        known = self._group is not None and self._store is None and group_exists(self._group)
+        if self._origin.owns_group and known:
             dist.destroy_process_group(self._group)
+        if self._store is not None:
+            self._group = self._store = None
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Closes it, and what `shrink` has made of it."""
+        self._close_all()
+
+    def _close_all(self) -> None:
         self.close()
+        if self._successor is not None:
+            self._successor._close_all()
 
     def __repr__(self) -> str:
         backend = self._exchange.backend
@@ -228,7 +381,7 @@ class _SharedSplit(Attachment):
         return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
 
     def close(self) -> None:
-        self.communicator.close()
+        self.communicator._close_all()
 
 
 def shared_split(comm: Communicator, groups: Groups) -> Communicator:

@@ -7,7 +7,8 @@ What the two backends of process groups do, and what follows from it:
   success. The tag of every message here is therefore made from its length, its place in the sequence of its pair and
   what the caller says it is: ranks that disagree do not match, and both get
   :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
-  exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone.
+  exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone. So a rank
+  that gave up looks to its peers like one that died, and who is lost they have to agree on.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
 """
 
@@ -17,7 +18,7 @@ import functools
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -109,6 +110,11 @@ class Exchange(ABC):
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
         """Ends `posted`; see :meth:`Posted.wait`."""
 
+    @property
+    @abstractmethod
+    def lost(self) -> Iterable[int]:
+        """The ranks that were named when it failed."""
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of what nobody waited for."""
@@ -133,21 +139,29 @@ class Exchange(ABC):
 
 
 class PeerExchange(Exchange):
-    """Sends and receives of one process group, any that this rank is a member of, over `"gloo"` or `"nccl"`."""
+    """Sends and receives of one process group, any that this rank is a member of, over `"gloo"` or `"nccl"`.
+
+    Attributes:
+        agree: gives the ranks that are lost, for those that this rank misses, and what there is to say of it; the same
+            ranks on all that ask. None: a rank names those that it misses itself.
+        failure: why it is of no more use.
+    """
+
+    agree: Callable[[Iterable[int]], tuple[tuple[int, ...], str]] | None = None
 
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout: float) -> None:
         device_types = ("cuda" if backend == "nccl" else "cpu",)
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout, backend, device_types)
+        super().__init__(group.rank(), group.size(), timeout, backend, device_types)
         self.group = group
         self._outstanding: set[Posted] = set()
         self._waiter = Waiter()
-        self._failure: PeerTimeout | None = None
+        self.failure: PeerTimeout | None = None
 
     def _require_usable(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             raise PeerTimeout(
-                f"this process group cannot be used any more, make a new one; earlier: {self._failure}",
-                ranks=self._failure.ranks,
+                f"this process group cannot be used any more, make a new one; earlier: {self.failure}",
+                ranks=self.failure.ranks,
             )
 
     def _start(self, sends: Buffers, receives: Buffers, label: str, sizes: Sizes) -> Posted:
@@ -176,17 +190,14 @@ class PeerExchange(Exchange):
                 tag = _message_tag(counters[peer], buffer.numel(), f"{label} {exact[peer]}")
                 counters[peer] += 1
                 try:
-                    if receiving:
-                        work = dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
-                    else:
-                        work = dist.isend(buffer, group=self.group, group_dst=peer, tag=tag)
+                    # The group's own methods also serve a group that torch.distributed does not know.
+                    work = (self.group.recv if receiving else self.group.send)([buffer], peer, tag)
                 except RuntimeError as error:
                     # The connection broke earlier. The other peers still get their part: none of them shall take this
                     # rank for the one that was lost.
                     posted._lost.setdefault(peer, error)
                     continue
-                if work is not None:
-                    posted._works.append((peer, work))
+                posted._works.append((peer, work))
         if posted._lost:
             self._complete_each(posted)
 
@@ -208,9 +219,9 @@ class PeerExchange(Exchange):
             raise ThinwireError("the communicator was closed while this exchange was under way, before its wait()")
         if posted not in self._outstanding:
             return
-        if self._failure is not None:
+        if self.failure is not None:
             raise PeerTimeout(
-                f"this exchange was given up with its process group: {self._failure}", ranks=self._failure.ranks
+                f"this exchange was given up with its process group: {self.failure}", ranks=self.failure.ranks
             )
         if self.backend == "nccl":
             self._complete_batch(posted, block_host)
@@ -273,14 +284,22 @@ class PeerExchange(Exchange):
             raise self._fail(f"the exchange with {name_ranks(posted._peers)} failed", {self.rank: error}) from error
 
     def _fail(self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = ()) -> PeerTimeout:
-        """The error of a group that is of no use from now on. `ranks` are to blame; NCCL does not say who is."""
+        """The error of a group that is of no use from now on. `ranks` are missed here; NCCL does not say who is."""
         cause = next(iter(errors.values()), None)
         text = f"rank {self.rank} of {self.size}: {reason}" + (f" ({_first_line(cause)})" if cause else "")
+        missed = tuple(ranks)
+        if missed and self.agree is not None:
+            ranks, remark = self.agree(missed)
+            text += f"; {remark}"
         # Kept without a traceback, which would hold the callers' tensors.
-        self._failure = PeerTimeout(text, ranks=ranks)
+        self.failure = PeerTimeout(text, ranks=ranks)
         failure = PeerTimeout(text, ranks=ranks)
         failure.__cause__ = cause
         return failure
+
+    @property
+    def lost(self) -> Iterable[int]:
+        return () if self.failure is None else self.failure.ranks
 
     def close(self) -> None:
         for posted in self._outstanding:
@@ -288,6 +307,7 @@ class PeerExchange(Exchange):
             posted._buffers, posted._works, posted._waiting = (), [], None
         self._outstanding.clear()
         self._waiter.close()
+        del self.group  # where torch.distributed does not know it, its connections end with it
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

@@ -1,4 +1,7 @@
-"""Process groups of `torch.distributed`: whether one exists, its backends, its tensors' device, and new ones."""
+"""Process groups of `torch.distributed`: whether one exists, its backends, its tensors' device, and new ones.
+
+A *standalone* group has Gloo and a store of its own, and `torch.distributed` does not know it.
+"""
 
 from __future__ import annotations
 
@@ -91,3 +94,27 @@ def new_group(ranks: list[int], like: dist.ProcessGroup, limit: timedelta, *, lo
             f"rank {dist.get_rank(like)} of {dist.get_world_size(like)}: the process group {ranks} could not be made "
             f"within {limit.total_seconds():g} s: {error}"
         ) from error
+
+
+def standalone_group(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+    """A standalone group; returns once all of its ranks have called this, or raises a RuntimeError.
+
+    Args:
+        store: that all of them share, for this group alone.
+        limit: for the first connections.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size, limit))
+    group._set_default_backend(gloo)
+    return group
+
+
+def renew_default_group(
+    store: dist.Store, backend: str, rank: int, size: int, limit: timedelta, device: torch.device
+) -> None:
+    """Puts a new default group in the place of the old one; `torch.distributed`'s other groups end with that."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)

@@ -66,6 +66,7 @@ class HostCollectives:
     ) -> None:
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
+        self._store: dist.Store | None = None  # of a standalone group
         self._attachments: dict[str, Attachment] = {}
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
@@ -92,6 +93,8 @@ class HostCollectives:
             ThinwireError: the ranks are threads of one process, which have none.
         """
         if self._group is None:
+            if self._closed:
+                raise ThinwireError("this communicator is closed, and its process group with it")
             raise ThinwireError("ranks that are threads of one process have no process group; see in_process")
         return self._group
 
@@ -103,7 +106,7 @@ class HostCollectives:
     @property
     def closed(self) -> bool:
         """Whether the communicator was closed, or its process group destroyed."""
-        return self._closed or (self._group is not None and not group_exists(self._group))
+        return self._closed or (self._group is not None and self._store is None and not group_exists(self._group))
 
     @property
     def in_process(self) -> bool:

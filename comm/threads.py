@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
-from thinwire.errors import PeerTimeout
+from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
 _OBJECT = -1  # the length of a message that is an object
@@ -39,6 +39,9 @@ class ThreadWorld:
         self._waiting: dict[int, set[int]] = {}  # who waits, and for whom
         self._gone: dict[int, _Departure] = {}
         self._inner: weakref.WeakSet[ThreadWorld] = weakref.WeakSet()
+        self._failed = ""  # why all ranks' parts were ended
+        self._meeting: set[int] = set()  # who has come to go on without others
+        self._left: tuple[list[int], ThreadWorld] | None = None  # who goes on, and in which world
         if within is not None:
             within._inner.add(self)
 
@@ -59,8 +62,44 @@ class ThreadWorld:
             stuck = [rank for rank in range(self.size) if rank not in self._gone and rank not in self._waiting]
             for rank in range(self.size):
                 self.leave(rank, reason, to_blame=stuck)
+            self._failed = reason
+            self._changed.notify_all()
         for world in list(self._inner):
             world.fail(reason)
+
+    def lost(self, rank: int) -> frozenset[int]:
+        """Whom a rank that gave up has blamed."""
+        with self._changed:
+            return self._gone[rank].to_blame - {rank} if rank in self._gone else frozenset()
+
+    def shrink(self, rank: int, lost: set[int], timeout: float) -> tuple[list[int], ThreadWorld]:
+        """Waits for all ranks but those lost. Those that have come by then go on in a world of their own."""
+        deadline = time.monotonic() + timeout
+        if rank in lost:
+            raise ThinwireError(
+                f"rank {rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; the others "
+                "go on without it"
+            )
+        with self._changed:
+            self._meeting.add(rank)
+            self._changed.notify_all()
+            while self._left is None:
+                if self._failed:
+                    raise PeerTimeout(f"rank {rank} of {self.size}: {self._failed}")
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or self._meeting >= set(range(self.size)) - lost:
+                    members = sorted(self._meeting - lost)
+                    self._left = members, ThreadWorld(len(members), within=self)
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(remaining)
+            members, world = self._left
+        if rank not in members:
+            raise ThinwireError(
+                f"rank {rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came too late, "
+                "or was named as lost"
+            )
+        return members, world
 
     def require_present(self, rank: int) -> None:
         """Raises PeerTimeout if the rank gave up before, or was given up."""
@@ -214,6 +253,10 @@ class ThreadExchange(Exchange):
                 raise PeerTimeout(text)
             time.sleep(POLL_SECONDS)
         posted._works = []
+
+    @property
+    def lost(self) -> Iterable[int]:
+        return self.world.lost(self.rank)
 
     def close(self) -> None:
         # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.

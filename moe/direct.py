@@ -198,7 +198,7 @@ class DirectRounds(DirectTransport, Rounds):
             reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
         return PeerTimeout(
             f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
-            "any more, rebuild(group) makes new ones",
+            "any more, rebuild() makes new ones",
             ranks=ranks,
             lane=lane,
             epoch=epoch,
@@ -234,6 +234,11 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.close_round(idle)
         self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
         self.kernels.sum_home(idle, row)
+
+    @property
+    def lost(self) -> tuple[int, ...] | None:
+        """The ranks that the wait which ended first named."""
+        return None if self._failed is None else self._timeout(self._failed).ranks
 
     @property
     def memory_bytes(self) -> int:

@@ -200,6 +200,11 @@ class Rounds:
         raise NotImplementedError
 
     @property
+    def lost(self) -> tuple[int, ...] | None:
+        """The ranks that a wait of its own named; None where it did not, or leaves waiting to the communicator."""
+        return None
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes held between calls."""
         return 0

@@ -10,6 +10,7 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -219,23 +220,31 @@ class ExpertParallel:
         self._require_not_closed()
         self._rounds.check()
 
-    def rebuild(self, group: dist.ProcessGroup | Communicator) -> None:
-        """Goes on with another group, such as the ranks that are left after a PeerTimeout. Collective over that group.
+    def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
+        """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
 
         Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
         that was given up and wakes. `comm`, `local_experts` and, with transport `"auto"`, the transport may be others
         afterwards. The old communicator stays the caller's.
 
         Args:
-            group: a communicator, or a process group that is given this one's device and timeout.
+            group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
+                has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
+                communicator, or a process group that is given this one's device and timeout.
 
         Raises:
+            ArgumentError: ranks that this one's communicator does not have.
+            ThinwireError: this rank is one of those that are lost, or the others go on without it.
+            PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
             ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
         """
         self._require_not_closed()
-        comm = group
-        if not isinstance(comm, Communicator):
-            comm = Communicator(comm, device=self.comm.device, timeout=self.comm.timeout)
+        if isinstance(group, Communicator):
+            comm = group
+        elif group is None or isinstance(group, Iterable):
+            comm = self.comm.shrink(self._rounds.lost if group is None else group)
+        else:
+            comm = Communicator(group, device=self.comm.device, timeout=self.comm.timeout)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         generations = comm.all_gather_data(self._generation, int)

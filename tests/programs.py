@@ -424,7 +424,8 @@ def main() -> int:
     print(f"{len(seeds)} programs in {took:.0f} s, {sum(seen.values())} calls on rank 0, {len(failed)} batches failed")
     if arguments.json:
         command = shlex.join(["python", "-m", "tests.programs", *sys.argv[1:]])
-        write_json(arguments.json, command=command, machine=machine(torch.device("cpu")), seed=arguments.seed, **figures)
+        where = machine(torch.device("cpu"))
+        write_json(arguments.json, command=command, machine=where, seed=arguments.seed, **figures)
     return 1 if failed else 0
 
 

@@ -70,7 +70,9 @@ class PeerTimeout(ThinwireError, TimeoutError):
     """A peer did not answer in time, or is gone.
 
     Attributes:
-        ranks: the peers to blame, ascending; empty where that is not known.
+        ranks: those that are lost, ascending; empty where that is not known, and where ranks expect different messages.
+            The same on all ranks that raise it, unless several died at once on the direct transport, or the group was
+            still being made.
         lane: the lane of the round that ended, if it was one's.
         epoch: that round's number on its lane.
         phase: what was waited for, such as "dispatch".

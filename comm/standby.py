@@ -1,0 +1,393 @@
+"""How ranks agree on who is lost, and meet again without them, whoever it is.
+
+Rank 0's process often holds the only store through which ranks can meet. So every process that is in a communicator
+keeps one of its own, a *standby*, whose address the others learn while all are well. Once something fails, the ranks
+go through them in ascending rank, and what is written into the first that answers decides.
+
+A standby is torch's TCPStore, which anybody may write to who can connect. It listens on the loopback interface where
+all ranks share it, else on the address that faces MASTER_ADDR; keys begin with a token that only the ranks are told;
+and everything that is read from one is checked.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from thinwire.comm.exchange import name_ranks
+from thinwire.comm.plain import decode, encode
+from thinwire.errors import PeerTimeout, ThinwireError
+
+_T = TypeVar("_T")
+
+CONNECT_SECONDS = 0.5  # for a standby to answer; a process that has ended refuses at once
+REPORT_SECONDS = 0.5  # that ranks get to say whom they miss, once one of them has
+_HOSTS = 2  # that hold a verdict, so that it outlives the first
+_LOOPBACK = "127.0.0.1"
+_MASTER_PORT = 29500  # any would do: nothing is sent to it
+
+
+class Verdict(NamedTuple):
+    """Who is lost, the same on every rank that asked, and what there is to say of it."""
+
+    ranks: tuple[int, ...]
+    remark: str
+
+
+class _Unanswered(Exception):
+    """A standby does not answer, or no longer."""
+
+
+class _Gone(_Unanswered):
+    """Its process has ended."""
+
+
+class _Address(NamedTuple):
+    host: str  # empty where there is none
+    port: int
+    reason: str  # why there is none
+
+
+class Standby:
+    """One rank's end of the standbys of a communicator. Its calls block, in bounded time.
+
+    Args:
+        rank: this rank.
+        addresses: of each rank's standby.
+        token: what the keys of this communicator begin with.
+        store: this process's own standby, if it has one.
+    """
+
+    def __init__(self, rank: int, addresses: list[_Address], token: str, store: dist.Store | None) -> None:
+        self.rank, self.size = rank, len(addresses)
+        self._addresses, self._token, self._store = addresses, token, store
+        self._attempts = 0
+
+    @classmethod
+    def open(cls, rank: int, gather: Callable[[object, Any], list[Any]]) -> Standby:
+        """Collective over the ranks of a communicator, whose `all_gather_data` is `gather`."""
+        places = gather([_network(), secrets.token_hex(16)], (str, str))
+        shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
+        store, address = None, _Address("", 0, "")
+        try:
+            store, address = _serve(_LOOPBACK if shared else _facing_address())
+        except (OSError, RuntimeError, _Unanswered) as error:
+            address = _Address("", 0, str(error))
+        told = [_Address(*entry) for entry in gather(list(address), (str, int, str))]
+        return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store)
+
+    def describe(self) -> str:
+        """For `Communicator.explain`."""
+        own = self._addresses[self.rank]
+        return f"standby store: {own.host}:{own.port}" if own.host else f"standby store: none, as {own.reason}"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Who is lost
+
+    def agree(self, suspects: Iterable[int]) -> Verdict:
+        """What the ranks agree on, of which some miss others; each calls it with those that it misses.
+
+        Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
+        holds for all that come later.
+        """
+        verdict: list[int] | None = None
+        missed, held, failures = sorted(set(suspects)), 0, []
+        for host in range(self.size):
+            if held == _HOSTS or (verdict is not None and host in verdict):
+                continue
+            try:
+                store = self._connect(host)
+                known = None if verdict is None else encode(sorted(verdict))
+                limit = REPORT_SECONDS + 2 * CONNECT_SECONDS
+                said = _within(limit, lambda: self._vote(store, missed, known))  # noqa: B023
+                verdict, held = self._ranks(said, f"the standby of rank {host}"), held + 1
+            except (_Unanswered, ThinwireError) as error:
+                failures.append(f"rank {host}: {error}")
+        if verdict is None:
+            return Verdict((), f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})")
+        return Verdict(tuple(verdict), self._remark(verdict))
+
+    def _remark(self, verdict: list[int]) -> str:
+        if not verdict:
+            return (
+                "nobody is lost: all ranks that were missed have answered, so they called something else, or with "
+                "other sizes"
+            )
+        names = name_ranks(verdict)
+        if self.rank in verdict:
+            return f"the others have given up {names}, which is this rank" + " among others" * (len(verdict) > 1)
+        return f"the ranks agree that {names} {'are' if len(verdict) > 1 else 'is'} lost"
+
+    def _vote(self, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
+        if known is None:
+            store.set(f"missed/{self.rank}", encode(missed).decode())
+            reports, ended = self._collect(store, "missed", range(self.size), REPORT_SECONDS, "lost")
+            lost = {rank for peer, report in reports.items() for rank in self._ranks(report, f"rank {peer}")}
+            known = encode(sorted((lost | ended) - reports.keys()))
+        return store.compare_set("lost", "", known.decode())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Who goes on
+
+    def meet(self, lost: Collection[int], timeout: float) -> Meeting:
+        """Waits for all ranks but those `lost`, or whose processes have ended. Who came is the same on all that did.
+
+        Raises:
+            PeerTimeout: no standby answers.
+            ThinwireError: this rank is among the lost, or the others went on without it.
+        """
+        self._require_not_in(lost)  # before a verdict, which is for good
+        agreed = self.agree(lost).ranks  # the ranks may have been told of different ones, and shall ask the same host
+        self._require_not_in(agreed)
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        failures = []
+        for host in range(self.size):
+            if host in agreed:
+                continue
+            try:
+                store = self._connect(host)
+                limit = timeout + 2 * CONNECT_SECONDS
+                said = _within(limit, lambda: self._meet(store, attempt, {*lost, *agreed}, timeout))  # noqa: B023
+            except _Unanswered as error:
+                failures.append(f"rank {host}: {error}")
+                continue
+            members = self._ranks(said, f"the standby of rank {host}")
+            if self.rank not in members:
+                raise ThinwireError(
+                    f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came "
+                    "too late"
+                )
+            return Meeting(self, store, attempt, members, timeout)
+        raise PeerTimeout(
+            f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby store could be asked "
+            f"({'; '.join(failures)})"
+        )
+
+    def _require_not_in(self, lost: Collection[int]) -> None:
+        if self.rank in lost:
+            raise ThinwireError(
+                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; the "
+                "others go on without it"
+            )
+
+    def _meet(self, store: dist.Store, attempt: int, lost: set[int], timeout: float) -> bytes:
+        store.set(f"here/{attempt}/{self.rank}", "1")
+        awaited = [rank for rank in range(self.size) if rank not in lost]
+        here, _ = self._collect(store, f"here/{attempt}", awaited, timeout, f"members/{attempt}")
+        return store.compare_set(f"members/{attempt}", "", encode(sorted(here.keys() | {self.rank})).decode())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Stores
+
+    def _connect(self, host: int, timeout: float = CONNECT_SECONDS) -> dist.Store:
+        """A client of a rank's standby, which waits for so long for keys that are not there.
+
+        Raises:
+            _Unanswered: there is none, or none that answers.
+        """
+        if host == self.rank and self._store is not None:
+            return dist.PrefixStore(self._token, self._store)
+        address = self._addresses[host]
+        self._require_listening(address)
+
+        def connect() -> dist.Store:
+            limit = timedelta(seconds=timeout)
+            return dist.TCPStore(address.host, address.port, timeout=limit, wait_for_workers=False)
+
+        return dist.PrefixStore(self._token, _within(CONNECT_SECONDS, connect))
+
+    def _require_listening(self, address: _Address) -> None:
+        if not address.host:
+            raise _Unanswered(address.reason)
+        try:
+            socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS).close()
+        except ConnectionRefusedError:
+            raise _Gone("its process has ended") from None
+        except OSError as error:
+            raise _Unanswered(str(error)) from None
+
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            self._require_listening(self._addresses[rank])
+        except _Unanswered as error:
+            return isinstance(error, _Gone)
+        return False
+
+    def _collect(
+        self, store: dist.Store, prefix: str, awaited: Iterable[int], seconds: float, decided: str
+    ) -> tuple[dict[int, bytes], set[int]]:
+        """What ranks have written, and whose processes have ended; that is all, unless time is up, or it is decided."""
+        deadline, missing, pause = time.monotonic() + seconds, set(awaited), 0.002
+        found: dict[int, bytes] = {}
+        ended: set[int] = set()
+        while True:
+            for rank in [rank for rank in missing if store.check([f"{prefix}/{rank}"])]:
+                found[rank] = store.get(f"{prefix}/{rank}")
+                missing.discard(rank)
+            for rank in sorted(missing):
+                if time.monotonic() < deadline and self._has_ended(rank):
+                    ended.add(rank)
+            missing -= ended
+            if not missing or time.monotonic() > deadline or store.check([decided]):
+                return found, ended
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _ranks(self, message: bytes, source: str) -> list[int]:
+        """Ranks of this communicator, ascending, as somebody wrote them."""
+        ranks: list[int] = decode(message, [int], source)
+        if any(not 0 <= rank < self.size for rank in ranks):
+            raise ThinwireError(f"{source} sent {ranks[:8]}, expected ranks from 0 to {self.size - 1}")
+        return sorted(set(ranks))
+
+
+class Meeting:
+    """Ranks that are about to go on together.
+
+    Attributes:
+        members: the ranks that came, ascending.
+    """
+
+    def __init__(self, standby: Standby, store: dist.Store, attempt: int, members: list[int], timeout: float) -> None:
+        self.members = members
+        self._standby, self._store, self._attempt, self._timeout = standby, store, attempt, timeout
+
+    def make(self, make_group: Callable[[dist.Store], _T]) -> _T:
+        """What is made with a store that all members share, and that lives as long as the first of them.
+
+        Raises:
+            PeerTimeout: it is not made in time.
+        """
+
+        def make() -> _T:
+            store = self._standby._connect(self.members[0], self._timeout)
+            return make_group(dist.PrefixStore(f"group/{self._attempt}", store))
+
+        return join(make, self._timeout, f"{name_ranks(self.members)} of {self._standby.size}")
+
+    def confirm(self, made: bool) -> bool:
+        """Whether every member has made it: without that, some could go on by themselves, and leave others behind."""
+        standby, outcome = self._standby, f"outcome/{self._attempt}"
+
+        def ask() -> bytes:
+            every = made
+            if made:
+                self._store.set(f"made/{self._attempt}/{standby.rank}", "1")
+                there, _ = standby._collect(self._store, f"made/{self._attempt}", self.members, self._timeout, outcome)
+                every = len(there) == len(self.members)
+            return self._store.compare_set(outcome, "", "yes" if every else "no")
+
+        try:
+            return _within(self._timeout + 2 * CONNECT_SECONDS, ask) == b"yes"
+        except _Unanswered:
+            return False
+
+
+def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
+    """What is made, or PeerTimeout if that does not succeed in time, whatever the store's host does."""
+    try:
+        return _within(timeout + 2 * CONNECT_SECONDS, make_group)
+    except _Unanswered as error:
+        raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {error}") from error
+
+
+class _OwnStore(NamedTuple):
+    store: dist.Store
+    address: _Address
+
+
+_own_stores: dict[tuple[int, str], _OwnStore] = {}  # by process, as a fork inherits the server's socket, not the server
+_starting = threading.Lock()
+
+
+def _serve(host: str) -> _OwnStore:
+    """This process's standby at one of its addresses. It lives as long as the process: peers may ask it to the end."""
+    with _starting:
+        key = os.getpid(), host
+        if key not in _own_stores:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+                listener.bind((host, 0))
+                listener.listen(128)
+                port, descriptor = listener.getsockname()[1], listener.detach()
+            store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor,
+                timeout=timedelta(seconds=CONNECT_SECONDS),
+            )  # fmt: skip
+            _own_stores[key] = _OwnStore(store, _Address(host, port, ""))
+        return _own_stores[key]
+
+
+def _network() -> str:
+    """What tells one host's loopback interface from another's; empty where that cannot be known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _facing_address() -> str:
+    """The address of this host that others see, if they meet at MASTER_ADDR."""
+    master = os.environ.get("MASTER_ADDR")
+    if not master:
+        raise _Unanswered("the ranks are on several hosts, and MASTER_ADDR, which says in which network, is not set")
+    family, kind, _, _, address = socket.getaddrinfo(master, _MASTER_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram's socket: it is only routed
+        host = str(probe.getsockname()[0])
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise _Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
+    return host
+
+
+def _checked(peer: int, address: _Address) -> _Address:
+    """A peer's address, which it could have made up."""
+    if address.host:
+        try:
+            ipaddress.ip_address(address.host.partition("%")[0])
+        except ValueError:
+            raise ThinwireError(f"rank {peer} says its standby store is at {address.host!r}, no address") from None
+        if not 1 <= address.port <= 65535:
+            raise ThinwireError(f"rank {peer} says its standby store is at port {address.port}")
+    return address
+
+
+def _within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What the call returns or raises, if it ends in time.
+
+    A store's client waits for a server whose process is stopped without a look at its own limit, in the constructor and
+    in `get`. So it has a thread of its own, which is left behind then, and ends with that server.
+
+    Raises:
+        _Unanswered: it did not, or the connection is lost.
+    """
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="thinwire standby", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise _Unanswered(f"no answer within {seconds:g} s") from None
+    if isinstance(error, RuntimeError) and not isinstance(error, ThinwireError):  # torch's own
+        raise _Unanswered(str(error).partition("\n")[0]) from error
+    if error is not None:
+        raise error
+    value: _T = result
+    return value

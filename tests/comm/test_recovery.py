@@ -1,0 +1,394 @@
+"""Survivors agree on who is lost, whoever it is, and go on without them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from tests.files import open_files
+from tests.mortal import TIMEOUT, die, ranks, tell, wait_for
+from thinwire.comm import Communicator
+from thinwire.comm.standby import Meeting, Standby
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+from thinwire.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+
+def check_sums(comm: Communicator) -> None:
+    """all_reduce in one step and in two is right."""
+    for length in (3, 40_000):
+        x = torch.full((length,), comm.rank + 1.0)
+        comm.all_reduce(x)
+        assert bool((x == comm.size * (comm.size + 1) / 2).all())
+
+
+def lose(comm: Communicator) -> PeerTimeout:
+    """Calls until a peer is missed."""
+    with pytest.raises(PeerTimeout) as caught:
+        for _ in range(1000):
+            comm.all_reduce(torch.ones(40_000))
+            time.sleep(0.002)
+    return caught.value
+
+
+def lose_and_shrink(comm: Communicator) -> tuple[object, ...]:
+    check_sums(comm)
+    tell("ready")
+    error = lose(comm)
+    left = comm.shrink()
+    check_sums(left)
+    assert comm.closed and left is comm.shrink() is tw.init()
+    assert dist.get_world_size() == left.size and dist.get_rank() == left.rank
+    with left.split(groups=[[rank] for rank in range(left.size)]) as alone:
+        assert alone.size == 1
+    assert tw.init(domain="again").all_gather_object(left.rank) == list(range(left.size))
+    return error.ranks, left.rank, left.size, str(error)
+
+
+@pytest.mark.parametrize(
+    ("victims", "number"),
+    [
+        ((0,), signal.SIGKILL),
+        ((2,), signal.SIGKILL),
+        ((0,), signal.SIGSTOP),
+        ((0, 1), signal.SIGKILL),
+        pytest.param((3,), signal.SIGSTOP, marks=pytest.mark.exhaustive),
+        pytest.param((0, 1), signal.SIGSTOP, marks=pytest.mark.exhaustive),
+        pytest.param((1, 3), signal.SIGKILL, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_survivors_name_the_same_ranks_and_go_on(
+    tmp_path: Path, victims: tuple[int, ...], number: signal.Signals
+) -> None:
+    with ranks(tmp_path, 4, lose_and_shrink) as case:
+        case.told(range(4), "ready")
+        case.signal(number, *victims)
+        left = [rank for rank in range(4) if rank not in victims]
+        for place, (named, rank, size, text) in enumerate(case.told(left).values()):
+            assert (named, rank, size) == (victims, place, len(left)), text
+            assert "the ranks agree that" in text
+
+
+def give_up_in_turn(comm: Communicator) -> None:
+    short = Communicator(comm.group, timeout=1.5)
+    tell("ready")
+    wait_for("rank 0 is stopped")
+    time.sleep(0.3 * comm.rank)  # so rank 1 is the first to give up, and then rank 2 has lost the connection to it
+    with pytest.raises(PeerTimeout) as caught:
+        short.recv(torch.zeros(4), src=comm.rank - 1)
+    with pytest.raises(PeerTimeout) as again:
+        short.barrier()
+    assert caught.value.ranks == again.value.ranks
+    tell("named", (caught.value.ranks, str(caught.value)))
+    wait_for("all know")  # and can ask, as this process lives
+
+
+def test_who_gave_up_first_is_not_taken_for_lost(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, give_up_in_turn) as case:
+        case.told(range(4), "ready")
+        case.signal(signal.SIGSTOP, 0)
+        case.allow("rank 0 is stopped")
+        told = case.told([1, 2, 3], "named")
+        case.allow("all know")
+        case.told([1, 2, 3])
+    assert [named for named, _ in told.values()] == [(0,)] * 3, told
+    assert any("lost the connection to rank 1" in text for _, text in told.values())
+
+
+def lose_twice(comm: Communicator) -> list[object]:
+    found: list[object] = []
+    for victim in (0, 1):  # ranks 0 and 2 of four: the second is rank 1 of those that are left
+        if comm.rank == victim:
+            die()
+        found.append(lose(comm).ranks)
+        comm = comm.shrink()
+        check_sums(comm)
+    with pytest.raises(ThinwireError, match="close"):
+        tw.init(rank=comm.rank, world_size=4)
+    return [*found, comm.rank, comm.size]
+
+
+def test_a_shrunk_communicator_is_shrunk_again(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, lose_twice) as case:
+        assert case.told([1, 3]) == {1: [(0,), (1,), 0, 2], 3: [(0,), (1,), 1, 2]}
+
+
+def call_different_things(comm: Communicator) -> tuple[object, ...]:
+    with pytest.raises(PeerTimeout) as caught:
+        comm.all_reduce(torch.ones(3 if comm.rank else 4))
+    left = comm.shrink()
+    check_sums(left)
+    return caught.value.ranks, "nobody is lost" in str(caught.value), left.rank, left.size
+
+
+def test_where_nobody_died_nobody_is_named_and_all_go_on(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, call_different_things) as case:
+        assert case.told(range(3)) == {rank: ((), True, rank, 3) for rank in range(3)}
+
+
+def lose_the_host(comm: Communicator) -> tuple[object, ...]:
+    collect = Standby._collect
+    if comm.rank == 0:
+        # It holds the vote on rank 3, and ends with a report in it that nobody has acted on.
+        Standby._collect = lambda *arguments: die()  # type: ignore[method-assign, assignment]
+    else:
+        Standby._collect = lambda *arguments: (time.sleep(0.3), collect(*arguments))[1]  # type: ignore
+    if comm.rank == 3:
+        die()
+    error = lose(comm)
+    Standby._collect = collect  # type: ignore[method-assign]
+    left = comm.shrink()
+    check_sums(left)
+    return error.ranks, left.rank, left.size
+
+
+def test_a_host_that_is_lost_during_the_vote_is_named_too(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, lose_the_host) as case:
+        assert case.told([1, 2]) == {rank: ((0, 3), rank - 1, 2) for rank in (1, 2)}
+
+
+def ask_after_the_host_has_died(comm: Communicator) -> tuple[int, ...]:
+    if comm.rank == 3:
+        die()
+    if comm.rank == 2:
+        wait_for("rank 0 has died, too")
+    named = lose(comm).ranks
+    tell("named")
+    wait_for("rank 0 has died, too")
+    if comm.rank == 1:
+        wait_for("rank 2 knows")
+    return named
+
+
+def test_a_verdict_outlives_its_host(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, ask_after_the_host_has_died) as case:
+        case.told([0, 1], "named")
+        case.signal(signal.SIGKILL, 0)
+        case.processes[0].join(10)
+        case.allow("rank 0 has died, too")
+        assert case.told([2]) == {2: (3,)}
+        case.allow("rank 2 knows")
+        assert case.told([1]) == {1: (3,)}
+
+
+def lose_another_meanwhile(comm: Communicator, of_init: bool) -> tuple[object, ...]:
+    comm = comm if of_init else Communicator(comm.group, timeout=TIMEOUT)
+    if comm.rank == 0:
+        die()
+    if comm.rank == 2:
+        Meeting.make = lambda *arguments: die()  # type: ignore[method-assign, assignment]
+    lose(comm)
+    with pytest.raises(PeerTimeout, match=r"lost while ranks 1, 2, 3 were about to go on; call shrink\(\) again"):
+        comm.shrink()
+    left = comm.shrink()
+    check_sums(left)
+    return left.rank, left.size
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("of_init", [True, False])
+def test_a_rank_that_is_lost_while_the_others_shrink_makes_them_call_it_again(tmp_path: Path, of_init: bool) -> None:
+    with ranks(tmp_path, 4, lose_another_meanwhile, of_init) as case:
+        assert case.told([1, 3]) == {1: (0, 2), 3: (1, 2)}
+
+
+def shrink_a_domain(_: Communicator) -> bool:
+    comm = tw.init()
+    domain = tw.init(domain="a")
+    left = domain.shrink()
+    assert tw.init(domain="a") is left is not domain and tw.init() is comm
+    check_sums(left)
+    comm.close()
+    return left.closed
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_domain_that_was_shrunk_is_found_by_its_name_and_ends_with_the_others(mode: str) -> None:
+    assert run_ranks(shrink_a_domain, 2, mode=mode) == [True, True]
+
+
+def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
+    """Of a communicator of a part, and one over a group that torch.distributed was given: neither is `init`'s."""
+    half = comm.split(groups=[[0, 1, 2], [3]])
+    own = Communicator(comm.group, timeout=TIMEOUT)
+    if comm.rank == 0:
+        die()
+    if comm.rank == 3:
+        assert own.shrink(lost=[0]).all_gather_object(comm.rank) == [1, 2, 3]
+        return ()
+    named = lose(half).ranks
+    left = half.shrink()
+    check_sums(left)
+    with left.split(groups=[[1], [0]]) as alone, left.split(groups=[[1, 0]]) as turned:
+        assert (alone.size, turned.rank) == (1, 1 - left.rank)
+        check_sums(turned)
+    told = left.explain()
+    assert "shrunk from 3 ranks to ranks 1, 2" in told and "unknown to torch.distributed" in told
+    assert "standby store: 127.0.0.1:" in told
+    assert own.shrink(lost=[0]).all_gather_object(comm.rank) == [1, 2, 3]
+    assert dist.get_world_size() == 4  # torch.distributed's own groups are as they were
+    left.close()
+    with pytest.raises(ThinwireError, match="closed"):
+        _ = left.group
+    return named, left.rank, left.size
+
+
+def test_communicators_of_other_groups_shrink_by_themselves(tmp_path: Path) -> None:
+    with ranks(tmp_path, 4, lose_in_parts) as case:
+        assert case.told([1, 2, 3]) == {1: ((0,), 0, 2), 2: ((0,), 1, 2), 3: ()}
+
+
+def come_late(comm: Communicator) -> str:
+    if comm.rank == 2:
+        wait_for("the others went on")
+        with pytest.raises(PeerTimeout) as caught:
+            comm.barrier()
+        assert caught.value.ranks == (2,)
+        assert "the others have given up rank 2, which is this rank" in str(caught.value)
+        for lost in (None, []):
+            with pytest.raises(ThinwireError, match="rank 2 of 3 is itself one of the ranks that are lost, rank 2;"):
+                comm.shrink(lost)
+        return "left out"
+    with pytest.raises(PeerTimeout) as caught:
+        comm.barrier()
+    assert caught.value.ranks == (2,)
+    left = comm.shrink()
+    check_sums(left)
+    tell("went on")
+    wait_for("rank 2 knows")  # and can ask, as this process lives
+    return "went on"
+
+
+def test_a_rank_that_comes_late_finds_itself_named_and_left_out(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, come_late) as case:
+        case.told([0, 1], "went on")
+        case.allow("the others went on")
+        assert case.told([2]) == {2: "left out"}
+        case.allow("rank 2 knows")
+        case.told([0, 1])
+
+
+def come_too_late(comm: Communicator) -> object:
+    if comm.rank == 2:
+        wait_for("the others went on")
+        with pytest.raises(ThinwireError, match="rank 2 of 3 is not among those that go on, ranks 0, 1: it came too"):
+            comm.shrink()
+        return None
+    left = comm.shrink()
+    check_sums(left)
+    tell("went on", left.size)
+    wait_for("rank 2 knows")
+    return None
+
+
+@pytest.mark.exhaustive
+def test_who_does_not_come_is_left_out_though_nobody_missed_it(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, come_too_late) as case:
+        assert case.told([0, 1], "went on") == {0: 2, 1: 2}
+        case.allow("the others went on")
+        case.told([2])
+        case.allow("rank 2 knows")
+        case.told([0, 1])
+
+
+def lose_experts(comm: Communicator, transport: str) -> tuple[object, ...]:
+    ep = tw.ExpertParallel(comm, 6, 2, 64, 8, transport=transport, timeout=1.0)
+    x, ids, weights = _tokens(comm.rank)
+    ep.combine(ep.dispatch(x, ids, weights).tokens, ep._rounds.open_rounds[0])
+    if comm.rank == 0:
+        die()
+    with pytest.raises(PeerTimeout) as caught:
+        ep.dispatch(x, ids, weights)
+    if comm.rank == 1:
+        with pytest.raises(ArgumentError, match=r"lost is \[4\], expected None or ranks of this communicator"):
+            ep.rebuild([4])
+    ep.rebuild(caught.value.ranks if comm.rank % 2 else None)
+    fresh = tw.ExpertParallel(ep.comm, 6, 2, 64, 8, transport=transport)
+    results = []
+    for other in (ep, fresh):
+        x, ids, weights = _tokens(other.comm.rank)
+        d = other.dispatch(x, ids, weights)
+        results.append(other.combine(d.tokens * 2, d))
+    assert torch.equal(*results) and bool(results[0].any())
+    return caught.value.ranks, ep.comm.rank, ep.comm.size, ep.transport
+
+
+def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(5)])
+    return torch.randn(5, 64, generator=generator), ids, torch.rand(5, 2, generator=generator)
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_experts_are_rebuilt_without_rank_0(tmp_path: Path, transport: str) -> None:
+    with ranks(tmp_path, 4, lose_experts, transport) as case:
+        assert case.told([1, 2, 3]) == {rank: ((0,), rank - 1, 3, transport) for rank in (1, 2, 3)}
+
+
+def return_early_or_shrink(comm: Communicator) -> tuple[object, ...]:
+    if comm.rank == 0:
+        return ()
+    with pytest.raises(PeerTimeout) as caught:
+        comm.barrier()
+    left = comm.shrink()
+    check_sums(left)
+    assert tw.init() is left is comm.shrink() and comm.closed
+    return caught.value.ranks, left.rank, left.size
+
+
+def test_threads_shrink_too() -> None:
+    assert run_ranks(return_early_or_shrink, 3, mode="thread") == [(), ((0,), 0, 2), ((0,), 1, 2)]
+
+
+def refuse(comm: Communicator) -> None:
+    for lost in ([comm.size], [-1], [True], ["1"], 1, "1", [1.0]):
+        with pytest.raises(ArgumentError, match="expected None or ranks of this communicator, ints from 0 to 1"):
+            comm.shrink(lost)  # type: ignore[arg-type]
+    with pytest.raises(ThinwireError, match=f"rank {comm.rank} of 2 is itself one of the ranks that are lost"):
+        comm.shrink(lost=range(2))
+    comm.barrier()
+    comm.close()
+    with pytest.raises(ThinwireError, match="closed"):
+        comm.shrink()
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_what_is_no_rank_is_refused_and_nothing_happens(mode: str) -> None:
+    run_ranks(refuse, 2, mode=mode)
+
+
+def shrink_and_count(comm: Communicator) -> None:
+    comm = Communicator(comm.group)
+
+    def open_now() -> tuple[int, int]:
+        gc.collect()
+        return len(open_files()), len(os.listdir("/proc/self/task"))
+
+    def once() -> None:
+        # Of the same ranks: nobody died, and the new communicator is of a standalone group.
+        with Communicator(comm.group, timeout=5.0) as first, first.shrink() as left:
+            check_sums(left)
+
+    once()
+    comm.barrier()
+    before = open_now()
+    for _ in range(3):
+        once()
+    comm.barrier()
+    deadline = time.monotonic() + 10  # Gloo's threads may take a moment
+    while any(now > then for now, then in zip(open_now(), before, strict=True)):
+        assert time.monotonic() < deadline, (before, open_now())
+        time.sleep(0.05)
+
+
+def test_nothing_is_left_of_what_was_shrunk_and_closed() -> None:
+    run_ranks(shrink_and_count, 2)
