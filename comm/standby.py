@@ -108,7 +108,7 @@ class Standby:
                 continue
             try:
                 store = self._connect(host)
-                known = None if verdict is None else encode(sorted(verdict))
+                known = None if verdict is None else encode(sorted(verdict), [int])
                 limit = REPORT_SECONDS + 2 * CONNECT_SECONDS
                 said = _within(limit, lambda: self._vote(store, missed, known))  # noqa: B023
                 verdict, held = self._ranks(said, f"the standby of rank {host}"), held + 1
@@ -131,10 +131,10 @@ class Standby:
 
     def _vote(self, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
         if known is None:
-            store.set(f"missed/{self.rank}", encode(missed).decode())
+            store.set(f"missed/{self.rank}", encode(missed, [int]).decode())
             reports, ended = self._collect(store, "missed", range(self.size), REPORT_SECONDS, "lost")
             lost = {rank for peer, report in reports.items() for rank in self._ranks(report, f"rank {peer}")}
-            known = encode(sorted((lost | ended) - reports.keys()))
+            known = encode(sorted((lost | ended) - reports.keys()), [int])
         return store.compare_set("lost", "", known.decode())
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Standby:
         store.set(f"here/{attempt}/{self.rank}", "1")
         awaited = [rank for rank in range(self.size) if rank not in lost]
         here, _ = self._collect(store, f"here/{attempt}", awaited, timeout, f"members/{attempt}")
-        return store.compare_set(f"members/{attempt}", "", encode(sorted(here.keys() | {self.rank})).decode())
+        return store.compare_set(f"members/{attempt}", "", encode(sorted(here.keys() | {self.rank}), [int]).decode())
 
     # -----------------------------------------------------------------------------------------------------------------
     # Stores
