@@ -19,7 +19,7 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["MOST_BYTES", "decode", "encode"]
+__all__ = ["MOST_BYTES", "decode", "encode", "unique_keys"]
 
 #: Of one rank's message.
 MOST_BYTES = 1 << 20
@@ -34,6 +34,15 @@ def encode(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict, for `object_pairs_hook`; ValueError for a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice in an object")
+    return found
+
+
 def decode(message: bytes, shape: Any, source: str) -> Any:
     """What `encode` was given.
 
@@ -45,7 +54,7 @@ def decode(message: bytes, shape: Any, source: str) -> Any:
         ThinwireError: it is something else.
     """
     try:
-        value = json.loads(message)
+        value = json.loads(message, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # of text that is not JSON, not UTF-8, or nested without end
         raise ThinwireError(f"{source} sent {len(message)} bytes that are not JSON: {error}") from None
     if not _fits(value, shape):

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import platform
+import re
 import statistics
 import tempfile
 import time
@@ -26,6 +27,8 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.communicator import Attachment
+from thinwire.comm.plain import unique_keys
+from thinwire.comm.tensors import is_int
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
@@ -38,11 +41,17 @@ AUTO = "auto"
 CACHE_VARIABLE = "THINWIRE_CACHE"
 THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
 
+_BYTES = re.compile("[0-9]{1,18}")
 _KEY = "size_switch"
 _FILE = "size_switch.json"
 #: Bytes of a rank's tensor that are tried.
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 ROUNDS = 7
+
+
+def is_auto(wire: object) -> bool:
+    """Whether a wire was passed as "auto"; anything may be passed."""
+    return isinstance(wire, str) and wire == AUTO
 
 
 def resolve_wires(
@@ -61,7 +70,7 @@ def resolve_wires(
         wires: of the legs, as passed.
         alike: whether all ranks' messages have one size.
     """
-    if not any(type(wire) is str and wire == AUTO for wire in wires):
+    if not any(map(is_auto, wires)):
         return [resolve_wire(wire) for wire in wires]
     if not alike:
         raise WireFormatError(
@@ -78,7 +87,7 @@ def resolve_wires(
         threshold = switch.threshold(function, x.dtype, transport, chosen)
         if threshold is None or x.nbytes < threshold:
             chosen = WireFormat("none")
-    return [chosen if type(wire) is str and wire == AUTO else resolve_wire(wire) for wire in wires]
+    return [chosen if is_auto(wire) else resolve_wire(wire) for wire in wires]
 
 
 class SizeSwitch(Attachment):
@@ -107,7 +116,7 @@ class SizeSwitch(Attachment):
             forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
             comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
             if forced:
-                if not forced.strip().isdigit():
+                if not _BYTES.fullmatch(forced.strip()):
                     raise ThinwireError(
                         f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
                     )
@@ -125,7 +134,9 @@ class SizeSwitch(Attachment):
         if self._comm.rank != 0:
             return None
         found = _read(_file()).get(self._machine, {}).get(key)
-        return found if isinstance(found, dict) and isinstance(found.get("threshold"), int | None) else None
+        # A file may hold anything; what no measurement can have stored is measured anew.
+        threshold = found.get("threshold", "missing") if isinstance(found, dict) else "missing"
+        return found if threshold is None or is_int(threshold, 0, 2**63 - 1) else None
 
     def _store(self, key: str, samples: dict[int, tuple[float, float]]) -> str:
         """Keeps what was measured, at rank 0. Returns what is to be said of it."""
@@ -221,8 +232,8 @@ def _file() -> Path | None:
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    with contextlib.suppress(OSError, ValueError):  # what cannot be read is measured anew
-        content = json.loads(path.read_text())
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # what cannot be read is measured anew
+        content = json.loads(path.read_text(), object_pairs_hook=unique_keys)
         if isinstance(content, dict):
             return {machine: entry for machine, entry in content.items() if isinstance(entry, dict)}
     return {}

@@ -72,7 +72,7 @@ class Refusal(Attachment):
 
 def check_transport(transport: str) -> None:
     """Raises TransportUnavailable for what is no transport, naming what is."""
-    if transport not in TRANSPORTS:
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
         raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(TRANSPORTS)}")
 
 
@@ -150,8 +150,11 @@ def open_direct(
     problem: Exception | None = None
     try:
         made = make(memory)
-    except Exception as error:
+    except ThinwireError as error:
         problem = error
+    except Exception as error:  # such as memory for what the ranks keep beside it, which is not there
+        problem = TransportUnavailable(f"{name}: rank {comm.rank} could not use its memory: {error}")
+        problem.__cause__ = error
     # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
     told = comm.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
     for rank, text in enumerate(told):
