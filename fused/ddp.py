@@ -74,7 +74,7 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
     """
     if not isinstance(state, AllReduceState):
         raise ArgumentError(f"state is a {type(state).__name__}, expected an AllReduceState")
-    if not isinstance(bucket, dist.GradBucket):
+    if not callable(getattr(bucket, "buffer", None)):
         raise ArgumentError(f"bucket is a {type(bucket).__name__}, expected the GradBucket of DistributedDataParallel")
     gradients = bucket.buffer()
     wire, comm = resolve_wire(state.wire), state.comm

@@ -136,7 +136,7 @@ def open_direct(
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
         PeerTimeout: a peer did not take part.
-        TransportUnavailable: `make` failed on another rank.
+        TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
     reasons = comm.all_gather_object(_why_not(comm))
     for rank, reason in enumerate(reasons):
@@ -150,17 +150,16 @@ def open_direct(
     problem: Exception | None = None
     try:
         made = make(memory)
-    except ThinwireError as error:
+    except Exception as error:
         problem = error
-    except Exception as error:  # such as memory for what the ranks keep beside it, which is not there
-        problem = TransportUnavailable(f"{name}: rank {comm.rank} could not use its memory: {error}")
-        problem.__cause__ = error
     # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
     told = comm.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
     for rank, text in enumerate(told):
         if text is not None:
             memory.close()
-            raise problem or TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}")
+            if isinstance(problem, ThinwireError):
+                raise problem
+            raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
     return made
 
 
