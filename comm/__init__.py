@@ -5,7 +5,7 @@
 1
 """
 
-from thinwire.comm.bootstrap import default_communicator, init
+from thinwire.comm.bootstrap import communicator_or_default, default_communicator, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted
 from thinwire.comm.launchers import RankInfo, discover
@@ -24,6 +24,7 @@ __all__ = [
     "TensorLayout",
     "Work",
     "allocate",
+    "communicator_or_default",
     "default_communicator",
     "discover",
     "init",

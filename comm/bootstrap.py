@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
-from thinwire.comm.groups import backends_of, member_group
+from thinwire.comm.groups import as_device, backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
-from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.comm.tensors import is_seconds
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
 
 class Domains:
@@ -131,6 +132,9 @@ def init(
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
         raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+    if not is_seconds(timeout):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
+    timeout, device = float(timeout), None if device is None else as_device(device)
     table = None
     if rank_table is not None:
         table = RankTable.load(rank_table)
@@ -177,6 +181,17 @@ def default_communicator() -> Communicator:
     if found is None:
         raise ThinwireError("there is no default communicator: call thinwire.init() first, or pass comm=")
     return found
+
+
+def communicator_or_default(comm: Communicator | None) -> Communicator:
+    """What a call that takes `comm=` is to use; or ArgumentError."""
+    if comm is None:
+        return default_communicator()
+    if not isinstance(comm, Communicator):
+        raise ArgumentError(
+            f"comm is a {type(comm).__name__}, expected a Communicator, such as thinwire.init() returns"
+        )
+    return comm
 
 
 def _join(

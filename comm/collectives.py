@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
 from thinwire.comm.exchange import Buffers
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
+from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
 
@@ -51,12 +51,12 @@ class Collectives(HostCollectives):
             op: "sum", "prod", "min", "max", "avg" (not of integers), "logical_or" or "logical_and" (1 or 0, in the
                 tensor's dtype), or torch's ReduceOp. Complex tensors have sums, averages and logical operations.
         """
-        return self._reduce(self._check("tensor", tensor), None, op, async_op)
+        return self._reduce(self._check("tensor", tensor, written=True), None, op, async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
-        data = self._check("tensor", tensor)
-        return self._reduce(data, self._check_rank("dst", dst), op, async_op)
+        root = self._check_rank("dst", dst)
+        return self._reduce(self._check("tensor", tensor, written=root == self.rank), root, op, async_op)
 
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
@@ -68,7 +68,7 @@ class Collectives(HostCollectives):
             input_list: one tensor a rank; `input_list[r]` has the same shape on all ranks.
             op: as for `all_reduce`.
         """
-        data = self._check("output", output)
+        data = self._check("output", output, written=True)
         inputs = self._check_list("input_list", input_list, ("output", data), [self.rank])
         reduction = Reduction.of(op, data.dtype)
         return self._run(self._reductions.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
@@ -78,8 +78,7 @@ class Collectives(HostCollectives):
 
         Over Gloo, `src` sends to each rank by itself.
         """
-        data = self._check("tensor", tensor)
-        self._check_rank("src", src)
+        data = self._check("tensor", tensor, written=self._check_rank("src", src) != self.rank)
         if self._on_nccl:
             return self._run(nccl.broadcast(self._exchange, data, src), async_op)
         sends = self._to_all(data) if src == self.rank else self._nothing()
@@ -89,7 +88,7 @@ class Collectives(HostCollectives):
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size))
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size), written=True)
         if self._on_nccl:
             return self._run(nccl.all_gather(self._exchange, outputs, data), async_op)
         return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
@@ -97,7 +96,7 @@ class Collectives(HostCollectives):
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
         data = self._check("tensor", tensor)
-        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank])
+        outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank], written=True)
         return self._move(f"all_gather_v {data.dtype}", self._to_all(data), outputs, async_op)
 
     def gather(
@@ -112,7 +111,7 @@ class Collectives(HostCollectives):
         """
         data = self._check("tensor", tensor)
         sends = self._only(self._check_rank("dst", dst), data)
-        receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst)
+        receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst, written=True)
         return self._move(f"gather {data.dtype}", sends, receives, async_op)
 
     def scatter(
@@ -125,7 +124,7 @@ class Collectives(HostCollectives):
             scatter_list: one tensor a rank, of that shape, on rank `src`; None on the others.
             src: who has them.
         """
-        data = self._check("tensor", tensor)
+        data = self._check("tensor", tensor, written=True)
         receives = self._only(self._check_rank("src", src), data)
         sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
         return self._move(f"scatter {data.dtype}", sends, receives, async_op)
@@ -139,7 +138,7 @@ class Collectives(HostCollectives):
             output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
                 what a rank sends to another has as many elements as the other expects from it.
         """
-        outputs = self._check_list("output_tensor_list", output_tensor_list)
+        outputs = self._check_list("output_tensor_list", output_tensor_list, written=True)
         inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
         own, place = inputs[self.rank], outputs[self.rank]
         if own.numel() != place.numel():
@@ -167,7 +166,7 @@ class Collectives(HostCollectives):
             output_split_sizes: rows of dim 0 from each rank; None means equal shares.
             input_split_sizes: rows of dim 0 for each rank; None means equal shares.
         """
-        data, target = self._check("input", input), self._check("output", output)
+        data, target = self._check("input", input), self._check("output", output, written=True)
         if data.dtype != target.dtype:
             raise ArgumentError(f"output is {target.dtype}, but input is {data.dtype}; expected one dtype")
         sends = self._check_splits("input_split_sizes", input_split_sizes, "input", data)
@@ -194,7 +193,7 @@ class Collectives(HostCollectives):
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
-        data = self._check("tensor", tensor)
+        data = self._check("tensor", tensor, written=True)
         receives = self._only(self._check_peer("src", src), data)
         return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
 
@@ -207,13 +206,10 @@ class Collectives(HostCollectives):
     def _reductions(self) -> ModuleType:
         return nccl if self._on_nccl else p2p
 
-    def _check(self, name: str, tensor: object) -> Tensor:
+    def _check(self, name: str, tensor: object, written: bool = False) -> Tensor:
         """The tensor itself, cut off from autograd: what a collective writes has no history."""
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = f"layout {tensor.layout}, dtype {tensor.dtype}"
-            raise ArgumentError(f"{name} has {kind}; expected a plain dense tensor")
+        require_dense(name, tensor)
+        assert isinstance(tensor, Tensor)
         if tensor.is_conj() or tensor.is_neg():
             raise ArgumentError(
                 f"{name} is a conjugate or negative view; expected resolve_conj() or resolve_neg() of it"
@@ -222,10 +218,17 @@ class Collectives(HostCollectives):
             raise ArgumentError(
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self.device}"
             )
+        if written:
+            require_writable(name, tensor)
         return tensor.detach()
 
     def _check_list(
-        self, name: str, tensors: object, like: tuple[str, Tensor] | None = None, alike: Sequence[int] = ()
+        self,
+        name: str,
+        tensors: object,
+        like: tuple[str, Tensor] | None = None,
+        alike: Sequence[int] = (),
+        written: bool = False,
     ) -> list[Tensor]:
         """One tensor a rank, of the dtype of `like` or of the first one; those of ranks `alike` have its shape, too."""
         size = self.size
@@ -235,7 +238,7 @@ class Collectives(HostCollectives):
             )
         if len(tensors) != size:
             raise CountsError(f"{name} has {len(tensors)} tensors, expected one for each of the {size} ranks")
-        checked = [self._check(f"{name}[{rank}]", tensor) for rank, tensor in enumerate(tensors)]
+        checked = [self._check(f"{name}[{rank}]", tensor, written) for rank, tensor in enumerate(tensors)]
         like_name, model = (f"{name}[0]", checked[0]) if like is None else like
         for rank, tensor in enumerate(checked):
             if tensor.dtype != model.dtype:
@@ -279,7 +282,9 @@ class Collectives(HostCollectives):
             raise ArgumentError(f"{name} is {peer}, this rank itself; expected another one")
         return peer
 
-    def _check_list_of_root(self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int) -> Buffers:
+    def _check_list_of_root(
+        self, name: str, tensors: object, tensor: Tensor, root_name: str, root: int, written: bool = False
+    ) -> Buffers:
         if (tensors is not None) != (self.rank == root):
             found = "None" if tensors is None else "a list"
             raise ArgumentError(
@@ -288,7 +293,7 @@ class Collectives(HostCollectives):
             )
         if tensors is None:
             return self._nothing()
-        return self._check_list(name, tensors, ("tensor", tensor), range(self.size))
+        return self._check_list(name, tensors, ("tensor", tensor), range(self.size), written)
 
     def _nothing(self) -> list[Tensor | None]:
         return [None] * self.size

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.exchange import PeerExchange, name_ranks
 from thinwire.comm.groups import (
+    as_device,
     choose_backend,
     group_exists,
     keeps_order,
@@ -25,6 +26,7 @@ from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.meeting import gloo_on_loopback
 from thinwire.comm.standby import Standby, join
+from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
 
@@ -102,7 +104,7 @@ class Communicator(Collectives):
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
         timeout = _checked_timeout(timeout)
-        chosen = with_index(torch.device(device))
+        chosen = with_index(as_device(device))
         if chosen.type not in ("cpu", "cuda"):
             raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
         communicators = []
@@ -391,6 +393,6 @@ def shared_split(comm: Communicator, groups: Groups) -> Communicator:
 
 def _checked_timeout(timeout: float | None) -> float:
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not 0 < timeout < float("inf"):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
+    if not is_seconds(timeout):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
     return float(timeout)

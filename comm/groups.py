@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -48,12 +48,20 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
+def as_device(device: object) -> torch.device:
+    """A device from what callers pass; or ArgumentError."""
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"device is {device!r}, expected a torch.device or its name: {error}") from None
+
+
 def choose_backend(group: dist.ProcessGroup, device: torch.device | str | None) -> tuple[str, torch.device, str]:
     """Of what the group has, "nccl" or "gloo", the device of its tensors, and why that one; or TransportUnavailable."""
     backends = backends_of(group)
     has_nccl = backends.get("cuda") == "nccl"
     if device is not None:
-        chosen, reason = with_index(torch.device(device)), "as passed"
+        chosen, reason = with_index(as_device(device)), "as passed"
     elif not has_nccl:
         chosen, reason = torch.device("cpu"), "as the process group has no NCCL"
     elif not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.plain import MOST_BYTES, decode, encode
+from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
@@ -121,6 +122,7 @@ class HostCollectives:
 
         Raises:
             TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
+            ArgumentError: it is no plain dense tensor.
         """
         if not isinstance(tensor, Tensor):
             raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
@@ -129,6 +131,7 @@ class HostCollectives:
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
                 f"move it, or make a communicator with device={tensor.device.type!r}"
             )
+        require_dense(name, tensor)
 
     def check_exchange(self) -> None:
         """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
@@ -206,6 +209,8 @@ class HostCollectives:
                 what is no count.
             PeerTimeout: a peer did not answer.
         """
+        if not isinstance(send_counts, Sequence):
+            raise CountsError(f"send_counts is a {type(send_counts).__name__}, expected a list of ints")
         counts = list(send_counts)
         if len(counts) != self.size:
             raise CountsError(f"send_counts has {len(counts)} entries, expected one for each of the {self.size} ranks")
@@ -296,6 +301,12 @@ class HostCollectives:
             return
         # Every rank saw all the digests, so every rank comes here.
         raise ConfigMismatch(_describe_mismatch(what, self.all_gather_data(described, {str: str})))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled, as it is one rank's place in a group: pass the object itself, "
+            "or call thinwire.init() in each process; split() and init(domain=...) give others over the same ranks"
+        )
 
     def _require_open(self) -> None:
         if self.closed:

@@ -151,15 +151,17 @@ class Layout:
         return f"Layout({', '.join(axes)})"
 
     def _axes_of(self, dim: str | tuple[str, ...]) -> tuple[str, ...]:
-        if dim == _UNCUT:
-            return ()
         if not isinstance(dim, str | tuple | list) or not dim:
             raise LayoutError(f'a dimension is mapped to {dim!r}, expected an axis, a tuple of axes, or "None"')
+        if dim == _UNCUT:
+            return ()
         if not isinstance(dim, str) and _UNCUT in dim:
             raise LayoutError(f'"None" stands for a dimension that is not cut, but {dim!r} names it among axes')
         return self._checked_axes(dim)
 
     def _checked_axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        if not isinstance(axes, Iterable):
+            raise LayoutError(f"axes is {axes!r}, expected the name of an axis, or a tuple of names")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         for axis in axes:
             self._require_axis(axis)
@@ -168,7 +170,7 @@ class Layout:
         return axes
 
     def _require_axis(self, axis: str) -> None:
-        if axis not in self.name:
+        if not isinstance(axis, str) or axis not in self.name:
             raise LayoutError(f"{axis!r} is no axis of {self}; its axes are {', '.join(map(repr, self.name))}")
 
 
@@ -300,8 +302,10 @@ class TensorLayout:
         return f"{self.layout}({dims}){partial}"
 
     def _require_dims(self, shape: Sequence[int]) -> None:
-        if len(shape) != len(self.dims):
-            raise LayoutError(f"{self} is for {len(self.dims)} dimensions, but the shape is {list(shape)}")
+        ints = isinstance(shape, tuple | list) and all(isinstance(length, int) and length >= 0 for length in shape)
+        if not ints or len(shape) != len(self.dims):
+            shown = list(shape) if isinstance(shape, tuple | list) else repr(shape)
+            raise LayoutError(f"{self} is for {len(self.dims)} dimensions, but the shape is {shown}")
 
 
 def as_tensor_layout(spec: TensorLayout | Sequence[int], size: int) -> TensorLayout:

@@ -23,7 +23,7 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["MOST_BYTES", "MOST_TEXT", "OneOf", "decode", "encode"]
+__all__ = ["MOST_BYTES", "MOST_TEXT", "OneOf", "decode", "encode", "unique_keys"]
 
 #: Of one rank's message.
 MOST_BYTES = 1 << 20
@@ -58,6 +58,15 @@ def encode(value: object, shape: Any) -> bytes:
     return message
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict, for `object_pairs_hook`; ValueError for a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice in an object")
+    return found
+
+
 def decode(message: bytes, shape: Any, source: str) -> Any:
     """What `encode` was given.
 
@@ -78,7 +87,7 @@ def decode(message: bytes, shape: Any, source: str) -> Any:
     try:
         value = json.loads(
             message.decode(),  # json would guess at UTF-16 and UTF-32
-            object_pairs_hook=_read_object,
+            object_pairs_hook=unique_keys,
             parse_int=lambda digits: int(_bounded(digits)),
             parse_float=lambda digits: float(_bounded(digits)),
         )
@@ -94,13 +103,6 @@ def _bounded(digits: str) -> str:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return digits
-
-
-def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
 
 
 def _fits(value: object, shape: Any) -> bool:

@@ -16,16 +16,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from thinwire.comm.plain import unique_keys
+from thinwire.comm.tensors import is_int
 from thinwire.errors import RankTableError
 
 #: Where the ranks of a rank table meet if MASTER_PORT does not say so. It is torchrun's default, too.
 DEFAULT_PORT = 29500
 
 _VERSIONS = ("1.0", "1.2")
+_NUMBER = re.compile("[0-9]{1,10}")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,8 @@ class RankTable:
         Raises:
             RankTableError: the table does not have it.
         """
-        if not 0 <= rank < self.size:
-            raise RankTableError(f"{self.source} has no rank {rank}, it has ranks 0 to {self.size - 1}")
+        if not is_int(rank, 0, self.size - 1):
+            raise RankTableError(f"{self.source} has no rank {rank!r}, it has ranks 0 to {self.size - 1}")
         return self.entries[rank]
 
     @classmethod
@@ -101,11 +109,14 @@ class RankTable:
             raise RankTableError(f"rank_table is a {type(table).__name__}, expected a path or a dict")
         source = f"rank table {os.fspath(table)}"
         try:
-            with open(table, encoding="utf-8") as file:
-                content = json.load(file)
+            text = Path(os.fsdecode(table)).read_bytes()
         except OSError as error:
             raise RankTableError(f"{source} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # not JSON, or not UTF-8
+        except ValueError as error:  # a path that no file can have
+            raise RankTableError(f"{source} cannot be read: {error}") from error
+        try:
+            content = json.loads(text, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested without end, or a key twice
             raise RankTableError(f"{source} is not JSON: {error}") from error
         return _parse(content, source)
 
@@ -113,11 +124,11 @@ class RankTable:
 def _parse(content: object, source: str) -> RankTable:
     table = _as_object(content, source)
     version = table.get("version", "1.0")
-    if str(version) not in _VERSIONS:
-        raise RankTableError(f"{source}: version is {version!r}, expected one of {', '.join(_VERSIONS)}")
+    if not isinstance(version, str | float) or str(version) not in _VERSIONS:
+        raise RankTableError(f"{source}: version is {_shown(version)}, expected one of {', '.join(_VERSIONS)}")
     status = table.get("status", "completed")
-    if status != "completed":
-        raise RankTableError(f"{source}: status is {status!r}, expected 'completed': it is not ready to be used")
+    if not isinstance(status, str) or status != "completed":
+        raise RankTableError(f"{source}: status is {_shown(status)}, expected 'completed': it is not ready to be used")
     if "server_list" not in table and "group_list" in table:
         raise RankTableError(f"{source}: has a group_list, expected the other template, which has a server_list")
     servers = _as_list(table, "server_list", source)
@@ -185,23 +196,31 @@ def _as_list(content: Mapping[str, Any], field: str, where: str) -> Sequence[Any
 def _as_text(content: Mapping[str, Any], field: str, where: str) -> str:
     found = _field(content, field, where)
     if not isinstance(found, str) or not found.strip():
-        raise RankTableError(f"{where}: {field} is {found!r}, expected a string that is not empty")
+        raise RankTableError(f"{where}: {field} is {_shown(found)}, expected a string that is not empty")
     return found.strip()
 
 
 def _as_number(content: Mapping[str, Any], field: str, where: str) -> int:
     found = _field(content, field, where)
-    if isinstance(found, str) and found.strip().isdecimal():
-        return int(found)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise RankTableError(f"{where}: {field} is {found!r}, expected a whole number of at least 0")
-    return found
+    number = int(found) if isinstance(found, str) and _NUMBER.fullmatch(found.strip()) else found
+    if not is_int(number, 0):
+        raise RankTableError(f"{where}: {field} is {_shown(found)}, expected a whole number of at least 0, below 2**31")
+    return number
 
 
 def _field(content: Mapping[str, Any], field: str, where: str) -> Any:
     if field not in content:
-        raise RankTableError(f"{where}: has no {field}; it has {', '.join(map(str, content)) or 'nothing'}")
+        names = ", ".join(key if isinstance(key, str) else _shown(key) for key in content)
+        raise RankTableError(f"{where}: has no {field}; it has {names or 'nothing'}")
     return content[field]
+
+
+def _shown(value: object) -> str:
+    """A value for people, who may have passed anything: not nested deeply, nor a number too long to be printed."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__}"
 
 
 def _kind(content: object) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.comm import Communicator, default_communicator
+from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.plain import OneOf
+from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
@@ -25,15 +26,16 @@ from thinwire.fused.counts import (
     Segments,
     dense_segments,
     equal_split,
+    new_rows,
     parse_integers,
     receive_segments,
     send_segments,
 )
 from thinwire.fused.direct import open_channel, send_rows
 from thinwire.fused.host_channel import HostChannel
-from thinwire.fused.size_switch import AUTO, resolve_wires
+from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.staged import StagedExchange
-from thinwire.fused.transport import Refusal, choose
+from thinwire.fused.transport import Refusal, check_transport, choose
 from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
@@ -89,7 +91,9 @@ def all_to_all_v(
         CountsError: counts or displacements that do not fit the tensors or overlap; with check, on every rank, those
             that disagree between two ranks. On the direct transport also without check, but only on the rank that
             expected something else than it was sent: its output is then undefined, and all ranks may go on.
+        CapacityError: more rows than there is memory for an output of.
         WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
+        ArgumentError: x or out is no dense tensor with values of its own.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
 
@@ -101,8 +105,9 @@ def all_to_all_v(
     [[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]
     >>> comm.close()
     """
-    comm = comm if comm is not None else default_communicator()
-    if wire == AUTO:
+    comm = communicator_or_default(comm)
+    check_transport(transport)
+    if is_auto(wire):
         comm.check_device("x", x)
         (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
     wire = resolve_wire(wire)
@@ -131,8 +136,7 @@ def all_to_all_v(
         if out is not None:
             return RecvBuffer(receives, out)
         # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
-        new = x.new_empty if sum(counts) == receives.rows else x.new_zeros
-        return RecvBuffer(receives, new((receives.rows, *tail)))
+        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero=sum(counts) != receives.rows))
 
     placed = None
     if counts is not None:
@@ -163,7 +167,7 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, 
     tail = x.shape[1:]
     if out is None:
         return tail
-    if not isinstance(out, torch.Tensor) or out.device != comm.device:
+    if not isinstance(out, torch.Tensor) or out.device != comm.device or not is_dense(out):
         comm.check_device("out", out)
     if out.dtype != x.dtype or out.dim() != x.dim() or out.shape[1:] != tail:
         raise CountsError(

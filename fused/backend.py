@@ -85,6 +85,7 @@ class RoundKernels:
     send_sums: Callable[..., None]
     close_round: Callable[..., None]
     sum_home: Callable[..., None]
+    refuse: Callable[..., None]  # in place of send_tokens
 
 
 def select_round_kernels(backend: Backend) -> RoundKernels:
@@ -113,6 +114,7 @@ def select_round_kernels(backend: Backend) -> RoundKernels:
         combine.send_sums,
         dispatch.close_round,
         combine.sum_home,
+        dispatch.refuse,
     )
 
 

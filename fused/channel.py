@@ -192,7 +192,7 @@ class Channel(ExchangeTransport):
         """How the headers of peers that are `wrong` differ from what this rank expected of them."""
         headers = self.headers()
         return "; ".join(
-            describe_difference(self.rank, peer, headers[peer][1], counts[peer], headers[peer][2:], signature)
+            describe_difference(self.rank, peer, headers[peer], counts[peer], signature)
             for peer in np.flatnonzero(wrong).tolist()
         )
 
@@ -230,10 +230,17 @@ def describe_wire_word(word: int) -> str:
 
 
 def describe_difference(
-    rank: int, peer: int, count: int, expected_count: int, sent: list[int], expected: list[int]
+    rank: int, peer: int, header: list[int], expected_count: int | None, expected: list[int]
 ) -> str:
-    """How a peer's header, its count and its `signature_of`, differs from what this rank expected of it."""
+    """How a peer's header (ring pieces, count, `signature_of`) differs from what this rank expected of it.
+
+    Args:
+        expected_count: None or negative, where any was.
+    """
+    pieces, count, *sent = header
     if sent == expected:
+        if expected_count in (None, count) or expected_count < 0:
+            return f"rank {peer} says that it sends rank {rank} {count} rows in {pieces + 1} pieces, which cannot be"
         return f"rank {peer} sends rank {rank} {count} rows, but rank {rank} expects {expected_count} from rank {peer}"
     shape = ", of another shape" if sent[:3] == expected[:3] else ""
     return f"rank {peer} sends {_describe_rows(sent)}, but rank {rank} expects {_describe_rows(expected)}{shape}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import WireFormatError
+from thinwire.comm.tensors import is_int, require_dense
+from thinwire.errors import ArgumentError, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.wire import WireFormat
 
@@ -46,6 +47,8 @@ def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
     """
     if isinstance(wire, WireFormat):
         return wire
+    if wire is not None and not isinstance(wire, str):
+        return WireFormat.parse(wire)  # which says what is accepted
     return _parse(wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8")
 
 
@@ -75,12 +78,15 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
 
     Raises:
         WireFormatError: for an unknown format, or a dtype or shape it cannot carry.
+        ArgumentError: x is no plain dense tensor.
+        TransportUnavailable: there are no kernels for x's device.
 
     >>> rows = quantize(torch.ones(2, 256), "int8")
     >>> rows.records.shape, float((dequantize(rows) - 1).abs().max()) < 0.004
     (torch.Size([2, 288]), True)
     """
     wire = resolve_wire(wire)
+    require_dense("x", x)
     require_float(x, wire, "quantize")
     if x.dtype not in FLOAT_DTYPES or x.dim() < 1:
         raise WireFormatError(
@@ -105,9 +111,22 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
 
     Raises:
         WireFormatError: for another dtype, or records that are not those of such a tensor.
+        ArgumentError: rows is no WireRows, or its records no plain dense tensor.
+        TransportUnavailable: there are no kernels for the records' device.
     """
-    dtype = dtype or rows.dtype
-    if dtype not in FLOAT_DTYPES or (not rows.wire.quantized and dtype != rows.dtype):
+    if not isinstance(rows, WireRows):
+        raise ArgumentError(f"rows is a {type(rows).__name__}, expected the WireRows that quantize returned")
+    require_dense("rows.records", rows.records)
+    sizes = rows.shape if isinstance(rows.shape, tuple | list) else ()
+    known_dtype = isinstance(rows.dtype, torch.dtype) and rows.dtype in FLOAT_DTYPES
+    known_sizes = len(sizes) > 0 and all(is_int(size, 0, 2**63 - 1) for size in sizes)
+    if not known_dtype or not known_sizes or not isinstance(rows.wire, WireFormat):
+        raise WireFormatError(
+            f"rows say of themselves shape {rows.shape!r}, dtype {rows.dtype!r} and wire {rows.wire!r}; expected [..., "
+            "hidden] of float32, float16 or bfloat16, and a WireFormat"
+        )
+    dtype = rows.dtype if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in (FLOAT_DTYPES if rows.wire.quantized else (rows.dtype,)):
         accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
         raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
     records, count = rows.records, math.prod(rows.shape[:-1])
@@ -122,4 +141,4 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
         records = records.clone(memory_format=torch.contiguous_format)
     out = torch.empty(count, rows.shape[-1], dtype=dtype, device=records.device)
     select_backend(out.device, rows.wire).unpack_rows(records, rows.wire, None, None, out)
-    return out.view(rows.shape)
+    return out.view(tuple(rows.shape))

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.comm import Communicator, default_communicator
+from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
+from thinwire.comm.tensors import is_dense, require_dense
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Segments
-from thinwire.fused.size_switch import AUTO, resolve_wires
-from thinwire.fused.transport import Refusal, choose
+from thinwire.fused.size_switch import is_auto, resolve_wires
+from thinwire.fused.transport import Refusal, check_transport, choose
 from thinwire.wire import WireFormat
 
 #: Begins a call with its input and output, both flat; what it returns ends the call.
@@ -57,10 +58,11 @@ class Call:
         alike: bool = True,
     ) -> Call:
         """Refuses what cannot travel. `op` is a reduction's; `alike`: all ranks' tensors have one size."""
-        comm = comm if comm is not None else default_communicator()
+        comm = communicator_or_default(comm)
+        check_transport(transport)
         comm.check_device("x", x)
         what = function.__name__
-        if op is not _NONE and wires[0] == AUTO and Reduction.of(op, x.dtype).name != "sum":
+        if op is not _NONE and is_auto(wires[0]) and Reduction.of(op, x.dtype).name != "sum":
             wires = ["none", *wires[1:]]  # only sums are quantised
         resolved = resolve_wires(comm, function, x, wires, transport, alike)
         check_input(what, x, resolved, comm)
@@ -77,6 +79,7 @@ class Call:
         what, x = self.what, self.x
         if not isinstance(out, torch.Tensor) or out.device != x.device:
             raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
+        require_dense("out", out)
         if out.dtype != x.dtype or list(out.shape) != list(shape):
             raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
         if not out.is_contiguous() or out.is_conj() or out.is_neg():
@@ -142,7 +145,7 @@ class Call:
 def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:
     """Refuses a tensor that cannot travel."""
     # check_device is asked only where the answer is not plain: small calls are over in microseconds.
-    if not isinstance(x, torch.Tensor) or x.device != comm.device:
+    if not isinstance(x, torch.Tensor) or x.device != comm.device or not is_dense(x):
         comm.check_device("x", x)
     for wire in wires:
         require_float(x, wire, what)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.errors import CountsError
+from thinwire.comm.tensors import require_dense
+from thinwire.errors import CapacityError, CountsError
 
 Counts = Sequence[int] | torch.Tensor
 
@@ -53,11 +54,14 @@ def dense_segments(counts: list[int]) -> Segments:
 
 
 def parse_integers(values: Counts, size: int, name: str) -> list[int]:
-    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or an integer tensor; or CountsError."""
+    """A list of `size` ints, 0 to 2**63 - 1, from a list, a tuple or a dense integer tensor; or CountsError."""
     if type(values) is list and len(values) == size and {*map(type, values)} == _PLAIN:
         if min(values) >= 0 and max(values) <= _LARGEST:  # the usual case, told apart at little cost
             return values.copy()
     if isinstance(values, torch.Tensor):
+        require_dense(name, values)
+        if values.is_meta:
+            raise CountsError(f"{name} is on {values.device}, where tensors have no values")
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.dim() != 1:
             raise CountsError(f"{name} must be a 1-D integer tensor; got {values.dtype} {list(values.shape)}")
         values = values.tolist()
@@ -111,6 +115,16 @@ def receive_segments(counts: list[int], displs: Counts | None, rows: int | None)
                 f"{next_peer}; give recv_displs that keep them apart"
             )
     return segments
+
+
+def new_rows(x: torch.Tensor, rows: int, tail: Sequence[int], zero: bool = False) -> torch.Tensor:
+    """A new tensor of x's dtype for rows of shape `tail`, whose number peers may have said; or CapacityError."""
+    try:
+        return x.new_zeros((rows, *tail)) if zero else x.new_empty((rows, *tail))
+    except torch.OutOfMemoryError:
+        raise  # of a GPU, which callers may know how to help
+    except (RuntimeError, TypeError) as error:  # torch has either for sizes of more than 64 bits
+        raise CapacityError(f"{rows} rows of {x.dtype} {list(tail)} cannot be allocated: {error}") from error
 
 
 def _check_bounds(segments: Segments, rows: int, side: str, owner: str) -> None:

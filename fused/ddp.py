@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, communicator_or_default
+from thinwire.errors import ArgumentError
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.staged_collective import arrived
+from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
 
@@ -43,6 +45,8 @@ class AllReduceState:
     _lost: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.comm = communicator_or_default(self.comm)
+        check_transport(self.transport)
         self.wire = resolve_wire(self.wire)
         self.gather_wire = self.wire if self.gather_wire is None else resolve_wire(self.gather_wire)
 
@@ -64,9 +68,14 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
         bucket: float32, float16 or bfloat16 gradients.
 
     Raises:
+        ArgumentError: another state or bucket.
         WireFormatError: gradients that the wire cannot carry.
         PeerTimeout: a peer did not answer within the communicator's timeout.
     """
+    if not isinstance(state, AllReduceState):
+        raise ArgumentError(f"state is a {type(state).__name__}, expected an AllReduceState")
+    if not callable(getattr(bucket, "buffer", None)):
+        raise ArgumentError(f"bucket is a {type(bucket).__name__}, expected the GradBucket of DistributedDataParallel")
     gradients = bucket.buffer()
     wire, comm = resolve_wire(state.wire), state.comm
     require_float(gradients, wire, "all_reduce_hook")

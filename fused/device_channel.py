@@ -29,7 +29,7 @@ from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Tra
 from thinwire.fused.counts import Segments
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
-from thinwire.triton_kernels.exchange_layout import ExchangeLayout
+from thinwire.triton_kernels.exchange_layout import MOST_ROWS, ExchangeLayout
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS
 from thinwire.wire import WireFormat
@@ -138,9 +138,9 @@ class DeviceChannel(Channel):
         if looks:
             headers = self.headers()
             self.raise_findings()
-            counts, pieces = [line[1] for line in headers], [line[0] + 1 for line in headers]
+            counts, pieces = [line[1] for line in headers], [max(line[0], 0) + 1 for line in headers]
             try:
-                self._compare(form, headers, counts if recv_buffer is None else recv_buffer.segments.counts)
+                self._compare(form, headers, None if recv_buffer is None else recv_buffer.segments.counts)
                 if recv_buffer is None:
                     assert transfer.place is not None
                     recv_buffer = transfer.place(counts)
@@ -152,14 +152,14 @@ class DeviceChannel(Channel):
         else:
             assert recv_buffer is not None
             pieces = [form.pieces(count) for count in recv_buffer.segments.counts]
-        self._move(transfer, recv_buffer, pieces)
+        self._move(transfer, recv_buffer, pieces, looks)
         transfer.over = True
         if error is not None:
             raise error
         assert recv_buffer is not None
         return recv_buffer.output()
 
-    def _move(self, transfer: Transfer, recv_buffer: RecvBuffer | None, pieces: list[int]) -> None:
+    def _move(self, transfer: Transfer, recv_buffer: RecvBuffer | None, pieces: list[int], looks: bool) -> None:
         """All steps from the taking of the first pieces on; without a buffer nothing is kept."""
         form = transfer.row_format
         assert transfer.x is not None
@@ -177,6 +177,8 @@ class DeviceChannel(Channel):
                 self._launch_send(transfer, number)
             if 0 < number < max(pieces):
                 self._wait(form, kernels.PIECES, number)
+            if looks:
+                self.raise_findings()  # how many steps there are is what peers say: it may take them for ever
             items = form.items(counts, number)
             if items or 0 < number < max(pieces):
                 kernels.recv(self._end, out, out_stride, form.layout, form.flat, number, items)
@@ -200,15 +202,16 @@ class DeviceChannel(Channel):
         if self.always_looks:
             self.raise_findings()
 
-    def _compare(self, form: DeviceRowFormat, headers: list[list[int]], expected: Sequence[int]) -> None:
-        """Raises what is wrong with the headers."""
+    def _compare(self, form: DeviceRowFormat, headers: list[list[int]], expected: Sequence[int] | None) -> None:
+        """Raises what is wrong with the headers; None: any count is expected."""
         signature = form.signature.tolist()
         found = []
-        for peer, (pieces, count, *sent) in enumerate(headers):
-            if sent != signature or count != expected[peer]:
-                found.append(describe_difference(self.rank, peer, count, expected[peer], sent, signature))
-            elif pieces + 1 != form.pieces(count):
-                found.append(f"rank {peer} sends {count} rows in {pieces + 1} pieces, not as many as it takes")
+        for peer, header in enumerate(headers):
+            pieces, count, *sent = header
+            wanted = None if expected is None else expected[peer]
+            believable = 0 <= count <= MOST_ROWS and pieces + 1 == form.pieces(count)
+            if sent != signature or not believable or wanted not in (None, count):
+                found.append(describe_difference(self.rank, peer, header, wanted, signature))
         if found:
             raise CountsError("; ".join(found))
 

@@ -24,6 +24,7 @@ from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTE
 from thinwire.wire import WireFormat
 
 _INTS = {int}
+_STRIDED = torch.strided
 _MOST_FORMATS = 1024  # that are remembered
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _PLACED_BY_THE_KERNEL = Segments([], [])
@@ -56,7 +57,7 @@ class HostChannel(Channel):
             "half_bytes": world * layout.SLOT_BYTES,
             "slot_bytes": layout.SLOT_BYTES,
             "slots": layout.SLOTS,
-            "timeout": round(timeout * 1e9),
+            "timeout": min(round(timeout * 1e9), 2**62),
             "grace": round(self.grace * 1e9),
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
             "stuck": layout.STUCK,
@@ -127,7 +128,9 @@ class HostChannel(Channel):
         Returns:
             The output, filled: `out`, or a new tensor if that is None. None: not done, and not begun either.
         """
-        if type(x) is not torch.Tensor or not x.is_cpu or x.requires_grad or x.is_neg() or not x.is_contiguous():
+        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
+            return None
+        if x.is_neg() or not x.is_contiguous():
             return None
         shape, dtype = x.shape, x.dtype
         tail = shape[1:]
@@ -148,8 +151,13 @@ class HostChannel(Channel):
             rows = sum(recv_counts)
             if not 0 <= rows <= _MOST_ROWS:
                 return None
-            out = x.new_empty((rows, *tail))
-        elif type(out) is not torch.Tensor or not out.is_cpu or out.is_neg() or not out.is_contiguous():
+            try:
+                out = x.new_empty((rows, *tail))
+            except RuntimeError:  # no memory
+                return None
+        elif type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED:
+            return None
+        elif out.is_neg() or not out.is_contiguous():
             return None
         elif out.dtype != dtype or out.dim() != len(shape) or out.shape[1:] != tail:
             return None

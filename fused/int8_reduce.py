@@ -12,8 +12,9 @@ import zlib
 
 import torch
 
-from thinwire.comm import Communicator, default_communicator
-from thinwire.errors import ConfigMismatch, CountsError, WireFormatError
+from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm.tensors import require_dense
+from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, WireFormatError
 from thinwire.fused.all_gather import all_gather_v
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import FLOAT_DTYPES
@@ -49,6 +50,7 @@ def int8_all_to_all_reduce(
     Raises:
         WireFormatError: x is not int8, or `dtype` none of the three.
         CountsError: a scalar, or scales that fit neither way.
+        ArgumentError: x is no plain dense tensor, or scales are no numbers.
         ConfigMismatch: with check, on every rank, scales that differ.
         PeerTimeout, TransportUnavailable: see `all_gather`.
 
@@ -60,11 +62,11 @@ def int8_all_to_all_reduce(
     [[0.5, -1.0], [1.5, 2.0]]
     >>> comm.close()
     """
-    comm = comm if comm is not None else default_communicator()
+    comm = communicator_or_default(comm)
     comm.check_device("x", x)
     if x.dtype != torch.int8:
         raise WireFormatError(f"int8_all_to_all_reduce takes int8; got {x.dtype}: all_reduce quantises by itself")
-    if dtype not in FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         raise WireFormatError(f"int8_all_to_all_reduce gives float16, bfloat16 or float32; asked for {dtype}")
     factors = _factors(x, scales)
     gather_wire = WireFormat.parse(gather_wire)
@@ -99,7 +101,18 @@ def _factors(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:
     """The scales, float32 [1] or [channels], where x is."""
     if x.dim() < 1:
         raise CountsError("int8_all_to_all_reduce needs a tensor of at least 1 dimension; got a scalar")
-    factors = torch.as_tensor(scales, dtype=torch.float32, device=x.device).detach()
+    if isinstance(scales, torch.Tensor):
+        require_dense("scales", scales)
+    if isinstance(scales, torch.Tensor) and (scales.is_meta or scales.is_complex()):
+        raise ArgumentError(
+            f"scales are {scales.dtype} on {scales.device}, expected float32 [{x.shape[-1]}], or one number"
+        )
+    try:
+        factors = torch.as_tensor(scales, dtype=torch.float32, device=x.device).detach()
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"scales is {scales!r}, expected one number, or float32 [{x.shape[-1]}]: {error}"
+        ) from error
     shape, factors = list(factors.shape), factors.reshape(-1)
     if math.prod(shape) not in (1, x.shape[-1]) or len(shape) > 1:
         raise CountsError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm import Communicator, default_communicator
+from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.communicator import shared_split
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
@@ -24,6 +24,7 @@ from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
 
@@ -80,15 +81,16 @@ def redistribute(
     ...     redistribute(torch.ones(2, 2), layout("dp", "mp"), layout("mp", "None"), wire="none", comm=comm).shape
     torch.Size([2, 2])
     """
-    comm = comm if comm is not None else default_communicator()
+    comm = communicator_or_default(comm)
+    check_transport(transport)
     there = resolve_wire(wire)
     back = there if grad_wire is None else resolve_wire(grad_wire)
     comm.check_device("x", x)
     require_float(x, there, "redistribute")
     src, dst = as_tensor_layout(src, comm.size), as_tensor_layout(dst, comm.size)
     whole = src.full_shape(x.shape)
-    if shape is not None and tuple(shape) != whole:
-        raise LayoutError(f"x is {list(x.shape)}, which in {src} is part of {whole}, not of {tuple(shape)}")
+    if shape is not None and (not isinstance(shape, tuple | list) or tuple(shape) != whole):
+        raise LayoutError(f"x is {list(x.shape)}, which in {src} is part of {whole}, not of {shape!r}")
     plan = plan_redistribute(whole, src, dst)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _carry_out(plan, x, _Link(comm, there, transport))

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import platform
+import re
 import statistics
 import tempfile
 import time
@@ -26,7 +27,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.communicator import Attachment
-from thinwire.comm.plain import OneOf
+from thinwire.comm.plain import OneOf, unique_keys
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
@@ -39,12 +40,18 @@ AUTO = "auto"
 CACHE_VARIABLE = "THINWIRE_CACHE"
 THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
 
+_BYTES = re.compile("[0-9]{1,18}")
 _KEY = "size_switch"
 _FILE = "size_switch.json"
 _STORED = [OneOf(int, None)]  # the shape of what is on file: nothing, or one threshold
 #: Bytes of a rank's tensor that are tried.
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 ROUNDS = 7
+
+
+def is_auto(wire: object) -> bool:
+    """Whether a wire was passed as "auto"; anything may be passed."""
+    return isinstance(wire, str) and wire == AUTO
 
 
 def resolve_wires(
@@ -63,7 +70,7 @@ def resolve_wires(
         wires: of the legs, as passed.
         alike: whether all ranks' messages have one size.
     """
-    if not any(type(wire) is str and wire == AUTO for wire in wires):
+    if not any(map(is_auto, wires)):
         return [resolve_wire(wire) for wire in wires]
     if not alike:
         raise WireFormatError(
@@ -80,7 +87,7 @@ def resolve_wires(
         threshold = switch.threshold(function, x.dtype, transport, chosen)
         if threshold is None or x.nbytes < threshold:
             chosen = WireFormat("none")
-    return [chosen if type(wire) is str and wire == AUTO else resolve_wire(wire) for wire in wires]
+    return [chosen if is_auto(wire) else resolve_wire(wire) for wire in wires]
 
 
 class SizeSwitch(Attachment):
@@ -108,7 +115,7 @@ class SizeSwitch(Attachment):
             forced = os.environ.get(THRESHOLD_VARIABLE)
             comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: forced, "call": key})
             if forced:
-                if not forced.strip().isdigit():
+                if not _BYTES.fullmatch(forced.strip()):
                     raise ThinwireError(
                         f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
                     )
@@ -237,8 +244,8 @@ def _file() -> Path | None:
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    with contextlib.suppress(OSError, ValueError):  # what cannot be read is measured anew
-        content = json.loads(path.read_text())
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # what cannot be read is measured anew
+        content = json.loads(path.read_text(), object_pairs_hook=unique_keys)
         if isinstance(content, dict):
             return {machine: entry for machine, entry in content.items() if isinstance(entry, dict)}
     return {}

@@ -73,7 +73,7 @@ class Refusal(Attachment):
 
 def check_transport(transport: str) -> None:
     """Raises TransportUnavailable for what is no transport, naming what is."""
-    if transport not in TRANSPORTS:
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
         raise TransportUnavailable(f"transport {transport!r} is not known; accepted: {', '.join(TRANSPORTS)}")
 
 
@@ -137,7 +137,7 @@ def open_direct(
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
         PeerTimeout: a peer did not take part.
-        TransportUnavailable: `make` failed on another rank.
+        TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
     reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
@@ -158,7 +158,9 @@ def open_direct(
     for rank, text in enumerate(comm.all_gather_data(failure, str | None)):
         if text is not None:
             memory.close()
-            raise problem or TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}")
+            if isinstance(problem, ThinwireError):
+                raise problem
+            raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
     return made
 
 

@@ -6,9 +6,10 @@ rank are one contiguous piece of each of them.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from thinwire.errors import CheckpointError
+from thinwire.comm.tensors import require_dense, require_writable
+from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.moe.layer import MoELayer
 
 
@@ -83,8 +85,8 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: ran
     """Fill ``model`` from a file that :func:`save_checkpoint` wrote, and return the file's metadata.
 
     Of each stacked expert tensor only the slice ``experts.start:experts.stop`` is read. Values are converted to the
-    dtype and device of the model's own tensors. Names, shapes and kinds of dtype are compared before the first value is
-    copied, so that a file that does not fit leaves the model as it was.
+    dtype and device of the model's own tensors. Everything is compared, and converted, before the first value is
+    copied, so that a file that does not fit leaves the model as it was. Whole numbers must fit their dtype.
 
     Args:
         model: a module with the names and shapes of the saved one, its expert tensors ``[len(experts), ...]``.
@@ -94,13 +96,16 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: ran
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a safetensors file; it lacks a tensor, or has one too many or of another shape
-            or kind of dtype; or the model's layers do not hold the experts asked for.
+            or kind of dtype; or the model's layers do not hold the experts asked for, or it has tensors that cannot be
+            filled.
     """
     expert_tensors = _expert_tensors(model)
     for name, layer in expert_tensors.items():
         wanted = range(layer.num_experts) if experts is None else experts
         if wanted != layer.local_experts:
             raise CheckpointError(f"{name} holds experts {layer.local_experts}, but {wanted} were asked for")
+    for name, tensor in model.state_dict().items():
+        _check_can_be_filled(name, tensor)
     stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name, layer in expert_tensors.items():
         stored[name] = (layer.num_experts, *stored[name][1:])  # a file holds all experts
@@ -109,22 +114,66 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: ran
         values = {}
         for name, tensor in model.state_dict().items():
             if name in expert_tensors:
-                owned = expert_tensors[name].local_experts
-                values[name] = file.get_slice(name)[owned.start : owned.stop]
+                read = functools.partial(_slice_of, file, name, expert_tensors[name].local_experts)
             else:
-                values[name] = file.get_tensor(name)
-            if values[name].is_floating_point() != tensor.is_floating_point():
-                raise CheckpointError(f"{path}: {name} is {values[name].dtype}, expected a kind of {tensor.dtype}")
+                read = functools.partial(file.get_tensor, name)
+            values[name] = _converted(read, tensor, f"{path}: {name}")
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 tensor.copy_(values[name])
         return dict(file.metadata() or {})
 
 
+def _check_can_be_filled(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{name} of the model is a {type(tensor).__name__}; a checkpoint holds tensors only")
+    try:
+        if tensor.is_meta:
+            raise ArgumentError(f"{name} is on meta, where tensors have no values; to_empty() gives it memory")
+        require_dense(name, tensor)
+        require_writable(name, tensor)
+    except ArgumentError as error:
+        raise CheckpointError(f"the model cannot be filled: {error}") from error
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise CheckpointError(
+            f"the model cannot be filled: {name} was made in inference mode, and can be written there only"
+        )
+
+
+def _converted(read: Callable[[], torch.Tensor], tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A value of a file as it is to be copied into a tensor of the model, of that one's dtype."""
+    try:
+        value = read()
+        same_kind = _kind(value) == _kind(tensor)
+        converted = value.to(tensor.dtype) if same_kind else value
+        fits = same_kind and (_kind(value) != "int" or bool((converted.to(value.dtype) == value).all()))
+    except (RuntimeError, NotImplementedError, SafetensorError) as error:  # a dtype that torch knows by name alone
+        raise CheckpointError(f"{what} cannot be read as {tensor.dtype}: {error}") from error
+    if not fits:
+        values = "" if not same_kind else ", with numbers that do not fit"
+        raise CheckpointError(f"{what} is {value.dtype}{values}, expected a kind of {tensor.dtype}")
+    return converted
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.is_floating_point():
+        return "float"
+    return "complex" if tensor.is_complex() else "bool" if tensor.dtype == torch.bool else "int"
+
+
+def _slice_of(file: Any, name: str, owned: range) -> torch.Tensor:
+    found: torch.Tensor = file.get_slice(name)[owned.start : owned.stop]
+    return found
+
+
 def _open(path: str | os.PathLike[str]) -> Any:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"path is a {type(path).__name__}, expected a str or a path")
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:  # a folder, a path that no file can have
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 

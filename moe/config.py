@@ -9,6 +9,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
+from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import RoutingError, TransportUnavailable
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES
@@ -41,15 +42,17 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
             value = getattr(self, name)
-            if (value is not None or name != "num_programs") and (not isinstance(value, int) or value < 1):
-                raise RoutingError(f"{name} is {value!r}; an int of at least 1 is needed")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 0:
-            raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0 is needed")
+            if (value is not None or name != "num_programs") and not is_int(value, 1):
+                raise RoutingError(f"{name} is {value!r}; an int of at least 1, and below 2**31, is needed")
+        if not is_int(self.max_tokens, 0):
+            raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0, and below 2**31, is needed")
         if self.top_k > _MAX_TOP_K:
             raise RoutingError(f"top_k is {self.top_k}; at most {_MAX_TOP_K} experts a token are supported")
-        if self.timeout is not None and not 0 < self.timeout < float("inf"):
-            raise RoutingError(f"timeout is {self.timeout!r}; a finite number of seconds above 0 is needed")
-        if self.dtype not in (None, *FLOAT_DTYPES):
+        if self.timeout is not None and not is_seconds(self.timeout):
+            raise RoutingError(
+                f"timeout is {self.timeout!r}; a finite number of seconds above 0, at most 1e9, is needed"
+            )
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in FLOAT_DTYPES):
             raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16 or None is needed")
         check_transport(self.transport)
         if not isinstance(self.comm, Communicator):

@@ -16,6 +16,7 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
+from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
@@ -25,6 +26,7 @@ from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
+    REFUSED,
     REPORT_BAD_IDS,
     SIGNAL_DTYPE,
     SIGNAL_TOKENS,
@@ -80,6 +82,21 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.route(tensors)
         return _DirectRound(self, lane, x)
 
+    def refuse(self, lane: int) -> None:
+        """On the CPU: all ranks find a mismatch, and the next call on the lane makes up what is left of the round.
+
+        On CUDA finding out is a matter of the device, whose lanes are of no use after that: the peers are not told.
+        """
+        if self.on_gpu:
+            return
+        self.raise_failure(lane)
+        self._make_up(lane)
+        if self._open[lane]:
+            self.close_round(lane)
+        self.rounds_begun[lane] += 1
+        self._unfinished[lane] = DISPATCH
+        self.kernels.refuse(self.lanes[lane])
+
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
         self._make_up(lane)
@@ -103,35 +120,39 @@ class DirectRounds(DirectTransport, Rounds):
         self._unfinished[lane] = None
 
     def _make_up(self, lane: int) -> None:
-        """Ends the wait that an exception, such as KeyboardInterrupt, ended before its time.
+        """Ends the wait that an exception, such as KeyboardInterrupt or a mismatch, ended before its time.
 
         To store for the next leg before that would put rows of two rounds side by side at a peer that is behind. The
         exception may have come before this rank had sent anything: a round is open while this rank's own dispatch line
         is ahead of its combine line, and these lines it writes itself, when it sends.
         """
-        phase = self._unfinished[lane]
-        if phase is None:
-            return
-        layout = self.lanes[lane].layout
-        dispatched, combined = (
-            int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
-            for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
-        )
-        self._open[lane] = dispatched != combined
-        if self._open[lane] == (phase == DISPATCH):
-            self._wait(lane, phase)
-        self._unfinished[lane] = None
+        while (phase := self._unfinished[lane]) is not None:
+            layout = self.lanes[lane].layout
+            dispatched, combined = (
+                int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
+                for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
+            )
+            self._open[lane] = dispatched != combined
+            if self._open[lane] == (phase == DISPATCH):
+                try:
+                    self._wait(lane, phase)
+                except RoutingError:
+                    continue  # it is the call's that the exception ended; the round was closed, and that is waited for
+            self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
         if self.on_gpu:
             return
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
-            # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on.
+            # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
+            # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
             error = self._mismatch(lane)
-            self._reports[lane][signal.REPORT_STATUS] = self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
-            self._unfinished[lane] = None
-            self.close_round(lane)
+            self._reports[lane][:] = 0
+            self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
+            self._unfinished[lane] = COMBINE
+            self.kernels.close_round(self.lanes[lane])
+            self._open[lane] = False
             raise error
         self.raise_failure(lane)
 
@@ -208,9 +229,16 @@ class DirectRounds(DirectTransport, Rounds):
     def _mismatch(self, lane: int) -> RoutingError:
         layout = self.lanes[lane].layout
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
+        lines = self._lines(lane, layout.SIGNALS)
+        refusing = (lines[:, SIGNAL_TOKENS] == REFUSED).nonzero()[:, 0].tolist()
+        if refusing:
+            return RoutingError(
+                f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "
+                "tokens were taken, and all ranks may go on"
+            )
         described = [
             f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
-            for rank, line in enumerate(self._lines(lane, layout.SIGNALS))
+            for rank, line in enumerate(lines)
         ]
         return RoutingError(
             f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens; they "
@@ -279,12 +307,18 @@ class _DirectRound(Dispatched):
     def _read_num_rows(self) -> int:
         used = int(self.expert_offsets[-1])  # a host synchronisation on CUDA
         self._rounds.raise_failure(self.lane)
+        if not 0 <= used <= self.index.shape[0]:
+            raise RoutingError(
+                f"expert_offsets ends with {used}, and there is room for {self.index.shape[0]} rows: somebody wrote "
+                "into it; it is to be read only"
+            )
         return used
 
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         device = self.rows.device
-        tokens = torch.empty(capacity, self._rounds.config.hidden_size, dtype=self._dtype, device=device)
+        like = torch.empty(0, dtype=self._dtype, device=device)
+        tokens = new_rows(like, capacity, (self._rounds.config.hidden_size,))
         overflow = torch.empty((), dtype=torch.bool, device=device)
         self._rounds.kernels.gather(self._tensors, tokens, overflow)
         return tokens, overflow

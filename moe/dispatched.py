@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
@@ -86,13 +87,15 @@ class Dispatched(ABC):
 
         Raises:
             LaneError: the round is over.
-            CapacityError: a negative capacity.
+            CapacityError: a negative capacity, or more rows than there is memory for.
         """
         self._require_open()
-        if capacity < 0:
-            raise CapacityError(f"capacity {capacity} is negative")
+        if not is_int(capacity, 0, 2**63 - 1):
+            negative = " is negative" if isinstance(capacity, int) and capacity < 0 else ""
+            raise CapacityError(f"capacity {capacity!r}{negative}; an int of at least 0 is needed")
+        gathered = self._gather(capacity)
         self._capacity = capacity
-        return self._gather(capacity)
+        return gathered
 
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
@@ -154,7 +157,7 @@ class Dispatched(ABC):
             accepted = [self._read_num_rows()]
         right_shape = expert_out.dim() == 2 and expert_out.shape[1] == config.hidden_size
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
-        right_rows = not accepted or expert_out.shape[0] in (*accepted, self.index.shape[0])
+        right_rows = not accepted or (right_shape and expert_out.shape[0] in (*accepted, self.index.shape[0]))
         if expert_out.dtype not in FLOAT_DTYPES or not right_shape or not right_rows:
             rows = " or ".join(map(str, accepted)) or "rows"
             raise RoutingError(
@@ -167,11 +170,13 @@ class Dispatched(ABC):
             return
         config.comm.check_device("out", out)
         shape = (self._num_sent, config.hidden_size)
-        if out.shape != shape or out.dtype != self._dtype or not out.is_contiguous():
+        if out.shape != shape or out.dtype != self._dtype or not out.is_contiguous() or out.is_neg():
             raise RoutingError(
-                f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}; contiguous {self._dtype} "
-                f"{list(shape)} is needed"
+                f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
+                f"{self._dtype} {list(shape)} is needed"
             )
+        if torch.is_grad_enabled() and out.requires_grad:
+            raise RoutingError("out wants a gradient, and combine has no backward: detach it, or call under no_grad()")
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
@@ -193,6 +198,10 @@ class Rounds:
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
+        raise NotImplementedError
+
+    def refuse(self, lane: int) -> None:
+        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
         raise NotImplementedError
 
     def describe(self) -> str:

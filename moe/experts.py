@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -45,11 +46,12 @@ class GroupedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if num_experts < 0 or hidden_size < 1 or ff_size < 1:
+        if not is_int(num_experts, 0) or not is_int(hidden_size, 1) or not is_int(ff_size, 1):
             raise ValueError(
-                f"num_experts must be >= 0, hidden_size and ff_size >= 1, got {num_experts}, {hidden_size}, {ff_size}"
+                "num_experts must be >= 0, hidden_size and ff_size >= 1, ints below 2**31, got "
+                f"{num_experts!r}, {hidden_size!r}, {ff_size!r}"
             )
-        if activation not in _ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
         self.hidden_size = hidden_size
         self.ff_size = ff_size
@@ -82,9 +84,11 @@ class GroupedExperts(nn.Module):
             [N, hidden_size] in the order of ``tokens``; rows of no expert are zero.
 
         Raises:
-            RoutingError: counts or offsets of another length, negative, overlapping, or beyond N; tokens of another
-                width.
+            RoutingError: counts or offsets of another length, negative, overlapping, beyond N, or no integers; tokens
+                of another width.
+            ArgumentError: what is no dense tensor.
         """
+        require_dense("tokens", tokens, in_memory=False)
         if tokens.dim() != 2 or tokens.shape[1] != self.hidden_size:
             raise RoutingError(f"tokens must be [rows, {self.hidden_size}], got {tuple(tokens.shape)}")
         counts, starts = self._segments(tokens.shape[0], expert_counts, expert_offsets)
@@ -109,6 +113,9 @@ class GroupedExperts(nn.Module):
         self, num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> tuple[list[int], list[int]]:
         """Counts and first rows as checked host integers."""
+        _require_integers("expert_counts", expert_counts)
+        if expert_offsets is not None:
+            _require_integers("expert_offsets", expert_offsets)
         if tuple(expert_counts.shape) != (self.num_experts,):
             raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
         counts = expert_counts.tolist()
@@ -133,3 +140,9 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         gate = ", gated" if self.w_gate is not None else ""
         return f"{self.num_experts} experts, {self.hidden_size} -> {self.ff_size}, {self.activation}{gate}"
+
+
+def _require_integers(name: str, numbers: torch.Tensor) -> None:
+    require_dense(name, numbers, in_memory=False)
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise RoutingError(f"{name} must hold integers, got {numbers.dtype}")

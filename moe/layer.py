@@ -8,6 +8,7 @@ import torch
 from einops import rearrange
 from torch import nn
 
+from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.routing import top_k_route
@@ -58,8 +59,11 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k}")
+        for name, size in (("hidden_size", hidden_size), ("ff_size", ff_size), ("num_experts", num_experts)):
+            if not is_int(size, 1):
+                raise ValueError(f"{name} must be an int of at least 1, and below 2**31, got {size!r}")
+        if not is_int(top_k, 1, num_experts):
+            raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k!r}")
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -108,14 +112,16 @@ class MoELayer(nn.Module):
         """[..., hidden_size] -> the same shape and dtype.
 
         Raises:
-            RoutingError: the last dimension of ``x`` is not ``hidden_size``.
+            RoutingError: the last dimension of ``x`` is not ``hidden_size``, or it is not floating point.
+            ArgumentError: ``x`` is no dense tensor.
         """
         return self.forward_with_routing(x)[0]
 
     def forward_with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Like :meth:`forward`, and the routing besides, which a load-balancing loss needs."""
-        if x.dim() < 1 or x.shape[-1] != self.hidden_size:
-            raise RoutingError(f"x must be [..., {self.hidden_size}], got {tuple(x.shape)}")
+        require_dense("x", x, in_memory=False)
+        if x.dim() < 1 or x.shape[-1] != self.hidden_size or not x.is_floating_point():
+            raise RoutingError(f"x must be floating point [..., {self.hidden_size}], got {x.dtype} {tuple(x.shape)}")
         x2d = x.reshape(-1, self.hidden_size)
         routing = self.route(x2d)
         if self.ep is None:

@@ -10,14 +10,16 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, LaneError, ThinwireError
+from thinwire.errors import CapacityError, LaneError, PeerTimeout, ThinwireError
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
@@ -156,22 +158,37 @@ class ExpertParallel:
 
         Raises:
             RoutingError: shapes, dtypes or ids that do not fit; gradients wanted; ranks with tokens of different
-                dtypes (on all of them).
+                dtypes (on all of them). On the CPU also, what another rank refused: that rank raises what is wrong, the
+                others are told its number, nothing was taken, and all may go on.
+            ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
         """
         self._require_not_closed()
-        if not isinstance(lane, int) or not 0 <= lane < self.lanes:
+        if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
             raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
-        self._rounds.check_tokens(x, topk_ids, topk_weights)
+        try:
+            self._rounds.check_tokens(x, topk_ids, topk_weights)
+        except ThinwireError:
+            self._refuse(lane)
+            raise
+        # Kernels see memory, where the sign of a negative view is another.
+        x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
         self._rounds.open_rounds[lane] = None
         self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
         d = self._rounds.dispatch(lane, x, topk_ids, topk_weights)
         self._rounds.open_rounds[lane] = d
         return d
+
+    def _refuse(self, lane: int) -> None:
+        """Tells the peers; that one of them is gone is for the next call to say."""
+        self._rounds.open_rounds[lane] = None
+        with contextlib.suppress(PeerTimeout):
+            self.comm._settle()
+            self._rounds.refuse(lane)
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
@@ -202,6 +219,7 @@ class ExpertParallel:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
         self.comm._settle()
         self._rounds.open_rounds[d.lane] = None
+        expert_out = expert_out.resolve_neg()
         d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
         return out
 
@@ -275,6 +293,13 @@ class ExpertParallel:
         self._closed = True
         self._rounds.open_rounds[:] = [None] * self.lanes
         self._rounds.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
+            "itself, as one serves all layers of these sizes, or construct another one on all ranks; of a sharded "
+            "MoELayer copy the state_dict()"
+        )
 
     def __enter__(self) -> ExpertParallel:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 
 
@@ -45,19 +46,21 @@ def top_k_route(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
 
     Raises:
         RoutingError: ``router_logits`` is not a floating-point matrix, or ``top_k`` is outside 1..E.
+        ArgumentError: ``router_logits`` is no dense tensor.
 
     >>> ids, weights = top_k_route(torch.tensor([[0.0, 2.0, 2.0, -1.0]]), top_k=2)
     >>> ids.tolist(), weights.tolist()
     ([[1, 2]], [[0.5, 0.5]])
     """
+    require_dense("router_logits", router_logits, in_memory=False)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise RoutingError(
             f"router_logits must be a floating-point tensor [tokens, experts], "
             f"got {router_logits.dtype} {tuple(router_logits.shape)}"
         )
     num_experts = router_logits.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise RoutingError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k}")
+    if not is_int(top_k, 1, num_experts):
+        raise RoutingError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k!r}")
     probabilities = router_logits.float().softmax(dim=-1)
     # torch.topk leaves the order of equal values open; a stable sort does not.
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -83,12 +86,20 @@ def load_balancing_loss(router_logits: torch.Tensor, topk_ids: torch.Tensor, num
 
     Raises:
         RoutingError: shapes or dtypes that do not fit each other, or an id outside -1..E-1.
+        ArgumentError: what is no dense tensor.
 
     >>> load_balancing_loss(torch.zeros(4, 2), torch.tensor([[0], [1], [0], [1]]), num_experts=2).item()
     1.0
     """
-    if router_logits.dim() != 2 or router_logits.shape[1] != num_experts:
-        raise RoutingError(f"router_logits must be [tokens, {num_experts}], got {tuple(router_logits.shape)}")
+    require_dense("router_logits", router_logits, in_memory=False)
+    require_dense("topk_ids", topk_ids, in_memory=False)
+    if not is_int(num_experts, 1):
+        raise RoutingError(f"num_experts must be an int of at least 1, got {num_experts!r}")
+    if router_logits.dim() != 2 or router_logits.shape[1] != num_experts or not router_logits.is_floating_point():
+        raise RoutingError(
+            f"router_logits must be floating point [tokens, {num_experts}], got {router_logits.dtype} "
+            f"{tuple(router_logits.shape)}"
+        )
     if topk_ids.dim() != 2 or topk_ids.shape[0] != router_logits.shape[0]:
         raise RoutingError(f"topk_ids must be [{router_logits.shape[0]}, top_k], got {tuple(topk_ids.shape)}")
     if topk_ids.dtype not in (torch.int32, torch.int64):

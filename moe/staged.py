@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.comm.exchange import name_ranks
 from thinwire.errors import RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
+from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
+
+_REFUSED = 2**63 - 1  # in place of a count: the rank raised
 
 
 class StagedRounds(Rounds):
@@ -43,24 +47,34 @@ class StagedRounds(Rounds):
         )
         return _StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
 
+    def refuse(self, lane: int) -> None:
+        """All ranks hear of it with the counts."""
+        self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
+
     def message_bytes(self, dtype: torch.dtype) -> int:
         """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
         return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k) // 16) * 16
 
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype, which must be the same."""
-        kinds, comm = len(FLOAT_DTYPES), self.config.comm
+        config = self.config
+        comm, kinds = config.comm, len(FLOAT_DTYPES)
         received = comm.exchange_counts([count * kinds + FLOAT_DTYPES.index(dtype) for count in counts])
+        refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
+        if refusing:
+            raise RoutingError(
+                f"{name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's tokens were "
+                "taken, and all ranks may go on"
+            )
         for peer, value in enumerate(received):
             if FLOAT_DTYPES[value % kinds] != dtype:
                 raise RoutingError(
                     f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % kinds]}; all ranks "
                     "of a round need the same dtype"
                 )
-            if value // kinds > self.config.max_tokens:
+            if value // kinds > config.max_tokens:
                 raise RoutingError(
-                    f"rank {peer} sends rank {comm.rank} {value // kinds} tokens, but max_tokens is "
-                    f"{self.config.max_tokens} on all ranks"
+                    f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {config.max_tokens}"
                 )
         return [value // kinds for value in received]
 
@@ -97,7 +111,8 @@ class _StagedRound(Dispatched):
 
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         config, arrival = self._rounds.config, self._arrival
-        tokens = torch.zeros(capacity, config.hidden_size, dtype=self._dtype, device=self.rows.device)
+        like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
+        tokens = new_rows(like, capacity, (config.hidden_size,), zero=True)
         fits = arrival.rows < capacity
         config.dispatch_backend.unpack_rows(self.rows, config.wire, arrival.index[fits], arrival.rows[fits], tokens)
         return tokens, torch.tensor(arrival.num_rows > capacity, device=self.rows.device)

@@ -68,6 +68,7 @@ def send_sums_kernel(
         peers = tl.arange(0, LAUNCH.BLOCK)
         tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
         counts = tl.load(tokens, mask=peers < ROUND.WORLD, other=0)
+        counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
         item = tl.program_id(0)
@@ -79,6 +80,7 @@ def send_sums_kernel(
             if tl.load(positions) >= 0:
                 destinations = destinations_of(base, slot, ROUND, K_BLOCK)
                 ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
+                ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 place = ROUND.SUMS + (token.to(tl.int64) * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES
                 home = tl.load(buffer_ptrs + source) + place
                 record = tl.multiple_of(home.to(tl.pointer_type(tl.int8)), 16)

@@ -22,7 +22,7 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, REFUSED, Lane
 from thinwire.triton_kernels.signal import (
     Launch,
     arrive,
@@ -249,6 +249,24 @@ def send_tokens(
         topk_weights: float [tokens, top_k].
         num_programs: programs of the launch; None means enough to fill the GPU.
     """
+    _send_tokens(lane, x, topk_ids, topk_weights, x.shape[0], num_programs)
+
+
+def refuse(lane: Lane) -> None:
+    """Begins a round in which this rank has nothing that it could send: all ranks find that their lines differ."""
+    x = torch.empty(1, lane.layout.HIDDEN, dtype=torch.bfloat16, device=lane.buffer.device)
+    ids = torch.empty(1, lane.layout.TOP_K, dtype=torch.int64, device=x.device)
+    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1)
+
+
+def _send_tokens(
+    lane: Lane,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    tokens: int,
+    num_programs: int | None,
+) -> None:
     layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, x.dtype)
     programs = num_programs_for(x.shape[0], x.device, num_programs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -261,7 +279,7 @@ def send_tokens(
             lane.control,
             lane.report,
             lane.rank,
-            x.shape[0],
+            tokens,
             DTYPE_CODES[x.dtype],
             ROUND=lane.layout,
             LAYOUT=layout,

@@ -46,6 +46,9 @@ CONTROL_FIRST_SEEN, CONTROL_FIRST_TAKEN = 5, 7
 
 _ALIGNMENT = 128
 
+#: The largest count of rows that a header is believed; what bytes and sums of such counts take fits into 64 bits.
+MOST_ROWS = 1 << 48
+
 
 @dataclass(frozen=True)
 class ExchangeLayout(SignalLayout):
@@ -91,6 +94,7 @@ class ExchangeLayout(SignalLayout):
             SLOT_BYTES=slot_bytes,
             SLOTS=slots,
             STUCK=0,
+            MOST_AHEAD=slots,
             HEADERS=row,
             TAILS=3 * row,
             HEADS=4 * row,

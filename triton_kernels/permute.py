@@ -167,7 +167,8 @@ def place_kernel(
         local = tl.where(ids >= first_expert, 1, 0)
         ordinal += tl.where(ids[:, None] < experts[None, :], local[:, None], 0)
         weight = tl.where(ids[:, None] == experts[None, :], weight_k[:, None], weight)
-    mask = tl.where(member > 0, rows < num_rows, False)
+    # A peer that was given up may write while this reads, so that what matched before has an ordinal past all places.
+    mask = tl.where(member > 0, tl.where(ordinal < ROUND.TOP_K, rows < num_rows, False), False)
     tl.store(index_ptr + rows, slots[:, None].to(tl.int64) + tl.zeros((CHUNK, EXPERTS), tl.int64), mask=mask)
     entries = slots[:, None].to(tl.int64) * ROUND.TOP_K + ordinal
     tl.store(positions_ptr + entries, rows, mask=mask)
@@ -208,7 +209,8 @@ def gather_kernel(
         record = tl.load(index_ptr + row, mask=row < num_rows, other=-1)
         out_row = out_ptr + row.to(tl.int64) * out_row_stride
         if running:
-            if record >= 0:
+            # Users see the index, and may have written into it.
+            if tl.where(record < ROUND.WORLD * ROUND.MAX_TOKENS, record, -1) >= 0:
                 base = buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES)
                 dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT)
             else:

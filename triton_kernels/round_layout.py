@@ -25,6 +25,7 @@ DISPATCH, COMBINE = 0, 1
 
 # int32 words of a line, behind its flag.
 SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
+REFUSED = -(2**31)  # for a number of tokens: the source was given some that it cannot send, and raised
 SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.

@@ -51,6 +51,7 @@ class SignalLayout:
 
     WORLD: int
     STUCK: int  # byte offset of the stuck lines
+    MOST_AHEAD: int = 1  # that a flag can be of what somebody waits for
     LINE_BYTES: int = SIGNAL_LINE_BYTES
     STUCK_EPOCH: int = SIGNAL_STUCK_EPOCH
     STUCK_PHASE: int = SIGNAL_STUCK_PHASE
@@ -218,9 +219,12 @@ def load_flags(base, lines, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
 
 @triton.jit
 def behind(base, lines, targets, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
-    """1 for each peer whose flag has not come to its target, else 0: int32 [BLOCK]. One target may serve all."""
-    flags = load_flags(base, lines, LAYOUT, LAUNCH)
-    late = tl.where(flags - targets < 0, 1, 0)
+    """1 for each peer whose flag has not come to its target, else 0: int32 [BLOCK]. One target may serve all.
+
+    A flag that is further ahead than any peer can be was not written by the protocol, and says nothing.
+    """
+    ahead = load_flags(base, lines, LAYOUT, LAUNCH) - targets
+    late = tl.where(ahead < 0, 1, tl.where(ahead > LAYOUT.MOST_AHEAD, 1, 0))
     return tl.where(tl.arange(0, LAUNCH.BLOCK) < LAYOUT.WORLD, late, 0)
 
 
@@ -265,7 +269,7 @@ def give_up(
             silent = silent * 0
         tl.store(words, blamed, mask=known)
         on_you = tl.load(signal_words(base, LAYOUT.STUCK, LAYOUT.STUCK_ON_YOU, peers, LAYOUT), mask=known, other=0)
-        on_you = tl.where(peers == rank, 0, on_you)
+        on_you = tl.where(peers == rank, 0, tl.where(on_you != 0, 1, 0))
         tl.store(words + 2 * LAYOUT.WORLD, tl.where(said != 0, 1 + on_you, 0), mask=known)
         pause(LAUNCH)
 

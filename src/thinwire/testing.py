@@ -27,6 +27,7 @@ from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_pare
 from thinwire._rank_server import ServedProcess
 from thinwire._rank_thread import run_rank_threads
 from thinwire.comm.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
+from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import ThinwireError, TransportUnavailable
 
 __all__ = ["RankError", "RanksTimeout", "preload", "run_ranks"]
@@ -142,14 +143,14 @@ def run_ranks(
 
 
 def _check_request(world_size: int, mode: str, device: str, timeout: float, env: dict[str, str] | None) -> None:
-    if world_size < 1:
-        raise ThinwireError(f"world_size is {world_size}, expected at least 1")
-    if mode not in ("process", "thread"):
+    if not is_int(world_size, 1):
+        raise ThinwireError(f"world_size is {world_size!r}, expected an int of at least 1")
+    if not isinstance(mode, str) or mode not in ("process", "thread"):
         raise ThinwireError(f"mode is {mode!r}, expected 'process' or 'thread'")
-    if device not in ("cpu", "cuda"):
+    if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise ThinwireError(f"device is {device!r}, expected 'cpu' or 'cuda'")
-    if not 0 < timeout < float("inf"):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0")
+    if not is_seconds(timeout):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
     if mode == "thread" and env is not None:
         raise ThinwireError(
             f"env is {env!r}, but threads share this process's environment: expected None, or processes"

@@ -40,7 +40,7 @@ _WHOLE_ROW = 0
 # name -> (bits per element, largest quantised magnitude, default group)
 _QUANTIZED = {"int8": (8, 127.0, 128), "int4": (4, 7.0, 32), "fp8": (8, 448.0, 128)}
 _DEFAULT_GROUPS = {name: group for name, (_, _, group) in _QUANTIZED.items()} | {"none": _WHOLE_ROW}
-_SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]+))?")
+_SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]{1,9}))?")
 _ACCEPTED = "accepted: none, int8, int8:row, int8:N, int4, int4:N, fp8, fp8:N with N a power of two from 16 to 1024"
 
 
@@ -72,8 +72,12 @@ class WireFormat:
     alignment: int = 32
 
     def __post_init__(self) -> None:
-        if self.name not in _DEFAULT_GROUPS:
+        if not isinstance(self.name, str) or self.name not in _DEFAULT_GROUPS:
             raise WireFormatError(f"unknown wire format {self.name!r}; {_ACCEPTED}")
+        for field in ("group", "alignment"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise WireFormatError(f"{field} of wire format {self.name!r} is {value!r}; an int is needed")
         if self.alignment < _SECTION_ALIGNMENT or self.alignment & (self.alignment - 1):
             raise WireFormatError(f"alignment {self.alignment} is not a power of two of at least {_SECTION_ALIGNMENT}")
         low, high = _GROUP_LIMITS
@@ -142,6 +146,8 @@ class WireFormat:
         if not self.quantized:
             if dtype is None:
                 raise WireFormatError("the record of wire format 'none' depends on the tensor's dtype: pass dtype")
+            if not hasattr(dtype, "itemsize"):
+                raise WireFormatError(f"dtype is {dtype!r}; a torch.dtype is needed")
             return hidden * dtype.itemsize
         return -(-hidden * _QUANTIZED[self.name][0] // 8)
 
@@ -156,5 +162,5 @@ class WireFormat:
 
 
 def _check_hidden(hidden: int) -> None:
-    if hidden < 1:
-        raise WireFormatError(f"a row of {hidden} elements cannot be put on the wire; hidden must be at least 1")
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        raise WireFormatError(f"a row of {hidden!r} elements cannot be put on the wire; hidden must be at least 1")

@@ -294,7 +294,7 @@ def _make_fails_on_one(comm: Communicator) -> str:
             raise MemoryError("no room for tables")
         return "made"
 
-    with pytest.raises((MemoryError, TransportUnavailable)) as caught:
+    with pytest.raises(TransportUnavailable) as caught:
         open_direct(comm, "a test", 4096, {}, make)
     with pytest.raises(ThinwireError, match="closed"):
         _ = memories[0].local
@@ -305,4 +305,4 @@ def _make_fails_on_one(comm: Communicator) -> str:
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_a_rank_that_cannot_use_its_memory_tells_the_others(mode: str) -> None:
     told = "TransportUnavailable: a test: rank 1 could not use its memory: MemoryError: no room for tables"
-    assert run_ranks(_make_fails_on_one, 3, mode=mode) == [told, "MemoryError: no room for tables", told]
+    assert run_ranks(_make_fails_on_one, 3, mode=mode) == [told] * 3

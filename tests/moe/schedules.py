@@ -486,7 +486,7 @@ class _Rank:
         self.seen["rounds"] += 1
         where = f"{self.name}, round {self.seen['rounds']}, lane {lane},"
         round_ = RandomRound(self.ep, self.settings, f"{self.rng.getrandbits(64)}", where)
-        if self.pauses.rng.random() < 0.1:
+        if self.rng.random() < 0.1:
             self._dispatch_nonsense(lane, round_.part)
         if self.schedule.interpreted:
             num_programs = self.pauses.rng.randint(1, 5)
@@ -558,14 +558,21 @@ class _Rank:
             raise AssertionError(f"tokens of different dtypes were taken: {self.name}")
 
     def _dispatch_nonsense(self, lane: int, part: Part) -> None:
-        """Is refused before anything is sent, and so leaves the lane as it is, whatever the peers do."""
-        ids = torch.full((max(1, part.x.shape[0]), self.settings.top_k), self.settings.num_experts)
+        """One rank's ids are refused; all ranks hear of it, and go on."""
+        odd = self.rng.randrange(self.settings.world)
+        ids, told = part.ids, f"rank {odd} refused"
+        if self.me == odd:
+            ids, told = (
+                torch.full((max(1, part.x.shape[0]), self.settings.top_k), self.settings.num_experts),
+                "topk_ids",
+            )
         try:
             self.ep.dispatch(part.x, ids, part.weights, lane=lane)
-        except RoutingError:
+        except RoutingError as error:
+            assert told in str(error), (str(error), self.name)
             self.seen["refused"] += 1
         else:
-            raise AssertionError(f"ids that are no experts' were taken: {self.name}")
+            raise AssertionError(f"a round in which ids were no experts' was begun: {self.name}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.signal import GIVING_UP, give_up, signalled, someone_is_stuck, tell_stuck, write_report
+from thinwire.triton_kernels.exchange_layout import MOST_ROWS
 from thinwire.triton_kernels.signal import (
     MISMATCHED,
     RUNNING,
@@ -201,13 +202,14 @@ def begin(call, peers):
 def ring_has_room(call, peers, peer):
     """Whether the peer has taken enough of this rank's pieces that the next one may be stored."""
     under_way = np.int32(peers[_SENT, peer] - np.int64(load_acquire(peers[_HEAD_HERE, peer])))
-    return np.int64(under_way) < call[_SLOTS]
+    return 0 <= np.int64(under_way) < call[_SLOTS]  # nobody takes what was not sent
 
 
 @device
-def ring_has_piece(peers, peer):
+def ring_has_piece(call, peers, peer):
     """Whether the peer has stored a piece that this rank has not taken."""
-    return np.int32(np.int64(load_acquire(peers[_TAIL_HERE, peer])) - peers[_RECEIVED, peer]) > _ZERO
+    stored = np.int32(np.int64(load_acquire(peers[_TAIL_HERE, peer])) - peers[_RECEIVED, peer])
+    return 0 < np.int64(stored) <= call[_SLOTS]  # a ring holds no more, whatever the tail says
 
 
 @device
@@ -248,20 +250,29 @@ def header_line(call, peers, peer):
     return peers[_HEADER_HERE, peer] + (call[_EPOCH] & 1) * call[_HALF_LINES]
 
 
+@device
+def believable(call, count, pieces):
+    """Whether so many rows can be, and take so many pieces. Any numbers: no product of theirs overflows."""
+    room = pieces * call[_UNITS_PER_PIECE]  # of 31 bits and of a slot's bytes
+    too_many = call[_EXACT] and call[_UNIT_BYTES] > 0 and count > room // call[_UNIT_BYTES]
+    return 0 <= count <= MOST_ROWS and not too_many and pieces_of(call, count) == pieces
+
+
 @kernel
 def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     """Compares a header, once it is there, with what this rank expects; an unknown count is taken from it."""
     line = header_line(call, peers, peer)
     if not signalled(line, call[_EPOCH]):
         return False
+    # Each word is read once: what follows from it shall not change with it.
     pieces, count = header_pieces(line) + 1, header_count(line)
-    answer = AGREES if same_signature(line, call[_SIGNATURE:]) else DIFFERS
-    if peers[_RECV_COUNT, peer] < 0:
+    answer = AGREES if same_signature(line, call[_SIGNATURE:]) and believable(call, count, pieces) else DIFFERS
+    if answer == AGREES and peers[_RECV_COUNT, peer] < 0:
         peers[_RECV_COUNT, peer] = count
     # The number of pieces follows from the rest; it is told for the sake of those that expect something else.
-    if peers[_RECV_COUNT, peer] != count or pieces_of(call, count) != pieces:
+    if peers[_RECV_COUNT, peer] != count:
         answer = DIFFERS
-    peers[_END_IN, peer] = pieces
+    peers[_END_IN, peer] = max(pieces, np.int64(1))
     peers[_ANSWER, peer] = answer
     return True
 
@@ -279,7 +290,7 @@ def recv_next(call, peers, peer):
             source = rows + number * call[_UNITS_PER_PIECE]
     elif number == 0:
         source = peers[_PARITY_HERE, peer] + (call[_EPOCH] & 1) * call[_HALF_BYTES]
-    elif ring_has_piece(peers, peer):
+    elif ring_has_piece(call, peers, peer):
         source = peers[_RING_HERE, peer] + received % call[_SLOTS] * call[_SLOT_BYTES]
     else:
         return False
@@ -312,7 +323,7 @@ def missing(where, peer, fingerprint=FINGERPRINT):
         return False
     if peers[_ANSWER, peer] == SILENT:
         return not signalled(header_line(call, peers, peer), call[_EPOCH])
-    if 0 < peers[_NEXT_IN, peer] < peers[_END_IN, peer] and not ring_has_piece(peers, peer):
+    if 0 < peers[_NEXT_IN, peer] < peers[_END_IN, peer] and not ring_has_piece(call, peers, peer):
         return True
     return peers[_NEXT_OUT, peer] < peers[_END_OUT, peer] and not ring_has_room(call, peers, peer)
 

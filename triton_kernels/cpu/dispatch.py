@@ -38,6 +38,7 @@ from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
+    REFUSED,
     REPORT_BAD_IDS,
     SIGNAL_DTYPE,
     SIGNAL_HAS_SUMS,
@@ -94,7 +95,10 @@ def send_tokens_kernel(
     tokens,
     fingerprint=FINGERPRINT,
 ):
-    """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes."""
+    """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
+
+    `tokens` may be REFUSED, and nothing is looked at then.
+    """
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return
@@ -117,7 +121,7 @@ def send_tokens_kernel(
         quantize_row(x + token * x_stride, lane.dtype, written, layout)
         for j in range(1, count):
             copy_bytes(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + record, written, lane.record_row_bytes)
-    plane_bytes = 4 * tokens * lane.top_k
+    plane_bytes = 4 * max(tokens, 0) * lane.top_k
     for peer in range(lane.world):
         base = load_int64(buffer_ptrs + 8 * peer)
         if peer != lane.rank:
@@ -161,6 +165,12 @@ def send_tokens(
     memory = addresses(lane.buffer_ptrs, lane.control, lane.report, x)
     ids, weights = addresses(topk_ids, topk_weights)
     send_tokens_kernel(numbers.address, *memory, x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens)
+
+
+def refuse(lane: Lane) -> None:
+    """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
+    numbers = numbers_of(lane)
+    send_tokens_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control, lane.report), 0, 0, 0, 8, 0, REFUSED)
 
 
 @device

@@ -41,6 +41,8 @@ from thinwire.triton_kernels.cpu.lane import (
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
+#: What `gather_kernel` returns, beside what other kernels do: the index or the offsets are not what routing wrote.
+_OVERWRITTEN = 3
 _ZERO = np.float32(0.0)
 
 
@@ -179,13 +181,18 @@ def gather_kernel(
         return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.record_kind):
         return MIXED_DTYPES
+    # Users see the index and the offsets, and may have written into them.
     rows = load_int64(offsets + 8 * lane.local_experts)
+    if rows < 0 or rows > lane.num_rows:
+        return _OVERWRITTEN
     if rows > capacity:
         store_int8(overflow, 1)
     layout = record_layout_of(lane)
     records = load_int64(buffer_ptrs + 8 * lane.rank) + lane.records
     for row in range(capacity):
         record = load_int64(index + 8 * row) if row < rows else -1
+        if record >= lane.world * lane.max_tokens:
+            return _OVERWRITTEN
         if record < 0:
             zero_bytes(out + row * out_stride, lane.hidden * element_bytes(lane.dtype))
         else:
@@ -197,7 +204,8 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     """`thinwire.triton_kernels.permute.gather` for CPU tensors.
 
     Raises:
-        RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none.
+        RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none; an
+            index or offsets that somebody wrote into since `route`.
         WireFormatError: another dtype.
         TransportUnavailable: without numba.
     """
@@ -208,5 +216,7 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     memory = addresses(lane.buffer_ptrs, lane.control, lane.index, lane.expert_offsets, out)
     result = gather_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], overflow.data_ptr())
     check_dtype(result, "out", out.dtype)
+    if result == _OVERWRITTEN:
+        raise RoutingError("index or expert_offsets were written into since they were routed; they are to be read only")
     if result == POISONED:
         out.fill_(float("nan"))

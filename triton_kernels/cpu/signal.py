@@ -30,6 +30,7 @@ from thinwire.triton_kernels.signal import (
 ARRIVED, GAVE_UP, PAUSED, GIVING_UP = 0, 1, 2, 3
 
 _FLAG_BYTES = 4
+_MOST_AHEAD = 1  # of epochs, see `docs/protocol.md`
 _LONGEST_NS = 2**62
 _SPINS = 200  # looks before the first yield
 _SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
@@ -48,10 +49,13 @@ def signal_line(builder, buffer_ptrs, peer, lines, source):
 
 @emits("boolean")
 def signalled(builder, line, epoch):
-    """Whether the flag of a line has come to `epoch`, across the wrap of 32 bits too."""
+    """Whether the flag of a line has come to `epoch`, across the wrap of 32 bits too.
+
+    A flag that is further ahead than any peer can be was not written by the protocol, and says nothing.
+    """
     flag = builder.load_atomic(builder.inttoptr(line, ir.IntType(32).as_pointer()), "acquire", _FLAG_BYTES)
     ahead = builder.sub(flag, builder.trunc(epoch, ir.IntType(32)))  # wraps
-    return builder.icmp_signed(">=", ahead, ir.Constant(ahead.type, 0))
+    return builder.icmp_unsigned("<=", ahead, ir.Constant(ahead.type, _MOST_AHEAD))
 
 
 @device

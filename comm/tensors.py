@@ -1,0 +1,62 @@
+"""What is asked of every tensor and number that callers pass, and refused here in words, before anything is sent.
+
+Kernels and transports see addresses. What has none, or one that means something else, gives errors from deep inside of
+torch, or, worse, reads what is not there.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+from thinwire.errors import ArgumentError
+
+#: Seconds; more overflow a clock of nanoseconds sooner than they pass.
+MOST_SECONDS = 1e9
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements of its dtype at places that its shape and strides give; fake ones may."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """The same of memory, for those who look there; whether it holds conjugates or negatives is not looked at."""
+    # Of others, such as a FakeTensor or a DTensor, memory says nothing, if there is any.
+    return is_strided(tensor) and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+
+
+def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
+    """Raises ArgumentError for what is no tensor, or sparse, quantised or nested; `in_memory`: fake or distributed."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+    if not (is_dense(tensor) if in_memory else is_strided(tensor)):
+        nested = ", nested" if tensor.is_nested else ""
+        raise ArgumentError(
+            f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}{nested}; expected a "
+            "plain dense tensor"
+        )
+
+
+def require_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raises ArgumentError for a tensor whose elements share memory with each other, such as an expanded one."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}: elements share memory, and "
+            "cannot be filled one by one; expected a tensor of its own, such as clone() gives"
+        )
+
+
+def is_seconds(value: object) -> bool:
+    """Whether a value is a time that a rank can wait for: a number above 0, and at most `MOST_SECONDS`."""
+    real: Any = value
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < real <= MOST_SECONDS
+
+
+def is_int(value: object, least: int, most: int = 2**31 - 1) -> bool:
+    """Whether a value is an int within bounds; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

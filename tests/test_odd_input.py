@@ -1,0 +1,563 @@
+"""Every public function given odd values: what comes out is a result, or an error of thinwire's that says what is
+accepted. Where a docstring states TypeError or ValueError, that may come out, too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="CPU ranks need numba")
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import thinwire as tw
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.plain import decode, unique_keys
+from thinwire.comm.rank_table import RankTable
+from thinwire.fused.size_switch import _read
+from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.routing import load_balancing_loss, top_k_route
+from thinwire.testing import run_ranks
+
+HIDDEN = 64
+
+
+def odd_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """What may be passed for a tensor of this shape and dtype."""
+    plain = torch.ones(shape).to(dtype)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(plain)
+    floats = torch.ones(shape)
+    found: dict[str, Any] = {
+        "None": None,
+        "a list": plain.tolist(),
+        "a str": "tokens",
+        "a number": 1,
+        "numpy": plain.float().numpy(),
+        "0-dim": plain.flatten()[0],
+        "0 rows": plain[:0],
+        "one dimension more": plain[None],
+        "sparse": floats.to_sparse(),
+        "csr": floats.reshape(shape[0], -1).to_sparse_csr(),
+        "quantised": torch.quantize_per_tensor(floats, 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([floats[0], floats[0]]),
+        "meta": plain.to("meta"),
+        "fake": fake,
+        "complex": floats.to(torch.complex64),
+        "conjugate": floats.to(torch.complex64).conj(),
+        "negative": torch._neg_view(plain),
+        "bool": plain.bool(),
+        "double": plain.double(),
+        "uint16": floats.to(torch.uint16),
+        "float8": floats.to(torch.float8_e4m3fn),
+        "wants a gradient": floats.clone().requires_grad_(),
+        "parameter": torch.nn.Parameter(floats.clone()),
+        "expanded": plain.flatten()[:1].expand(shape),
+        "transposed": plain.transpose(0, -1),
+    }
+    return found
+
+
+ODD_NUMBERS: dict[str, Any] = {
+    "None": None, "str": "3", "list": [1], "dict": {}, "True": True, "-1": -1, "0": 0, "2**31": 2**31, "2**62": 2**62,
+    "2**70": 2**70, "1.5": 1.5, "nan": math.nan, "inf": math.inf, "numpy": np.int64(1),
+    "array": np.ones(2), "tensor": torch.ones(2), "dtype": torch.float64, "object": object(),
+}  # fmt: skip
+
+
+_problems: list[str] = []
+
+
+def attempt(what: str, call: Callable[[], Any], *stated: type[Exception]) -> None:
+    """A call may return, or raise what it may raise; what else comes out is for `settle` to tell."""
+    try:
+        call()
+    except (tw.ThinwireError, *stated) as error:
+        assert str(error), what
+    except Exception as error:
+        told = str(error).split("\n")[0][:300]
+        _problems.append(f"{what}: {type(error).__name__}: {told}")
+
+
+def settle() -> None:
+    """All that came out and should not have."""
+    problems = _problems.copy()
+    _problems.clear()
+    assert not problems, "\n".join(problems)
+
+
+def with_odd(
+    call: Callable[..., Any], good: dict[str, Any], odd: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Calls, each with one odd argument."""
+    for name, values in odd.items():
+        for kind, value in values.items():
+            yield f"{call.__name__}({name}={kind})", lambda name=name, value=value: call(**{**good, name: value})
+
+
+def _collectives(comm: Communicator, transport: str) -> None:
+    common = {"comm": comm, "transport": transport}
+    shape = (4, HIDDEN)
+    numbers = dict(ODD_NUMBERS)
+    for function in (tw.all_reduce, tw.reduce_scatter, tw.all_gather, tw.all_gather_v, tw.all_to_all_v):
+        odd = {"x": odd_tensors(shape, torch.float32), "out": odd_tensors(shape, torch.float32)}
+        odd |= dict.fromkeys(("wire", "transport", "comm"), numbers)
+        if function in (tw.all_reduce, tw.reduce_scatter):
+            odd["op"] = numbers
+        if function is tw.all_reduce:
+            odd["gather_wire"] = numbers
+        if function is tw.all_gather_v:
+            odd["counts"] = numbers | odd_tensors((1,), torch.int64)
+        good = {"x": torch.ones(shape), **common}
+        if function is tw.all_to_all_v:
+            good["send_counts"] = [4]
+            counts = numbers | odd_tensors((1,), torch.int64) | {"bool": [True], "-1": [-1], "2**62": [2**62]}
+            odd |= dict.fromkeys(("send_counts", "recv_counts", "send_displs", "recv_displs"), counts)
+        for wire in ("none", "int8", "auto") if function is tw.all_reduce else ("none", "int8"):
+            for what, call in with_odd(function, {**good, "wire": wire}, odd):
+                if "comm=None" not in what:
+                    attempt(f"{what}, {wire}, {transport}", call)
+        result: Any = function(**good, wire="none")
+        assert torch.equal(result, torch.ones(shape))
+    attempt_all(
+        tw.int8_all_to_all_reduce,
+        {"x": torch.ones(shape, dtype=torch.int8), "scales": 0.5, **common},
+        {
+            "x": odd_tensors(shape, torch.int8),
+            "scales": numbers | odd_tensors((HIDDEN,), torch.float32),
+            **dict.fromkeys(("dtype", "gather_wire", "transport"), numbers),
+        },
+    )
+    cut = tw.Layout((1, 1), ("dp", "mp"))("dp", "mp")
+    attempt_all(
+        tw.redistribute,
+        {"x": torch.ones(shape), "src": cut, "dst": cut, **common},
+        {
+            "x": odd_tensors(shape, torch.float32),
+            **dict.fromkeys(("src", "dst", "shape", "wire", "transport", "grad_layout", "grad_wire"), numbers),
+        },
+    )
+    attempt_all(tw.AllReduceState, {"comm": comm}, dict.fromkeys(("wire", "gather_wire", "transport"), numbers))
+    attempt("AllReduceState(comm)", lambda: tw.AllReduceState("comm"))  # type: ignore[arg-type]
+    attempt("hook", lambda: tw.all_reduce_hook(None, None))  # type: ignore[arg-type]
+    attempt("hook", lambda: tw.all_reduce_hook(tw.AllReduceState(comm), None))  # type: ignore[arg-type]
+    settle()
+
+
+def attempt_all(
+    function: Callable[..., Any], good: dict[str, Any], odd: dict[str, dict[str, Any]], *stated: Any
+) -> None:
+    """All calls with one odd argument."""
+    function(**good)
+    for what, call in with_odd(function, good, odd):
+        attempt(what, call, *stated)
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_collectives(transport: str) -> None:
+    run_ranks(_collectives, 1, transport, timeout=200)
+
+
+def _methods(comm: Communicator) -> None:
+    x = torch.ones(4, HIDDEN)
+    tensors, numbers = odd_tensors((4, HIDDEN), torch.float32), ODD_NUMBERS
+    lists = {kind: [value] for kind, value in tensors.items()} | numbers
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (comm.all_reduce, {"tensor": x.clone()}, {"tensor": tensors, "op": numbers}),
+        (comm.reduce, {"tensor": x.clone(), "dst": 0}, {"tensor": tensors, "op": numbers, "dst": numbers}),
+        (comm.reduce_scatter, {"output": x.clone(), "input_list": [x]}, {"output": tensors, "input_list": lists}),
+        (comm.broadcast, {"tensor": x.clone(), "src": 0}, {"tensor": tensors, "src": numbers}),
+        (comm.all_gather, {"tensor_list": [x.clone()], "tensor": x}, {"tensor_list": lists, "tensor": tensors}),
+        (comm.all_gather_v, {"tensor_list": [x.clone()], "tensor": x}, {"tensor_list": lists, "tensor": tensors}),
+        (
+            comm.gather,
+            {"tensor": x, "gather_list": [x.clone()]},
+            {"tensor": tensors, "gather_list": lists, "dst": numbers},
+        ),
+        (
+            comm.scatter,
+            {"tensor": x.clone(), "scatter_list": [x]},
+            {"tensor": tensors, "scatter_list": lists, "src": numbers},
+        ),
+        (
+            comm.all_to_all,
+            {"output_tensor_list": [x.clone()], "input_tensor_list": [x]},
+            {"output_tensor_list": lists, "input_tensor_list": lists},
+        ),
+        (
+            comm.all_to_all_v,
+            {"output": x.clone(), "input": x},
+            {"output": tensors, "input": tensors, "output_split_sizes": numbers, "input_split_sizes": numbers},
+        ),
+        (
+            comm.exchange_counts,
+            {"send_counts": [1]},
+            {"send_counts": numbers | {"-1": [-1], "True": [True], "1.0": [1.0]}},
+        ),
+    ]
+    for function, good, odd in cases:
+        attempt_all(function, good, odd)
+    for name, values in (("device", numbers), ("timeout", numbers)):
+        for kind, value in values.items():
+            attempt(f"Communicator({name}={kind})", lambda name=name, value=value: Communicator(**{name: value}))
+    settle()
+
+
+def test_methods_of_a_communicator() -> None:
+    run_ranks(_methods, 1, timeout=100)
+
+
+def _experts(comm: Communicator, transport: str) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": HIDDEN, "max_tokens": 4}
+    names = (*sizes, "lanes", "align", "num_programs", "timeout", "dtype", "wire", "combine_wire", "transport")
+    for name in names:
+        for kind, value in ODD_NUMBERS.items():
+            if name in ("hidden_size", "max_tokens", "align", "lanes") and kind in ("2**31",):
+                continue  # refused as the others, which the next test looks at
+            call = {"transport": transport, **sizes, name: value}
+            attempt(f"ExpertParallel({name}={kind})", lambda call=call: tw.ExpertParallel(comm, **call).close())
+    attempt("comm", lambda: tw.ExpertParallel("comm", **sizes))  # type: ignore[arg-type]
+    with tw.ExpertParallel(comm, **sizes, transport=transport, wire="none") as ep:
+        x, ids, weights = torch.randn(4, HIDDEN), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+        attempt_all(
+            ep.dispatch,
+            {"x": x, "topk_ids": ids, "topk_weights": weights},
+            {
+                "x": odd_tensors((4, HIDDEN), torch.float32),
+                "topk_ids": odd_tensors((4, 2), torch.int64),
+                "topk_weights": odd_tensors((4, 2), torch.float32),
+                "lane": ODD_NUMBERS,
+            },
+        )
+        for kind, value in odd_tensors((8, HIDDEN), torch.float32).items():
+            d = ep.dispatch(x, ids, weights)
+            assert d.tokens.shape[0] == 8
+            attempt(f"combine(expert_out={kind})", lambda value=value, d=d: ep.combine(value, d))
+        for kind, value in odd_tensors((4, HIDDEN), torch.float32).items():
+            d = ep.dispatch(x, ids, weights)
+            rows = d.tokens
+            attempt(f"combine(out={kind})", lambda value=value, d=d, rows=rows: ep.combine(rows, d, out=value))
+        for kind, value in ODD_NUMBERS.items():
+            d = ep.dispatch(x, ids, weights)
+            attempt(f"gather(capacity={kind})", lambda value=value, d=d: d.gather(value))
+            attempt(f"combine(d={kind})", lambda value=value: ep.combine(x, value))
+            assert torch.equal(ep.combine(d.tokens, d), x)  # nothing of all that has changed the round
+    settle()
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_expert_parallelism(transport: str) -> None:
+    run_ranks(_experts, 1, transport, timeout=200)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "num_programs"]
+)
+@pytest.mark.parametrize("value", [True, 2**31, 2**62, 1.0, "1", np.int64(4)])
+def test_sizes_are_ints_that_kernels_can_count(name: str, value: object) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "max_tokens": 4, name: value}
+    with tw.init() as comm, pytest.raises(tw.errors.RoutingError, match=name):
+        tw.ExpertParallel(comm, **sizes)
+
+
+def _negative_views(comm: Communicator, transport: str) -> None:
+    """Their sign is not in memory, which is all that kernels see."""
+    with tw.ExpertParallel(comm, 4, 2, HIDDEN, 4, transport=transport, wire="none") as ep:
+        x, ids, weights = torch.randn(4, HIDDEN), torch.tensor([[0, 1]] * 4), torch.rand(4, 2)
+        d = ep.dispatch(torch._neg_view(-x), ids, torch._neg_view(-weights))
+        expected = ep.combine(d.tokens, d)
+        assert torch.equal(
+            d.tokens if False else expected,
+            ep.combine(torch._neg_view(-(d2 := ep.dispatch(x, ids, weights)).tokens), d2),
+        )
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_the_sign_of_a_negative_view_counts(transport: str) -> None:
+    run_ranks(_negative_views, 1, transport, timeout=100)
+
+
+def test_codec_and_wire_formats() -> None:
+    x = torch.ones(4, HIDDEN)
+    attempt_all(tw.quantize, {"x": x}, {"x": odd_tensors((4, HIDDEN), torch.float32), "wire": ODD_NUMBERS})
+    rows = tw.quantize(x)
+    attempt_all(tw.dequantize, {"rows": rows}, {"rows": ODD_NUMBERS, "dtype": ODD_NUMBERS})
+    good = {"records": rows.records, "wire": rows.wire, "shape": rows.shape, "dtype": rows.dtype}
+    shapes = ODD_NUMBERS | {
+        "()": (),
+        "-1": (-4, -HIDDEN),
+        "2**70": (2**70, HIDDEN),
+        "1.5": (4.0, 64.0),
+        "list": [4, 64],
+    }
+    records = odd_tensors(tuple(rows.records.shape), torch.uint8)
+
+    def both_ways(**fields: Any) -> torch.Tensor:
+        return tw.dequantize(tw.WireRows(**fields))
+
+    odd = {"records": records, "wire": ODD_NUMBERS, "shape": shapes, "dtype": ODD_NUMBERS}
+    attempt_all(both_ways, good, odd)
+    attempt_all(
+        tw.WireFormat, {"name": "int8", "group": 128}, dict.fromkeys(("name", "group", "alignment"), ODD_NUMBERS)
+    )
+    for kind, value in ODD_NUMBERS.items():
+        attempt(f"parse({kind})", lambda value=value: tw.WireFormat.parse(value))
+        for method in ("row_bytes", "payload_bytes", "scales_offset", "num_groups"):
+            for wire in (tw.WireFormat("none"), tw.WireFormat.parse("int8")):
+                bound = getattr(wire, method)
+                attempt(f"{method}({kind})", lambda bound=bound, value=value: bound(value))
+                if method != "num_groups":
+                    attempt(f"{method}(64, {kind})", lambda bound=bound, value=value: bound(64, value))
+    attempt("parse", lambda: tw.WireFormat.parse("int8:" + "9" * 5000))
+    with pytest.raises(tw.WireFormatError, match="accepted"):
+        tw.quantize(x, ["int8"])  # type: ignore[arg-type]
+    with pytest.raises(tw.ArgumentError, match="rows is a list, expected the WireRows"):
+        tw.dequantize([1])  # type: ignore[arg-type]
+    settle()
+
+
+def test_layouts_and_layers() -> None:
+    attempt_all(
+        tw.Layout,
+        {"device_matrix": (2, 2), "name": ("dp", "mp")},
+        dict.fromkeys(("device_matrix", "name"), ODD_NUMBERS),
+    )
+    layout = tw.Layout((2, 2), ("dp", "mp"))
+    for kind, value in ODD_NUMBERS.items():
+        attempt(f"layout({kind})", lambda value=value: layout(value))
+        for method in ("axis_size", "coordinates", "groups"):
+            attempt(f"{method}({kind})", lambda method=method, value=value: getattr(layout, method)(value))
+        attempt(f"ranks_along({kind})", lambda value=value: layout.ranks_along("dp", value))
+        for method in ("shard_shape", "full_shape"):
+            attempt(f"{method}({kind})", lambda method=method, value=value: getattr(layout("dp"), method)(value))
+    sizes = {"hidden_size": 8, "ff_size": 8, "num_experts": 4, "top_k": 2}
+    moderate = {kind: value for kind, value in ODD_NUMBERS.items() if kind != "2**31"}  # which is much, and no nonsense
+    attempt_all(tw.MoELayer, sizes, dict.fromkeys((*sizes, "activation"), moderate), ValueError)
+    layer = tw.MoELayer(**sizes)
+    for kind, value in odd_tensors((4, 8), torch.float32).items():
+        if kind not in ("double", "meta", "fake", "float8"):  # torch's own affair
+            attempt(f"MoELayer(x={kind})", lambda value=value: layer(value))
+    logits, ids = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.int64)
+    odd = {"router_logits": odd_tensors((4, 6), torch.float32), "top_k": ODD_NUMBERS}
+    for values in odd.values():
+        for kind in ("fake", "meta", "float8"):
+            values.pop(kind, None)
+    attempt_all(top_k_route, {"router_logits": logits, "top_k": 2}, odd)
+    attempt_all(
+        load_balancing_loss, {"router_logits": logits, "topk_ids": ids, "num_experts": 6},
+        {
+            "router_logits": odd["router_logits"],
+            "topk_ids": {k: v for k, v in odd_tensors((4, 2), torch.int64).items() if k not in ("fake", "meta")},
+            "num_experts": ODD_NUMBERS,
+        },
+    )  # fmt: skip
+    experts = GroupedExperts(2, 8, 8)
+    for kind, value in ODD_NUMBERS.items():
+        attempt(f"experts({kind})", lambda value=value: experts(value, torch.tensor([1, 2])))
+        attempt(f"counts({kind})", lambda value=value: experts(torch.ones(3, 8), value))
+    settle()
+
+
+def test_joining() -> None:
+    for name in ("rank", "world_size", "rank_table", "domain", "device", "timeout"):
+        for kind, value in ODD_NUMBERS.items():
+            if (name, kind) in {("rank_table", "None"), ("domain", "str"), ("device", "str")}:
+                continue
+
+            def call(name: str = name, value: object = value) -> None:
+                extra: dict[str, Any] = {"timeout": 1.0} | {name: value}
+                tw.init(**extra).close()
+
+            attempt(f"init({name}={kind})", call)
+    for name in ("world_size", "mode", "device", "timeout", "env"):
+        for kind, value in ODD_NUMBERS.items():
+            if (name, kind) == ("world_size", "2**31"):
+                continue
+            extra: dict[str, Any] = {"world_size": 1, "mode": "thread", name: value}
+            attempt(f"run_ranks({name}={kind})", lambda extra=extra: run_ranks(lambda comm: None, **extra))
+    settle()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (NESTED, "is not JSON"),
+        ('{"server_list": ' + NESTED, "is not JSON"),
+        ('{"version": "1.0", "version": "1.2"}', "'version' is there twice"),
+        ('{"server_list": [{"server_id": "a", "device": [{"device_id": 1, "device_id": 2}]}]}', "'device_id' is there"),
+        ('{"server_count": %s}' % ("9" * 5000), "is not JSON"),
+        ("\ud800", "is not JSON"),
+        ('{"version": %s}' % ("[" * 300 + "]" * 300), "version is"),
+        ('{"server_list": [{"server_id": "a", "device": [{"device_id": "%s", "rank_id": "0"}]}]}' % ("9" * 5000), "is"),
+    ],
+)
+def test_rank_tables(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(tw.RankTableError, match=told):
+        RankTable.load(path)
+
+
+def test_rank_tables_that_are_passed() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    device = {"device_id": 0, "rank_id": 0}
+    for value in (nested, 10**5000, b"1", {1: 2}, "٣", "²", True, math.nan):
+        for table in (
+            {"version": value},
+            {"status": value},
+            {"server_list": value},
+            {"server_count": value, "server_list": [{"server_id": "a", "device": [device]}]},
+            {"server_list": [value]},
+            {"server_list": [{"server_id": value, "device": [device]}]},
+            {"server_list": [{"server_id": "a", "device": [device | {"rank_id": value}]}]},
+            {"server_list": [{"server_id": "a", "device": [device | {"device_id": value}]}]},
+            {"server_list": [{"server_id": "a", "device": [device | {"device_ip": value}]}]},
+        ):
+            try:
+                RankTable.load(table)
+            except tw.RankTableError as error:
+                assert len(str(error)) < 3000
+    with pytest.raises(tw.RankTableError, match="cannot be read"):
+        RankTable.load("a\0b")
+    table = RankTable.load({"server_list": [{"server_id": "a", "device": [device]}]})
+    for rank in ("0", None, 1.0, True, 2**70):
+        with pytest.raises(tw.RankTableError, match="has no rank"):
+            table.entry(rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [NESTED, "[]", "3", '{"a": 1}', '{"m": {"k": 1}, "m": {"k": 2}}', "{", "\x00", '{"m": {"k": %s}}' % ("9" * 5000)],
+)
+def test_what_a_cache_file_holds_is_no_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "size_switch.json"
+    path.write_text(text)
+    assert _read(path) in ({}, {"m": {"k": 1}})
+
+
+@pytest.mark.parametrize(
+    "entry", ["{}", '{"threshold": true}', '{"threshold": -1}', '{"threshold": "1"}', "[]", '{"threshold": 1.5}']
+)
+def test_a_cached_threshold_that_no_measurement_gives_is_measured_anew(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thinwire.fused import size_switch
+
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(size_switch, "SIZES", (64, 128))
+    with tw.init() as comm:
+        x = torch.ones(8)
+        tw.all_reduce(x, wire="auto", comm=comm)
+        path = tmp_path / "size_switch.json"
+        content = json.loads(path.read_text())
+        (machine,) = content
+        content[machine] = dict.fromkeys(content[machine], json.loads(entry))
+        path.write_text(json.dumps(content))
+    with tw.init() as comm:
+        tw.all_reduce(x, wire="auto", comm=comm)
+        assert "kept in" in comm.explain()
+
+
+@pytest.mark.parametrize("forced", ["²", "-1", "1.5", "9" * 5000, "many"])
+def test_a_forced_threshold_is_a_number(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_AUTO_BYTES", forced)
+    with tw.init() as comm, pytest.raises(tw.ThinwireError, match="expected a number of bytes"):
+        tw.all_reduce(torch.ones(8), wire="auto", comm=comm)
+
+
+def test_settings_that_travel_have_each_key_once() -> None:
+    assert unique_keys([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
+    with pytest.raises(tw.ThinwireError, match="'a' is there twice"):
+        decode(b'{"a": 1, "a": 2}', {str: int}, "rank 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Model(torch.nn.Module):
+    """A weight that comes first, and something after it."""
+
+    def __init__(self, second: torch.Tensor) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("second", second)
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "told"),
+    [
+        (torch.ones(3), torch.zeros(3, dtype=torch.int64), "second is torch.bfloat16, expected a kind of torch.int64"),
+        (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool), "second is torch.int64"),
+        (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.complex64), "second is torch.int64"),
+        (torch.tensor([1, 2, 300]), torch.zeros(3, dtype=torch.uint8), "numbers that do not fit"),
+        (torch.ones(3), torch.zeros(1).expand(3), "elements share memory"),
+        (torch.ones(3), torch.zeros(3, device="meta"), "on meta"),
+        (torch.ones(3), torch.zeros(3).to_sparse(), "sparse"),
+        (torch.ones(3), torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), "dense"),
+        (torch.ones(4), torch.zeros(3), "expected"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_was(
+    stored: torch.Tensor, held: torch.Tensor, told: str, tmp_path: Path
+) -> None:
+    saved = Model(stored)
+    with torch.no_grad():
+        saved.first.fill_(1.0)
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(saved, path)
+    model = Model(held)
+    with pytest.raises(tw.CheckpointError, match=told):
+        load_checkpoint(model, path)
+    assert torch.equal(model.first, torch.zeros(3))
+
+
+def test_a_model_made_in_inference_mode_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(Model(torch.ones(3)), path)
+    with torch.inference_mode():
+        held = torch.zeros(3)
+    model = Model(held)
+    with pytest.raises(tw.CheckpointError, match="inference mode"):
+        load_checkpoint(model, path)
+    for odd in (tmp_path, "a\0b", 3, None):
+        attempt(f"load_checkpoint({odd!r})", lambda odd=odd: load_checkpoint(model, odd), FileNotFoundError)
+        attempt(f"read_metadata({odd!r})", lambda odd=odd: read_metadata(odd), FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(Model(torch.zeros(3)), tmp_path / "nowhere")
+    settle()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+
+
+def test_copies_and_pickles_say_what_to_do_instead() -> None:
+    with tw.init() as comm, tw.ExpertParallel(comm, 2, 1, 8, 4) as ep:
+        layer = tw.MoELayer(8, 8, 2, 1).shard(ep)
+        for attempted in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a Communicator cannot be copied or pickled.*thinwire.init"):
+                attempted(comm)
+            with pytest.raises(TypeError, match="an ExpertParallel cannot be copied or pickled.*construct another"):
+                attempted(ep)
+        for attempted in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="copy the state_dict"):
+                attempted(layer)
