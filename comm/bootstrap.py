@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
+from thinwire.comm.flight_files import WrittenOnSignal
+from thinwire.comm.flight_recorder import write_all
 from thinwire.comm.groups import backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
@@ -110,6 +112,10 @@ def init(
 
     In a thread that is a rank, of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
 
+    Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
+    open communicators, see :meth:`Communicator.flight_recorder`, until the communicator of calls without a domain is
+    closed. A handler that somebody else has set stays. Within a wait of Gloo or NCCL it is written when that ends.
+
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table
             `rank` alone is enough.
@@ -154,6 +160,8 @@ def init(
             world.close()
         raise
     domains.by_name[None] = world
+    if made and WrittenOnSignal.possible():
+        world.attached("SIGUSR1", lambda: WrittenOnSignal(write_all))
     if domain is None:
         return domains.choose(world)
     opened = _open_domain(world, domain, device, timeout)

@@ -103,23 +103,31 @@ class SizeSwitch(Attachment):
                     f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
                     "before"
                 )
-            # Everyone learns what rank 0 has on file, and whether someone says otherwise.
-            forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
-            comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
-            if forced:
-                if not forced.strip().isdigit():
-                    raise ThinwireError(
-                        f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
-                    )
-                self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
-            elif stored is not None:
-                self._thresholds[key], self._origins[key] = stored["threshold"], "measured in an earlier run"
-            else:
-                call = functools.partial(function, comm=comm, transport=transport)
-                samples = _measure(comm, dtype, wire, call)
-                self._thresholds[key] = crossover(samples)
-                self._origins[key] = "measured" + self._store(key, samples)
+            with comm._recorder.begin("choose_wire", details=("call", key)):
+                self._find_threshold(key, function, dtype, transport, wire)
         return self._thresholds[key]
+
+    def _find_threshold(
+        self, key: str, function: Callable[..., object], dtype: torch.dtype, transport: str, wire: WireFormat
+    ) -> None:
+        """Measures a threshold, unless it is known otherwise. Collective."""
+        comm = self._comm
+        # Everyone learns what rank 0 has on file, and whether someone says otherwise.
+        forced, stored = comm.all_gather_object((os.environ.get(THRESHOLD_VARIABLE), self._load(key)))[0]
+        comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: os.environ.get(THRESHOLD_VARIABLE), "call": key})
+        if forced:
+            if not forced.strip().isdigit():
+                raise ThinwireError(
+                    f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
+                )
+            self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
+        elif stored is not None:
+            self._thresholds[key], self._origins[key] = stored["threshold"], "measured in an earlier run"
+        else:
+            call = functools.partial(function, comm=comm, transport=transport)
+            samples = _measure(comm, dtype, wire, call)
+            self._thresholds[key] = crossover(samples)
+            self._origins[key] = "measured" + self._store(key, samples)
 
     def _load(self, key: str) -> dict[str, Any] | None:
         if self._comm.rank != 0:
