@@ -26,7 +26,8 @@ from thinwire.comm.flight_files import describe_folder, is_off, write_file
 from thinwire.errors import PeerTimeout
 from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, LONGEST_TEXT, POSTED, RING, UNDER_WAY, VERSION
 
-#: An entry's fields. DETAILS are names and values in turn; FAILURE is what ended the call, as `_failure_of` gives it.
+#: An entry's fields. DETAILS are names and values in turn; FAILURE is what ended the call: the error's class, and of a
+#: PeerTimeout lane, epoch, phase and the ranks to blame.
 NUMBER, NAME, SHAPE, DTYPE, WIRES, TRANSPORT, DETAILS, START, END, STATE, FAILURE, INSIDE = range(12)
 Entry = list[Any]
 
@@ -153,10 +154,17 @@ class FlightRecorder:
 
     def _end(self, entry: Entry, error: BaseException) -> None:
         if entry[FAILURE] is None:
-            entry[END], entry[FAILURE] = monotonic_ns(), _failure_of(error)
+            entry[END], entry[FAILURE] = monotonic_ns(), self._failure_of(error)
             entry[STATE] = FAILED if isinstance(error, Exception) else INTERRUPTED
         if isinstance(error, PeerTimeout):
             self._tell(error)
+
+    def _failure_of(self, error: BaseException) -> tuple[str, int | None, int | None, str | None, tuple[int, ...]]:
+        if not isinstance(error, PeerTimeout):
+            return type(error).__name__, None, None, None, ()
+        # It may have come through a call on a communicator of some of the ranks, which numbers them otherwise.
+        own = error.__dict__.setdefault("_communicator", self.communicator) == self.communicator
+        return type(error).__name__, error.lane, error.epoch, error.phase, error.ranks if own else ()
 
     def _tell(self, error: PeerTimeout) -> None:
         """Writes the file, once: later calls find out what this one did, and would only push it out of the ring."""
@@ -279,13 +287,6 @@ def write_all(reason: str) -> list[Path]:
     used = [recorder for recorder in list(_recorders) if recorder._begun]
     used.sort(key=lambda recorder: recorder._new[START], reverse=True)
     return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
-
-
-def _failure_of(error: BaseException) -> tuple[str, int | None, int | None, str | None, tuple[int, ...]]:
-    """The error's class, and what a PeerTimeout says: lane, epoch, phase, the ranks to blame."""
-    if isinstance(error, PeerTimeout):
-        return type(error).__name__, error.lane, error.epoch, error.phase, error.ranks
-    return type(error).__name__, None, None, None, ()
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class HostChannel(Channel):
             )  # fmt: skip
         except struct.error:  # a number of more than 64 bits
             return None
-        details = ("send_counts", (*send_counts,), "recv_counts", (*recv_counts,))
+        details = ("send_counts", send_counts[:], "recv_counts", recv_counts[:])  # the caller may change its lists
         call = recorder.begin("all_to_all_v", shape, dtype, wire, "direct", details)
         with call:
             # Whatever interrupts this, the next call finds what there is to end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / name).write_text(json.dumps(content()))
     assert main(["inspect", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert f"rank 0 is there 2 times, in {tmp_path}/a and {tmp_path}/b; expected one" in capsys.readouterr().err
+
+
+def test_the_documented_output_is_what_the_example_prints() -> None:
+    root = Path(__file__).parents[1]
+    (shown,) = re.findall(
+        r"<!-- lost rank -->\n```\n(.*?)```", (root / "docs/flight_recorder.md").read_text(), re.DOTALL
+    )
+    done = subprocess.run([sys.executable, str(root / "examples/lost_rank.py")], capture_output=True, text=True)
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("written by")]
+
+    def steady(lines: list[str]) -> list[str]:
+        """Without what differs from run to run."""
+        return [re.sub(r"after [0-9.]+ (us|ms|s)|communicator [0-9a-f]+", "", line) for line in lines]
+
+    assert steady(printed) == steady(shown.splitlines()), done.stderr
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

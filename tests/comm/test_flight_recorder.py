@@ -417,6 +417,17 @@ def test_a_timeout_leaves_what_it_says_of_peers(folder: Path) -> None:
     assert read_flight(path).reason == "PeerTimeout: nobody came"
 
 
+def test_ranks_to_blame_are_those_of_the_communicator_that_timed_out(folder: Path) -> None:
+    part, whole = recorder(), FlightRecorder(3, 4, "a test", "none", 1.0)
+    part.communicator, whole.communicator = "aa" * 8, "bb" * 8
+    with pytest.raises(PeerTimeout) as caught, whole.begin("redistribute"), part.begin("all_reduce"):
+        raise PeerTimeout("nobody came", ranks=[1])
+    found = {read_flight(path).communicator: read_flight(path).operations[0] for path in files(folder)}
+    assert [found[each.communicator].blamed for each in (part, whole)] == [(1,), ()]
+    assert {operation.failure for operation in found.values()} == {"PeerTimeout"}
+    assert len(caught.value.__notes__) == 2
+
+
 def test_the_default_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
