@@ -33,9 +33,9 @@ def report(flights: Sequence[Flight]) -> str:
     Traceback (most recent call last):
     thinwire.errors.ThinwireError: no files; expected those of a communicator's ranks
     """
-    groups: dict[tuple[str, int, str], list[Flight]] = {}
+    groups: dict[tuple[str, int], list[Flight]] = {}
     for flight in flights:
-        groups.setdefault((flight.communicator, flight.size, flight.origin), []).append(flight)
+        groups.setdefault((flight.communicator, flight.size), []).append(flight)
     if not groups:
         raise ThinwireError("no files; expected those of a communicator's ranks")
     # What was written last is most often what it is about.

@@ -370,6 +370,22 @@ def test_a_rank_that_never_called_is_named_with_the_last_that_it_did(folder: Pat
     )
 
 
+def meet_without_rank_1(comm: Communicator) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    if comm.rank == 1:
+        time.sleep(2 * TIMEOUT)
+    else:
+        expect_timeout(lambda: Communicator(group, timeout=TIMEOUT))
+
+
+def test_ranks_that_never_met_have_files_too(folder: Path) -> None:
+    run_ranks(meet_without_rank_1, 3)
+    assert all("unmet" in path.name for path in files(folder))
+    assert verdict(files(folder)) == (
+        "rank 1 stopped in or before operation 1, Communicator, in which ranks 0, 2 waited: no file of rank 1"
+    )
+
+
 def time_out_twice(comm: Communicator) -> tuple[list[str], list[str]]:
     group, notes = short(comm), []
     if comm.rank == 0:
@@ -515,6 +531,26 @@ def holds(path: Path, name: str) -> bool:
 @pytest.mark.parametrize("operation", ["all_reduce", "all_to_all_v"])
 def test_the_signal_writes_the_file_of_a_rank_that_waits(operation: str, folder: Path) -> None:
     run_ranks(signalled_while_waiting, 2, operation, str(folder))
+
+
+def signalled_within_gloo(comm: Communicator, folder: str) -> None:
+    pids = comm.all_gather_object(os.getpid())
+    group = tw.init()
+    if comm.rank == 1:
+        time.sleep(0.3)  # until rank 0 waits, most likely
+        os.kill(pids[0], signal.SIGUSR1)
+        time.sleep(0.3)
+    x = torch.ones(8)
+    assert tw.all_reduce(x, comm=group, transport="staged", wire="none").tolist() == [2.0] * 8
+    group.barrier()
+    if comm.rank == 0:
+        # Of the communicator that the rank began with, too.
+        assert [read_flight(path).reason for path in files(Path(folder))] == ["SIGUSR1"] * 2
+    group.barrier()
+
+
+def test_the_signal_disturbs_no_wait_within_gloo_and_is_obeyed_after_it(folder: Path) -> None:
+    run_ranks(signalled_within_gloo, 2, str(folder))
 
 
 def keep_the_users_handler(comm: Communicator) -> None:
