@@ -18,8 +18,8 @@ SHOWN = 8
 
 _PEER_TIMEOUT = "PeerTimeout"
 # Ranks may pass other sizes: in the first dimension, or altogether.
-_UNEVEN = {"all_to_all_v", "all_gather_v", "dispatch", "combine"}
-_OF_ANY_SIZE = {"all_to_all"}
+_UNEVEN = {"all_to_all_v", "dispatch"}
+_OF_ANY_SIZE = {"all_to_all", "all_gather_v", "combine"}
 _SAME_AS = {"abandon": "combine"}  # peers may combine what this rank abandons
 
 
@@ -241,7 +241,7 @@ def _parts(operations: Mapping[int, Operation]) -> dict[str, list[int]]:
 def _agreed(operation: Operation) -> tuple[object, ...]:
     """What must be the same on all ranks."""
     name, shape = _SAME_AS.get(operation.name, operation.name), operation.shape
-    if name in _OF_ANY_SIZE or name == "combine":
+    if name in _OF_ANY_SIZE:
         shape = None
     elif name in _UNEVEN and shape:
         shape = (-1, *shape[1:])
