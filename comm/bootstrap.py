@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
+from thinwire.comm.flight_files import WrittenOnSignal
+from thinwire.comm.flight_recorder import write_all
 from thinwire.comm.groups import as_device, backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.launchers import RankInfo, discover
@@ -21,6 +23,10 @@ from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.tensors import is_seconds
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+
+
+class _WritesOnSignal(WrittenOnSignal, Attachment):
+    """Kept with the world that `init` made."""
 
 
 class Domains:
@@ -112,6 +118,10 @@ def init(
 
     In a thread that is a rank, of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
 
+    Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
+    open communicators, see :meth:`Communicator.flight_recorder`, until the communicator of calls without a domain is
+    closed. A handler that somebody else has set stays. Within a wait of Gloo or NCCL it is written when that ends.
+
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table
             `rank` alone is enough.
@@ -160,6 +170,8 @@ def init(
             world.close()
         raise
     domains.by_name[None] = world
+    if made and WrittenOnSignal.possible():
+        world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
     if domain is None:
         return domains.choose(world)
     opened = _open_domain(world, domain, device, timeout)

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from thinwire.comm import nccl, p2p
 from thinwire.comm.exchange import Buffers
+from thinwire.comm.flight_recorder import NOT_RECORDED
 from thinwire.comm.host_collectives import HostCollectives
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.tensors import require_dense, require_writable
@@ -71,7 +73,8 @@ class Collectives(HostCollectives):
         data = self._check("output", output, written=True)
         inputs = self._check_list("input_list", input_list, ("output", data), [self.rank])
         reduction = Reduction.of(op, data.dtype)
-        return self._run(self._reductions.reduce_scatter(self._exchange, reduction, data, inputs), async_op)
+        steps = self._reductions.reduce_scatter(self._exchange, reduction, data, inputs)
+        return self._run("reduce_scatter", data, steps, async_op, ("op", reduction.name))
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
@@ -80,24 +83,25 @@ class Collectives(HostCollectives):
         """
         data = self._check("tensor", tensor, written=self._check_rank("src", src) != self.rank)
         if self._on_nccl:
-            return self._run(nccl.broadcast(self._exchange, data, src), async_op)
+            return self._run("broadcast", data, nccl.broadcast(self._exchange, data, src), async_op, ("src", src))
         sends = self._to_all(data) if src == self.rank else self._nothing()
         receives = self._only(src, data) if src != self.rank else self._nothing()
-        return self._move(f"broadcast {data.dtype}", sends, receives, async_op)
+        return self._move("broadcast", data, sends, receives, async_op, ("src", src))
 
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size), written=True)
         if self._on_nccl:
-            return self._run(nccl.all_gather(self._exchange, outputs, data), async_op)
-        return self._move(f"all_gather {data.dtype}", self._to_all(data), outputs, async_op)
+            return self._run("all_gather", data, nccl.all_gather(self._exchange, outputs, data), async_op)
+        return self._move("all_gather", data, self._to_all(data), outputs, async_op)
 
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank], written=True)
-        return self._move(f"all_gather_v {data.dtype}", self._to_all(data), outputs, async_op)
+        counts = ("counts", [output.numel() for output in outputs])
+        return self._move("all_gather_v", data, self._to_all(data), outputs, async_op, counts)
 
     def gather(
         self, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, async_op: bool = False
@@ -112,7 +116,7 @@ class Collectives(HostCollectives):
         data = self._check("tensor", tensor)
         sends = self._only(self._check_rank("dst", dst), data)
         receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst, written=True)
-        return self._move(f"gather {data.dtype}", sends, receives, async_op)
+        return self._move("gather", data, sends, receives, async_op, ("dst", dst))
 
     def scatter(
         self, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, async_op: bool = False
@@ -127,7 +131,7 @@ class Collectives(HostCollectives):
         data = self._check("tensor", tensor, written=True)
         receives = self._only(self._check_rank("src", src), data)
         sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
-        return self._move(f"scatter {data.dtype}", sends, receives, async_op)
+        return self._move("scatter", data, sends, receives, async_op, ("src", src))
 
     def all_to_all(
         self, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], async_op: bool = False
@@ -146,7 +150,9 @@ class Collectives(HostCollectives):
                 f"input_tensor_list[{self.rank}] has {own.numel()} elements and output_tensor_list[{self.rank}] has "
                 f"{place.numel()}, expected as many: it is what rank {self.rank} sends to itself"
             )
-        return self._move(f"all_to_all {own.dtype}", inputs, outputs, async_op)
+        sent, received = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        counts = ("send_counts", sent, "recv_counts", received)
+        return self._move("all_to_all", own, inputs, outputs, async_op, counts)
 
     def all_to_all_v(
         self,
@@ -180,7 +186,8 @@ class Collectives(HostCollectives):
                 f"input_split_sizes[{self.rank}] is {sends[self.rank]} and output_split_sizes[{self.rank}] is "
                 f"{receives[self.rank]}, expected the same: it is what rank {self.rank} sends to itself"
             )
-        return self._move(f"all_to_all_v {data.dtype}", data.split(sends), target.split(receives), async_op)
+        counts = ("send_counts", sends, "recv_counts", receives)
+        return self._move("all_to_all_v", data, data.split(sends), target.split(receives), async_op, counts)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Sends `tensor`, of any dtype, to rank `dst`, which calls `recv`. Returns once that rank receives it.
@@ -189,13 +196,13 @@ class Collectives(HostCollectives):
         """
         data = self._check("tensor", tensor)
         sends = self._only(self._check_peer("dst", dst), data)
-        return self._move(f"send {_check_tag(tag)} {data.dtype}", sends, self._nothing(), async_op)
+        return self._message("send", data, sends, self._nothing(), ("dst", dst, "tag", _check_tag(tag)), async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
         data = self._check("tensor", tensor, written=True)
         receives = self._only(self._check_peer("src", src), data)
-        return self._move(f"send {_check_tag(tag)} {data.dtype}", self._nothing(), receives, async_op)
+        return self._message("recv", data, self._nothing(), receives, ("src", src, "tag", _check_tag(tag)), async_op)
 
     @property
     def _on_nccl(self) -> bool:
@@ -304,25 +311,60 @@ class Collectives(HostCollectives):
     def _to_all(self, tensor: Tensor) -> list[Tensor | None]:
         return [tensor.contiguous()] * self.size
 
-    def _move(self, label: str, sends: Buffers, receives: Buffers, async_op: bool) -> Work[None]:
-        return self._run(p2p.move(self._exchange, sends, receives, label), async_op)
+    def _move(
+        self,
+        name: str,
+        tensor: Tensor,
+        sends: Buffers,
+        receives: Buffers,
+        async_op: bool,
+        details: tuple[Any, ...] = (),
+    ) -> Work[None]:
+        steps = p2p.move(self._exchange, sends, receives, f"{name} {tensor.dtype}")
+        return self._run(name, tensor, steps, async_op, details)
+
+    def _message(
+        self, name: str, tensor: Tensor, sends: Buffers, receives: Buffers, details: tuple[Any, ...], async_op: bool
+    ) -> Work[None]:
+        """One message between two ranks, of which the others know nothing."""
+        steps = p2p.move(self._exchange, sends, receives, f"send {details[-1]} {tensor.dtype}")
+        return self._run(name, tensor, steps, async_op, details, numbered=False)
 
     def _reduce(self, tensor: Tensor, dst: int | None, op: object, async_op: bool) -> Work[None]:
         reduction = Reduction.of(op, tensor.dtype)
         later = not self._on_nccl and p2p.takes_two_steps(self._exchange, tensor)
-        return self._run(self._reductions.reduce(self._exchange, reduction, tensor, dst), async_op, later)
+        name, root = ("all_reduce", ()) if dst is None else ("reduce", ("dst", dst))
+        steps = self._reductions.reduce(self._exchange, reduction, tensor, dst)
+        return self._run(name, tensor, steps, async_op, ("op", reduction.name, *root), posts_later=later)
 
-    def _run(self, collective: Iterator[Step], async_op: bool, posts_later: bool = False) -> Work[None]:
-        """Posts the first step, and waits unless `async_op`. `posts_later`: some steps are not posted before `wait`."""
+    def _run(
+        self,
+        name: str,
+        tensor: Tensor,
+        collective: Iterator[Step],
+        async_op: bool,
+        details: tuple[Any, ...] = (),
+        *,
+        posts_later: bool = False,
+        numbered: bool = True,
+    ) -> Work[None]:
+        """Posts the first step, and waits unless `async_op`.
+
+        Args:
+            name, tensor, details, numbered: for the flight recorder.
+            posts_later: some steps are not posted before `wait`.
+        """
         self._require_open()
         self.check_exchange()
-        self._settle()
-        work = Work(collective, lambda: None)
-        if not async_op:
-            work.wait()
-        elif posts_later:
-            self._unfinished.append(work)
-        return work
+        recorder, backend = self._recorder, self._exchange.backend
+        with recorder.begin(name, tensor.shape, tensor.dtype, (), backend, details, numbered) as entry:
+            self._settle()
+            work = Work(collective, lambda: None, recorded=recorder.posted(entry) if async_op else NOT_RECORDED)
+            if not async_op:
+                work.wait()
+            elif posts_later:
+                self._unfinished.append(work)
+            return work
 
 
 def _check_tag(tag: object) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.exchange import PeerExchange, name_ranks
+from thinwire.comm.flight_files import VARIABLE
+from thinwire.comm.flight_recorder import RecorderOff
 from thinwire.comm.groups import (
     as_device,
     choose_backend,
@@ -32,6 +36,7 @@ from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, Transport
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
+_ID_BYTES = 8
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -80,11 +85,15 @@ class Communicator(Collectives):
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
         self._store = _store
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
-        if self.size > 1:
-            # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's
-            # first exchange; later ones may leave ranks out.
-            self._standby = Standby.open(self.rank, self.all_gather_data)
-            exchange.agree = self._standby.agree
+        # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
+        # exchange; later ones may leave ranks out. What rank 0 drew is what their flight recorders call it.
+        drawn = torch.frombuffer(bytearray(secrets.token_bytes(_ID_BYTES) * self.size), dtype=torch.uint8)
+        with self._recorder.begin("Communicator"):
+            everyone = self._exchange_rows(drawn.view(self.size, _ID_BYTES), "barrier")
+            self._recorder.communicator = everyone[0].numpy().tobytes().hex()
+            if self.size > 1:
+                self._standby = Standby.open(self.rank, self.all_gather_data)
+                exchange.agree = self._standby.agree
 
     @classmethod
     def of_threads(
@@ -112,6 +121,7 @@ class Communicator(Collectives):
             comm = cls.__new__(cls)
             exchange = ThreadExchange(world, rank, timeout, chosen)
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
+            comm._recorder.communicator = world.identity
             communicators.append(comm)
         return communicators
 
@@ -147,14 +157,15 @@ class Communicator(Collectives):
         1
         """
         wanted = resolve_groups(self.size, layout, axes, groups)
-        self.require_same("split", {"groups": repr(wanted)})
         origin = Origin(
             "a split of another communicator",
             "as that one's",
             owns_group=not self._leaves_ranks_out,
             on_loopback=self._origin.on_loopback,
         )
-        return self._derive(wanted, self._device, self.timeout, origin)
+        with self._recorder.begin("split", details=("groups", len(wanted))):
+            self.require_same("split", {"groups": repr(wanted)})
+            return self._derive(wanted, self._device, self.timeout, origin)
 
     def _derive(
         self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
@@ -334,9 +345,25 @@ class Communicator(Collectives):
                 f"  process group: {owner}",
                 f"  timeout: {self.timeout:g} s",
                 *([] if self._standby is None else [f"  {self._standby.describe()}"]),
+                f"  {self._recorder.describe()}",
                 *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
             )
         )
+
+    def flight_recorder(self) -> Path:
+        """Writes this rank's last 256 operations on this communicator to a file, and returns its path.
+
+        PeerTimeout writes it too, and so does SIGUSR1, see :func:`init`; `thinwire inspect` compares all ranks' files.
+        It holds names, sizes, dtypes and times, no data. THINWIRE_FLIGHT_RECORDER names the folder. Not collective; may
+        be called from any thread, and when the communicator is closed.
+
+        Raises:
+            ThinwireError: THINWIRE_FLIGHT_RECORDER was "off" when the communicator was made.
+            OSError: the folder or the file cannot be made.
+        """
+        if isinstance(self._recorder, RecorderOff):
+            raise ThinwireError(f'{VARIABLE} was "off" when this communicator was made; expected a folder, or no value')
+        return self._recorder.write("asked for")
 
     def close(self) -> None:
         """Ends use of the communicator; destroys the process group if `init` made it. May be called again."""
@@ -350,6 +377,7 @@ class Communicator(Collectives):
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")
             )
         self._exchange.close()
+        self._recorder.close()
         known = self._group is not None and self._store is None and group_exists(self._group)
         if self._origin.owns_group and known:
             dist.destroy_process_group(self._group)

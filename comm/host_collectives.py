@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
+from thinwire.comm.flight_recorder import new_recorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import require_dense
@@ -68,6 +69,7 @@ class HostCollectives:
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
         self._store: dist.Store | None = None  # of a standalone group
+        self._recorder = new_recorder(exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout)
         self._attachments: dict[str, Attachment] = {}
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
@@ -191,7 +193,8 @@ class HostCollectives:
         Raises:
             PeerTimeout: naming the ranks that did not come.
         """
-        self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
+        with self._recorder.begin("barrier"):
+            self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer a number of its own, and returns what the peers told this rank.
@@ -218,11 +221,12 @@ class HostCollectives:
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
         rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
-        received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
-        for peer, count in enumerate(received):
-            if count < 0:
-                raise CountsError(f"rank {peer} sent the count {count}, expected 0 to 2**63 - 1")
-        return received
+        with self._recorder.begin("exchange_counts"):
+            received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
+            for peer, count in enumerate(received):
+                if count < 0:
+                    raise CountsError(f"rank {peer} sent the count {count}, expected 0 to 2**63 - 1")
+            return received
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """Every rank's object, in rank order; meant for small settings. Blocks the host.
@@ -234,7 +238,9 @@ class HostCollectives:
             PeerTimeout: a peer did not answer.
             Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
         """
-        return [pickle.loads(message) for message in self._gather_messages(pickle.dumps(obj), "objects")]
+        pickled = pickle.dumps(obj)
+        with self._recorder.begin("all_gather_object"):
+            return [pickle.loads(message) for message in self._gather_messages(pickled, "objects")]
 
     def all_gather_data(self, value: object, shape: Any) -> list[Any]:
         """Every rank's value, in rank order, as data: nothing that a peer sends is run. Blocks the host.
@@ -251,8 +257,10 @@ class HostCollectives:
             TypeError: the own value does not fit; nothing was sent.
             PeerTimeout: a peer did not answer.
         """
-        messages = self._gather_messages(encode(value, shape), "data", MOST_BYTES)
-        return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
+        encoded = encode(value, shape)
+        with self._recorder.begin("all_gather_data"):
+            messages = self._gather_messages(encoded, "data", MOST_BYTES)
+            return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
 
     def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
         """Every rank's message, of at most so many bytes, in rank order."""
@@ -276,7 +284,8 @@ class HostCollectives:
         exchange = self._settled_exchange()
         if not isinstance(exchange, ThreadExchange):
             raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
-        return exchange.share_objects(obj)
+        with self._recorder.begin("share_objects"):
+            return exchange.share_objects(obj)
 
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
         """Compares settings over all ranks, before anything is built on them. 32 bytes a pair unless they differ.
@@ -297,10 +306,11 @@ class HostCollectives:
         encode(described, {str: str})  # what could not be sent if it differed is refused before anything is
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
-        if bool((self._exchange_rows(rows, "settings") == rows).all()):
-            return
-        # Every rank saw all the digests, so every rank comes here.
-        raise ConfigMismatch(_describe_mismatch(what, self.all_gather_data(described, {str: str})))
+        with self._recorder.begin("require_same", details=("what", what)):
+            if bool((self._exchange_rows(rows, "settings") == rows).all()):
+                return
+            # Every rank saw all the digests, so every rank comes here.
+            raise ConfigMismatch(_describe_mismatch(what, self.all_gather_data(described, {str: str})))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

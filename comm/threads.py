@@ -10,6 +10,7 @@ who did learn which rank began it.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 import weakref
@@ -30,10 +31,15 @@ _Key = tuple[int, int, int, int, str, str]
 
 
 class ThreadWorld:
-    """What the ranks of one group of threads share; it fails together with the world `within` which it was made."""
+    """What the ranks of one group of threads share; it fails together with the world `within` which it was made.
+
+    Attributes:
+        identity: what flight recorders call their communicators.
+    """
 
     def __init__(self, size: int, within: ThreadWorld | None = None) -> None:
         self.size = size
+        self.identity = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._half_posted: dict[_Key, _Transfer] = {}
         self._waiting: dict[int, set[int]] = {}  # who waits, and for whom

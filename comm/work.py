@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from thinwire.comm.flight_recorder import NOT_RECORDED, Waiting
+
 _T = TypeVar("_T")
 
 
@@ -25,12 +27,20 @@ class Work(Generic[_T]):
             when it is asked for one more. The first is asked for at once.
         finish: makes the result, once all steps are done.
         device: where `finish` works; on CUDA it does so on the stream that is current now. None: on the CPU.
+        recorded: ends the call's entry in the flight recorder.
     """
 
-    def __init__(self, steps: Iterable[Step], finish: Callable[[], _T], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        steps: Iterable[Step],
+        finish: Callable[[], _T],
+        device: torch.device | None = None,
+        recorded: Waiting = NOT_RECORDED,
+    ) -> None:
         self._steps = iter(steps)
         self._finish: Callable[[], _T] | None = finish
         self._failure: BaseException | None = None
+        self._recorded = recorded
         self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._step = next(self._steps, None)
@@ -53,7 +63,7 @@ class Work(Generic[_T]):
                 mode = torch.inference_mode() if self._inference else torch.no_grad()
                 # torch.cuda.stream(None) would initialise CUDA in ranks of the CPU.
                 stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-                with mode, stream:
+                with self._recorded, mode, stream:
                     while self._step is not None:
                         self._step.wait()
                         self._step = next(self._steps, None)
@@ -74,6 +84,7 @@ class Work(Generic[_T]):
         """Makes `wait` raise the error, unless the call is done."""
         if self._finish is not None and self._failure is None:
             self._failure, self._finish = error, None
+            self._recorded.end(error)
 
     def settle(self) -> None:
         """As `wait`, but what went wrong is for `wait` to say."""
@@ -94,6 +105,6 @@ def without_traceback(error: _E) -> _E:
     return kept
 
 
-def deliver(finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
-    """What a call returns: with `async_op` the work whose `wait()` finishes it, else the result."""
-    return Work((), finish, device) if async_op else finish()
+def deliver(finish: Callable[[], _T], device: torch.device, recorded: Waiting | None) -> _T | Work[_T]:
+    """What a call returns: a work whose `wait()` finishes it, and its entry; or, for None, the result."""
+    return finish() if recorded is None else Work((), finish, device, recorded)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator
+from thinwire.comm.flight_recorder import DETAILS
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
@@ -99,11 +100,13 @@ def all_gather_v(
     call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
     comm = call.comm
     if counts is None:
-        parsed = comm.exchange_counts([x.shape[0]] * comm.size)
-    else:
-        parsed = parse_integers(counts, comm.size, "counts")
-        if parsed[comm.rank] != x.shape[0]:
-            raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
+        with call.recorded() as entry:
+            parsed = comm.exchange_counts([x.shape[0]] * comm.size)
+            entry[DETAILS] = ("counts", parsed)
+            return _gather(call, parsed, out)
+    parsed = parse_integers(counts, comm.size, "counts")
+    if parsed[comm.rank] != x.shape[0]:
+        raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
     return _gather(call, parsed, out)
 
 
@@ -112,17 +115,20 @@ def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Te
     shape, size, elements = [sum(counts), *x.shape[1:]], comm.size, math.prod(x.shape[1:])
     place = sum(counts[: comm.rank]) * elements * x.itemsize
     call.check_out(out, shape, -place)
+    details = ("counts", counts) if call.what == "all_gather_v" else ()
     if not wire.quantized:
         if out is not None and x.numel() and out.data_ptr() + place == x.data_ptr():
             x = x.clone()  # all_to_all_v wants them apart
-        return all_to_all_v(
-            x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
-            transport=call.transport, async_op=call.async_op,
-        )  # fmt: skip
+        with call.recorded(details):
+            return all_to_all_v(
+                x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
+                transport=call.transport, async_op=call.async_op,
+            )  # fmt: skip
     parts, row = gathered_parts([count * elements for count in counts])
 
     def staged(own: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
         leg = GatherLeg(comm, parts, row, wire, x.dtype, own, call.describe(parts, row))
         return lambda: leg.recv_into(whole)
 
-    return call.run(ALL_GATHER, parts, row, out, shape, staged)
+    with call.recorded(details):
+        return call.run(ALL_GATHER, parts, row, out, shape, staged)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm.flight_recorder import TRANSPORT
 from thinwire.comm.plain import OneOf
 from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
@@ -114,9 +115,10 @@ def all_to_all_v(
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
     if ordinary and recv_counts is not None:
         plain = comm.attached("all_to_all_v")
-        moved = plain.send_plainly(x, send_counts, recv_counts, out, wire) if type(plain) is HostChannel else None
-        if moved is not None:
-            return moved
+        if type(plain) is HostChannel:
+            moved = plain.send_plainly(x, send_counts, recv_counts, out, wire, comm._recorder)
+            if moved is not None:
+                return moved
     tail = _check_tensors(x, out, wire, comm)
     counts: list[int] | None = None
     if send_counts is None:
@@ -144,21 +146,25 @@ def all_to_all_v(
         if not check and sends.counts[rank] != counts[rank]:
             raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
     quantized = [wire] if wire.quantized else []
-    channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
-    if check:
-        counts = _compare_with_peers(x, sends, counts, wire, comm)
-        placed = placed or place(counts)
-    if not isinstance(channel, Refusal):
-        transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
-        return deliver(transfer.wait, comm.device, async_op)
-    placed = placed or place(comm.exchange_counts(sends.counts))
-    with torch.no_grad():
-        finish = placed.output
-        if math.prod(tail) and wire.quantized:
-            finish = _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
-        elif math.prod(tail):
-            finish = _post_exact(x, sends, placed, comm)
-        return deliver(finish, placed.memory.device, async_op)
+    recorder, expected = comm._recorder, () if counts is None else ("recv_counts", counts)
+    details = ("send_counts", sends.counts, *expected)
+    with recorder.begin("all_to_all_v", x.shape, x.dtype, wire, transport, details) as entry:
+        channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
+        entry[TRANSPORT] = "staged" if isinstance(channel, Refusal) else "direct"
+        if check:
+            counts = _compare_with_peers(x, sends, counts, wire, comm)
+            placed = placed or place(counts)
+        if not isinstance(channel, Refusal):
+            transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
+            return deliver(transfer.wait, comm.device, recorder.posted(entry) if async_op else None)
+        placed = placed or place(comm.exchange_counts(sends.counts))
+        with torch.no_grad():
+            finish = placed.output
+            if math.prod(tail) and wire.quantized:
+                finish = _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
+            elif math.prod(tail):
+                finish = _post_exact(x, sends, placed, comm)
+            return deliver(finish, placed.memory.device, recorder.posted(entry) if async_op else None)
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:

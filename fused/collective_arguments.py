@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm.flight_recorder import TRANSPORT, Recording
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.tensors import is_dense, require_dense
@@ -94,6 +96,11 @@ class Call:
         if x.numel() and out.numel() and overlap(x, out):
             raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
 
+    def recorded(self, details: tuple[Any, ...] = ()) -> Recording:
+        """The call's entry in the flight recorder, once this rank refuses nothing any more."""
+        x, legs = self.x, self.wires[-1:] if self.what.startswith("all_gather") else self.wires
+        return self.comm._recorder.begin(self.what, x.shape, x.dtype, legs, self.transport, details)
+
     def describe(self, parts: Segments, row: int) -> str:
         """All that the ranks must agree on, the same text on ranks that do."""
         return f"{self.what.removesuffix('_v')} of {parts.counts} {self.x.dtype} in rows of {row} as {self.wires}"
@@ -117,10 +124,11 @@ class Call:
             shape: of the output.
         """
         comm, wires, x = self.comm, self.wires, self.x
-        target = x.new_empty(shape) if out is None else out
-        finish = None
-        with torch.no_grad():
+        with self.recorded() as entry, torch.no_grad():
             direct = None if self.exactly else self._choose()
+            entry[TRANSPORT] = "staged" if direct is None else "direct"
+            target = x.new_empty(shape) if out is None else out
+            finish = None
             if direct is not None:
                 comm._settle()  # peers may wait for what is under way here, and this call waits for them
                 job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
@@ -129,12 +137,12 @@ class Call:
                 way = exactly if self.exactly and exactly is not None else staged
                 finish = way(_flat(x.detach()), target.detach().view(-1))
 
-        def end() -> torch.Tensor:
-            if finish is not None:
-                finish()
-            return target
+            def end() -> torch.Tensor:
+                if finish is not None:
+                    finish()
+                return target
 
-        return deliver(end, target.device, self.async_op)
+            return deliver(end, target.device, comm._recorder.posted(entry) if self.async_op else None)
 
     def _choose(self) -> DirectCollectives | None:
         comm, wires = self.comm, self.wires

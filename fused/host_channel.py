@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of
@@ -119,7 +120,13 @@ class HostChannel(Channel):
             transfer.result = recv_buffer.output()
 
     def send_plainly(
-        self, x: object, send_counts: object, recv_counts: object, out: object, wire: WireFormat
+        self,
+        x: object,
+        send_counts: object,
+        recv_counts: object,
+        out: object,
+        wire: WireFormat,
+        recorder: FlightRecorder,
     ) -> torch.Tensor | None:
         """One whole call, whose arguments have not been checked; raises as `Transfer.wait`.
 
@@ -169,18 +176,23 @@ class HostChannel(Channel):
             )  # fmt: skip
         except struct.error:  # a number of more than 64 bits
             return None
-        # Whatever interrupts this, the next call finds what there is to end.
-        recv_buffer = RecvBuffer(_PLACED_BY_THE_KERNEL, out)
-        self._under_way = transfer = Transfer(self, row_format, x, row_format.step, _PLACED_BY_THE_KERNEL, recv_buffer)
-        status = self._kernel(self._call, self._peers, self._plainly)
-        if status == RUNNING:
-            self._under_way = None
-            return out
-        if status == self._kernels.REFUSED:
-            self._under_way = None
-            return None
-        self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
-        return transfer.wait()
+        details = ("send_counts", send_counts[:], "recv_counts", recv_counts[:])  # the caller may change its lists
+        call = recorder.begin("all_to_all_v", shape, dtype, wire, "direct", details)
+        with call:
+            # Whatever interrupts this, the next call finds what there is to end.
+            nowhere, step = _PLACED_BY_THE_KERNEL, row_format.step
+            transfer = Transfer(self, row_format, x, step, nowhere, RecvBuffer(nowhere, out))
+            self._under_way = transfer
+            status = self._kernel(self._call, self._peers, self._plainly)
+            if status == RUNNING:
+                self._under_way = None
+                return out
+            if status == self._kernels.REFUSED:
+                self._under_way = None
+                call.withdraw()
+                return None
+            self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
+            return transfer.wait()
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         recv_buffer = transfer.recv_buffer

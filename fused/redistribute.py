@@ -135,11 +135,13 @@ class _Redistribute(torch.autograd.Function):
 
 @torch.no_grad()
 def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link) -> torch.Tensor:
-    if 0 in plan.shape:
-        return x.new_empty(plan.dst.shard_shape(plan.shape))
-    for step in plan.steps:
-        x = _take_step(step, x, link)
-    return x
+    details = ("from", plan.src, "to", plan.dst)
+    with link.comm._recorder.begin("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
+        if 0 in plan.shape:
+            return x.new_empty(plan.dst.shard_shape(plan.shape))
+        for step in plan.steps:
+            x = _take_step(step, x, link)
+        return x
 
 
 def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:

@@ -112,27 +112,34 @@ class SizeSwitch(Attachment):
                     f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
                     "before"
                 )
-            forced = os.environ.get(THRESHOLD_VARIABLE)
-            comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: forced, "call": key})
-            if forced:
-                if not _BYTES.fullmatch(forced.strip()):
-                    raise ThinwireError(
-                        f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
-                    )
-                self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
-                return self._thresholds[key]
-            # Everyone learns what rank 0 has on file.
-            stored = comm.all_gather_data(self._load(key), _STORED)[0]
-            if len(stored) > 1 or not all(_is_threshold(value) for value in stored):
-                raise ThinwireError(f"rank 0 has {stored[:3]} on file for {key}, expected one number of bytes or none")
-            if stored:
-                self._thresholds[key], self._origins[key] = stored[0], "measured in an earlier run"
-            else:
-                call = functools.partial(function, comm=comm, transport=transport)
-                samples = _measure(comm, dtype, wire, call)
-                self._thresholds[key] = crossover(samples)
-                self._origins[key] = "measured" + self._store(key, samples)
+            with comm._recorder.begin("choose_wire", details=("call", key)):
+                self._find_threshold(key, function, dtype, transport, wire)
         return self._thresholds[key]
+
+    def _find_threshold(
+        self, key: str, function: Callable[..., object], dtype: torch.dtype, transport: str, wire: WireFormat
+    ) -> None:
+        """Measures a threshold, unless it is known otherwise. Collective."""
+        comm, forced = self._comm, os.environ.get(THRESHOLD_VARIABLE)
+        comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: forced, "call": key})
+        if forced:
+            if not _BYTES.fullmatch(forced.strip()):
+                raise ThinwireError(
+                    f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
+                )
+            self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
+            return
+        # Everyone learns what rank 0 has on file.
+        stored = comm.all_gather_data(self._load(key), _STORED)[0]
+        if len(stored) > 1 or not all(_is_threshold(value) for value in stored):
+            raise ThinwireError(f"rank 0 has {stored[:3]} on file for {key}, expected one number of bytes or none")
+        if stored:
+            self._thresholds[key], self._origins[key] = stored[0], "measured in an earlier run"
+        else:
+            call = functools.partial(function, comm=comm, transport=transport)
+            samples = _measure(comm, dtype, wire, call)
+            self._thresholds[key] = crossover(samples)
+            self._origins[key] = "measured" + self._store(key, samples)
 
     def _load(self, key: str) -> list[int | None]:
         """The threshold on file, at rank 0, or nothing."""

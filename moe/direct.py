@@ -65,7 +65,6 @@ class DirectRounds(DirectTransport, Rounds):
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
-        self.rounds_begun = [0] * config.lanes
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
@@ -81,6 +80,9 @@ class DirectRounds(DirectTransport, Rounds):
         self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
         return _DirectRound(self, lane, x)
+
+    def is_open(self, lane: int) -> bool:
+        return self._open[lane]
 
     def refuse(self, lane: int) -> None:
         """On the CPU: all ranks find a mismatch, and the next call on the lane makes up what is left of the round.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.comm.flight_recorder import Recording
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
@@ -107,8 +108,9 @@ class Dispatched(ABC):
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open()
-        self._rounds.open_rounds[self.lane] = None
-        self._abandon()
+        with self._recorded("abandon", ()):
+            self._rounds.open_rounds[self.lane] = None
+            self._abandon()
 
     @property
     @abstractmethod
@@ -178,6 +180,12 @@ class Dispatched(ABC):
         if torch.is_grad_enabled() and out.requires_grad:
             raise RoutingError("out wants a gradient, and combine has no backward: detach it, or call under no_grad()")
 
+    def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
+        """The entry of the round's end in the flight recorder."""
+        rounds = self._rounds
+        wire, place = rounds.config.combine_wire, rounds.place(self.lane)
+        return rounds.config.comm._recorder.begin(name, shape, self._dtype, wire, rounds.name, place)
+
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
             raise LaneError(
@@ -195,6 +203,7 @@ class Rounds:
         self.config = config
         self.reason = reason
         self.open_rounds: list[Dispatched | None] = [None] * config.lanes  # that may be read and combined
+        self.rounds_begun = [0] * config.lanes
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
@@ -203,6 +212,14 @@ class Rounds:
     def refuse(self, lane: int) -> None:
         """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
         raise NotImplementedError
+
+    def is_open(self, lane: int) -> bool:
+        """Whether the next dispatch on the lane closes a round first."""
+        return False
+
+    def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
+        """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""
+        return "lane", lane, "epoch", self.rounds_begun[lane] + ahead
 
     def describe(self) -> str:
         """What it is and why, for `explain`."""

@@ -100,7 +100,8 @@ class ExpertParallel:
         self.wire, self.combine_wire = wire, combine_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
         self._closed = False
-        self._assemble(config, generation=0)
+        with comm._recorder.begin("ExpertParallel"):
+            self._assemble(config, generation=0)
 
     def _assemble(self, config: ParallelConfig, generation: int) -> None:
         """Everything that depends on the group. Collective."""
@@ -177,10 +178,16 @@ class ExpertParallel:
         # Kernels see memory, where the sign of a negative view is another.
         x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        self._rounds.open_rounds[lane] = None
-        self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
-        d = self._rounds.dispatch(lane, x, topk_ids, topk_weights)
-        self._rounds.open_rounds[lane] = d
+        rounds, recorder = self._rounds, self.comm._recorder
+        rounds.open_rounds[lane] = None
+        if rounds.is_open(lane):
+            # An entry, so that numbers match those of peers that combine and then dispatch; the dispatch closes it.
+            with recorder.begin("abandon", (), x.dtype, self.combine_wire, self.transport, rounds.place(lane)):
+                pass
+        with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+            self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
+            d = rounds.dispatch(lane, x, topk_ids, topk_weights)
+        rounds.open_rounds[lane] = d
         return d
 
     def _refuse(self, lane: int) -> None:
@@ -217,10 +224,11 @@ class ExpertParallel:
         d._check_combine(expert_out, out)
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
-        self.comm._settle()
-        self._rounds.open_rounds[d.lane] = None
         expert_out = expert_out.resolve_neg()
-        d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+        with d._recorded("combine", expert_out.shape):
+            self.comm._settle()
+            self._rounds.open_rounds[d.lane] = None
+            d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
         return out
 
     @property
@@ -265,12 +273,15 @@ class ExpertParallel:
             comm = Communicator(group, device=self.comm.device, timeout=self.comm.timeout)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        generations = comm.all_gather_data(self._generation, int)
-        for rank, generation in enumerate(generations):
-            if not 0 <= generation < _MOST_GENERATIONS:
-                raise ThinwireError(f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}")
-        self.close()
-        self._assemble(replace(self._config, comm=comm), max(generations) + 1)
+        with comm._recorder.begin("rebuild"):
+            generations = comm.all_gather_data(self._generation, int)
+            for rank, generation in enumerate(generations):
+                if not 0 <= generation < _MOST_GENERATIONS:
+                    raise ThinwireError(
+                        f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
+                    )
+            self.close()
+            self._assemble(replace(self._config, comm=comm), max(generations) + 1)
         self._closed = False
 
     def explain(self) -> str:

@@ -23,6 +23,7 @@ class StagedRounds(Rounds):
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
         config = self.config
+        self.rounds_begun[lane] += 1
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
         recv_counts = self._exchange_counts(sends.counts, x.dtype)

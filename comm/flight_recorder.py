@@ -1,0 +1,324 @@
+"""The flight recorder: each communicator's last operations at this rank, kept in memory and written when it matters.
+
+An entry is one public call: its name, sizes, dtype, wires and transport, when it began and ended, and how. What a call
+calls in turn is no entry of its own. Collective calls are numbered; all ranks make the same ones in the same order, so
+equal numbers are the same call, and `thinwire inspect` finds the first one at which ranks part. A call that is refused
+before anything was sent takes no number, as the other ranks know nothing of it.
+
+No tensor is held, and no data. What a call costs is a list of a dozen references and two readings of the clock
+(`benchmarks/bench_flight_recorder.py`): text is made when a file is written, which `comm/flight_files.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+from thinwire.comm.flight_files import describe_folder, is_off, write_file
+from thinwire.errors import PeerTimeout
+from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, LONGEST_TEXT, POSTED, RING, UNDER_WAY, VERSION
+
+#: An entry's fields. DETAILS are names and values in turn; FAILURE is what ended the call: the error's class, and of a
+#: PeerTimeout lane, epoch, phase and the ranks to blame.
+NUMBER, NAME, SHAPE, DTYPE, WIRES, TRANSPORT, DETAILS, START, END, STATE, FAILURE, INSIDE = range(12)
+Entry = list[Any]
+
+_MASK = RING - 1
+_WITHDRAWN = "withdrawn"
+_MOST_WRITTEN = 16  # files that one signal writes
+
+_recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
+
+
+class Recording(Protocol):
+    """What `begin` returns: `with` it the call is made, and gets its entry."""
+
+    def __enter__(self) -> Entry: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def withdraw(self) -> None:
+        """The call is not made after all, and takes no number."""
+
+
+class Waiting:
+    """What ends an asynchronous call's entry: `with` it the call is waited for. This one is for calls without one."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+    def end(self, error: BaseException) -> None:
+        """The call ended without being waited for."""
+
+
+#: For calls that have no entry.
+NOT_RECORDED = Waiting()
+
+
+class FlightRecorder:
+    """The last operations of one communicator at one rank; used by the communicator's own thread, read by any.
+
+    Attributes:
+        communicator: what all of its ranks know it by, once they have met.
+    """
+
+    communicator = ""
+
+    def __init__(self, rank: int, size: int, origin: str, backend: str, timeout: float) -> None:
+        self._described: dict[str, Any] = {"backend": backend, "rank": rank, "size": size, "timeout": timeout}
+        self._origin = origin
+        # An entry is put in whole, so a signal handler or another thread finds no half of one; and a Work that ends an
+        # entry long gone from here changes no other.
+        self._entries: list[Entry | None] = [None] * RING
+        self._begun = self._number = 0
+        self._new: Entry = []
+        self._current: Entry | None = None  # of the call that is being made, in which others may be made
+        self._nested = _Nested(self)
+        self._written: Path | None = None  # by the first PeerTimeout
+        _recorders.add(self)
+
+    def begin(
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        wires: object = (),
+        transport: str | None = None,
+        details: tuple[Any, ...] = (),
+        numbered: bool = True,
+    ) -> Recording:
+        """Records a call, once nothing is left that this rank alone would refuse.
+
+        Args:
+            shape: a tensor's; a torch.Size as it is. As all of these, it must not hold the tensor.
+            wires: a wire format or several.
+            transport: the one that is taken; or as asked for, if the entry is told later.
+            details: names and values in turn: ints, text, tuples of ints, or what text is made of later.
+            numbered: whether all ranks make this call.
+        """
+        if self._current is not None:
+            self._current[INSIDE] = name
+            return self._nested
+        begun = self._begun
+        number = None
+        if numbered:
+            number = self._number = self._number + 1
+        self._new = self._entries[begun & _MASK] = [
+            number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
+        ]  # fmt: skip
+        self._begun = begun + 1
+        return self
+
+    def __enter__(self) -> Entry:
+        entry = self._current = self._new
+        return entry
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        entry, self._current = self._current, None
+        if entry is None:
+            return
+        if error is not None:
+            self._end(entry, error)
+        elif entry[STATE] is UNDER_WAY:
+            entry[END] = monotonic_ns()
+            entry[STATE] = DONE
+
+    def withdraw(self) -> None:
+        """See `Recording`."""
+        self._begun -= 1
+        self._number -= 1
+        self._entries[self._begun & _MASK] = None
+        self._new[STATE] = _WITHDRAWN
+
+    def posted(self, entry: Entry) -> Waiting:
+        """What ends a call that returns before it is done, for its Work."""
+        entry[STATE] = POSTED
+        return _Waiting(self, entry)
+
+    def _end(self, entry: Entry, error: BaseException) -> None:
+        if entry[FAILURE] is None:
+            entry[END], entry[FAILURE] = monotonic_ns(), self._failure_of(error)
+            entry[STATE] = FAILED if isinstance(error, Exception) else INTERRUPTED
+        if isinstance(error, PeerTimeout):
+            self._tell(error)
+
+    def _failure_of(self, error: BaseException) -> tuple[str, int | None, int | None, str | None, tuple[int, ...]]:
+        if not isinstance(error, PeerTimeout):
+            return type(error).__name__, None, None, None, ()
+        # It may have come through a call on a communicator of some of the ranks, which numbers them otherwise.
+        own = error.__dict__.setdefault("_communicator", self.communicator) == self.communicator
+        return type(error).__name__, error.lane, error.epoch, error.phase, error.ranks if own else ()
+
+    def _tell(self, error: PeerTimeout) -> None:
+        """Writes the file, once: later calls find out what this one did, and would only push it out of the ring."""
+        own = f"the last operations of rank {self._described['rank']} of {self._described['size']}"
+        try:
+            if self._written is None:
+                self._written = self.write(f"{type(error).__name__}: {error}")
+            note = f"{own} are in {self._written}; `thinwire inspect` compares the files of all ranks"
+        except Exception as problem:
+            note = f"{own} could not be written: {type(problem).__name__}: {problem}"
+        notes: list[str] = getattr(error, "__notes__", [])
+        if note not in notes:
+            error.__notes__ = [*notes, note]  # add_note, which Python 3.10 lacks
+
+    def write(self, reason: str) -> Path:
+        """Writes the file, in place of what this recorder wrote before, and returns its path.
+
+        Raises:
+            OSError: the folder or the file cannot be made.
+        """
+        held = self._described
+        name = f"{self.communicator[:8] or 'unmet'}-rank{held['rank']}-of-{held['size']}-pid{os.getpid()}"
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "communicator": self.communicator,
+            **held,
+            "origin": _text(self._origin),
+            "host": _text(platform.node()),
+            "pid": os.getpid(),
+            "written": time.time(),
+            "written_ns": monotonic_ns(),
+            "reason": _text(reason),
+            "operations": [_as_json(entry) for entry in self._snapshot()],
+        }
+        return write_file(f"{name}.json", json.dumps(content, separators=(",", ":")).encode())
+
+    def _snapshot(self) -> list[Entry]:
+        first = max(0, self._begun - RING)
+        entries = [self._entries[place & _MASK] for place in range(first, self._begun)]
+        return [entry.copy() for entry in entries if entry is not None]
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        return f"flight recorder: the last {RING} operations, written to {describe_folder()} on PeerTimeout"
+
+    def close(self) -> None:
+        """A signal writes it no longer."""
+        _recorders.discard(self)
+
+
+class _Nested:
+    """Stands for a call within another one, whose entry it gives."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> Entry:
+        entry = self._recorder._current
+        assert entry is not None
+        return entry
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+    def withdraw(self) -> None:
+        return
+
+
+class _Waiting(Waiting):
+    def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
+        self._recorder, self._entry = recorder, entry
+        self._outer: Entry | None = None
+
+    def __enter__(self) -> None:
+        # Another call on the communicator may be what waits.
+        self._outer, self._recorder._current = self._recorder._current, self._entry
+        self._entry[STATE] = UNDER_WAY
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder.__exit__(kind, error, traceback)
+        self._recorder._current = self._outer
+
+    def end(self, error: BaseException) -> None:
+        self._recorder._end(self._entry, error)
+
+
+class RecorderOff(FlightRecorder):
+    """What a communicator has where THINWIRE_FLIGHT_RECORDER is "off"."""
+
+    def __init__(self) -> None:
+        self._current = [None] * (INSIDE + 1)  # every call is within this one, which nobody reads
+        self._nested = _Nested(self)
+
+    def begin(self, *arguments: Any, **options: Any) -> Recording:
+        return self._nested
+
+    def posted(self, entry: Entry) -> Waiting:
+        return NOT_RECORDED
+
+    def describe(self) -> str:
+        return "flight recorder: off"
+
+
+def new_recorder(rank: int, size: int, origin: str, backend: str, timeout: float) -> FlightRecorder:
+    """The recorder of a communicator at this rank, as the environment says."""
+    return RecorderOff() if is_off() else FlightRecorder(rank, size, origin, backend, timeout)
+
+
+def write_all(reason: str) -> list[Path]:
+    """Writes the files of this process's open communicators, of those that were used last.
+
+    Raises:
+        OSError: the folder or a file cannot be made.
+    """
+    used = [recorder for recorder in list(_recorders) if recorder._begun]
+    used.sort(key=lambda recorder: recorder._new[START], reverse=True)
+    return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    number, name, shape, dtype, wires, transport, details, start, end, state, failure, inside = entry
+    error, lane, epoch, phase, blamed = failure or (None, None, None, None, ())
+    formats = wires if isinstance(wires, list | tuple) else (wires,)
+    return {
+        "number": number,
+        "name": name,
+        "shape": None if shape is None else list(map(int, shape)),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "wires": list(map(str, formats)),
+        "transport": transport,
+        "details": {key: _detail(value) for key, value in zip(details[::2], details[1::2], strict=True)},
+        "start_ns": start,
+        "end_ns": end,
+        "state": state,
+        "failure": error,
+        "lane": lane,
+        "epoch": epoch,
+        "phase": phase,
+        "blamed": list(blamed),
+        "inside": None if state is DONE else inside,
+    }
+
+
+def _detail(value: object) -> object:
+    if isinstance(value, tuple | list):
+        return list(value)
+    return value if type(value) is int else _text(str(value))
+
+
+def _text(text: str) -> str:
+    """What a reader takes for text."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST_TEXT])
