@@ -50,31 +50,30 @@ def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.S
         DistStoreError: ranks that did not come.
     """
     if rank == 0 and (host, port) not in _started:
-        _started[host, port] = start_store(host, port, limit)
+        _started[host, port] = start_store(host, port)
     store = dist.TCPStore(host, port, is_master=False, timeout=limit)
     name = secrets.token_hex(8)
     if rank == 0:
         requests = [f"request {peer}" for peer in range(1, size)]
         store.wait(requests, limit)
         for request in requests:
-            store.set(f"world for {store.get(request).decode()}", name)
+            store.set(f"world for {store.get(request).decode(errors='replace')}", name)
             store.delete_key(request)
         return dist.PrefixStore(name, store)
     store.set(f"request {rank}", name)
     try:
-        return dist.PrefixStore(store.get(f"world for {name}").decode(), store)
+        return dist.PrefixStore(store.get(f"world for {name}").decode(errors="replace"), store)
     except dist.DistStoreError:
         store.delete_key(f"request {rank}")  # of a rank that waits no longer
         raise
 
 
-def start_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
+def start_store(host: str, port: int) -> dist.TCPStore:
     """A store that listens on one loopback address. TCPStore by itself listens on all addresses that there are.
 
     Args:
         host: see `is_loopback`.
         port: 0 means any that is free; the store's `port` is the one that it is.
-        limit: of each wait for a key.
 
     Raises:
         ThinwireError: the address cannot be listened on, as when another program does.
@@ -82,9 +81,7 @@ def start_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     # The store closes the file that it is handed.
-    return dist.TCPStore(
-        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -16,7 +16,6 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,7 +173,7 @@ def _run_processes(
     if preloaded:
         _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
-    store = start_store("127.0.0.1", 0, timedelta(seconds=timeout))
+    store = start_store("127.0.0.1", 0)
     # The payload holds the environment, and the environment may hold secrets: its file has no name, so that nothing is
     # left of it when this process is killed.
     with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder, tempfile.TemporaryFile() as shared:
