@@ -21,7 +21,7 @@ from thinwire._rank_server import ServedProcess
 from thinwire.comm import init
 
 LIMIT = 60.0  # seconds after which whatever is left of a case is killed
-TIMEOUT = 3.0  # seconds that ranks wait for each other
+TIMEOUT = 2.0  # seconds that ranks wait for each other
 
 _told = Path()
 _rank = -1
