@@ -144,7 +144,9 @@ def init(
         raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
     if not is_seconds(timeout):
         raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
-    timeout, device = float(timeout), None if device is None else as_device(device)
+    timeout = float(timeout)
+    if device is not None:
+        as_device(device)
     table = None
     if rank_table is not None:
         table = RankTable.load(rank_table)

@@ -159,7 +159,9 @@ def test_flags_are_compared_across_the_wrap() -> None:
         (last, first, False),
         (first, last, True),
         (first, first, True),
-        (first + 1, last, True),
+        (first + 1, last, False),  # further than a peer can be ahead
+        (3, 1, False),
+        (2**30, 1, False),
         (-1, 0, False),
         (0, -1, True),
         (0, last - 1, False),
