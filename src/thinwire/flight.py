@@ -107,9 +107,8 @@ def read_flight(path: str | Path) -> Flight:
     source = ascii(str(path))[1:-1]
     try:
         # Not to wait for a writer, where it is a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ThinwireError(f"{source}: not a regular file")
             content = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:

@@ -533,6 +533,26 @@ def test_the_signal_writes_the_file_of_a_rank_that_waits(operation: str, folder:
     run_ranks(signalled_while_waiting, 2, operation, str(folder))
 
 
+def interrupted_while_waiting(comm: Communicator) -> None:
+    pids = comm.all_gather_object(os.getpid())
+    group = short(comm, 20.0)
+    all_reduce(group, "direct")
+    if comm.rank == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGINT)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            all_reduce(group, "direct")
+        last = read_flight(group.flight_recorder()).operations[-1]
+        assert (last.name, last.number, last.state) == ("all_reduce", 3, INTERRUPTED)
+        assert last.failure == "KeyboardInterrupt" and last.start_ns < last.end_ns
+    comm.barrier()
+
+
+def test_a_call_that_was_interrupted_is_recorded_as_that() -> None:
+    run_ranks(interrupted_while_waiting, 2)
+
+
 def signalled_within_gloo(comm: Communicator, folder: str) -> None:
     pids = comm.all_gather_object(os.getpid())
     group = tw.init()
