@@ -252,7 +252,9 @@ def _join(
 def _open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
     if world.in_process and device is not None and torch.device(device).type != world.device.type:
-        raise ThinwireError(f"device is {str(device)!r}, but these ranks are threads, whose tensors live on {world.device}")
+        raise ThinwireError(
+            f"device is {str(device)!r}, but these ranks are threads, whose tensors live on {world.device}"
+        )
     of_world = world._origin
     origin = Origin(
         f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback

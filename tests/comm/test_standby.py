@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from thinwire.comm import standby
-from thinwire.comm.plain import decode, encode
+from thinwire.comm.plain import decode
 from thinwire.comm.standby import Standby
 from thinwire.errors import PeerTimeout, ThinwireError
 
@@ -27,7 +28,7 @@ def gathers(*peers: list[Any]) -> Callable[[object, Any], list[Any]]:
 
     def gather(value: object, shape: Any) -> list[Any]:
         said = [value, *next(turns)]
-        return [decode(encode(entry), shape, f"rank {rank}") for rank, entry in enumerate(said)]
+        return [decode(json.dumps(entry).encode(), shape, f"rank {rank}") for rank, entry in enumerate(said)]
 
     return gather
 

@@ -94,8 +94,11 @@ def _gather(stranger: _Stranger) -> None:
     stranger.echo_gathered()
 
 
-def _barrier(stranger: _Stranger) -> None:
-    stranger.echo(1, "barrier")
+def _meet(stranger: _Stranger) -> None:
+    """As the constructor of a communicator does: what it is called, hosts, and where the standbys are."""
+    stranger.echo(8, "barrier")
+    stranger.echo_gathered()
+    stranger.echo_gathered()
 
 
 def _nothing(world: Communicator) -> None:
@@ -138,13 +141,13 @@ Step = Callable[[_Stranger], None]
 
 #: What `init` exchanges, and what the direct transport's construction exchanges: reasons against it, settings, settings
 #: of the memory, facts, offers, addresses, what each rank made of it.
-INIT: tuple[Step, ...] = (_barrier, _settings)
+INIT: tuple[Step, ...] = (_meet, _settings)
 DIRECT: tuple[Step, ...] = (_gather, _settings, _settings, _gather, _gather, _gather, _gather)
 
 
 def _cases() -> dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]]]:
     cases: dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]]] = {
-        "settings of init": (_nothing, (_barrier, _other_settings)),
+        "settings of init": (_nothing, (_meet, _other_settings)),
         "settings of ExpertParallel": (_make_expert_parallel, (*INIT, _other_settings)),
         "settings of a split": (_split, (*INIT, _other_settings)),
         "generations": (_rebuild, (*INIT, _settings)),
