@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thinwire as tw
+from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.plain import decode, unique_keys
 from thinwire.comm.rank_table import RankTable
@@ -163,7 +164,7 @@ def attempt_all(
         attempt(what, call, *stated)
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", exhaustive_but(["direct"], ["direct", "staged"]))
 def test_collectives(transport: str) -> None:
     run_ranks(_collectives, 1, transport, timeout=200)
 
@@ -255,7 +256,7 @@ def _experts(comm: Communicator, transport: str) -> None:
     settle()
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", exhaustive_but(["direct"], ["direct", "staged"]))
 def test_expert_parallelism(transport: str) -> None:
     run_ranks(_experts, 1, transport, timeout=200)
 
@@ -274,12 +275,13 @@ def _negative_views(comm: Communicator, transport: str) -> None:
     """Their sign is not in memory, which is all that kernels see."""
     with tw.ExpertParallel(comm, 4, 2, HIDDEN, 4, transport=transport, wire="none") as ep:
         x, ids, weights = torch.randn(4, HIDDEN), torch.tensor([[0, 1]] * 4), torch.rand(4, 2)
-        d = ep.dispatch(torch._neg_view(-x), ids, torch._neg_view(-weights))
+        d = ep.dispatch(x, ids, weights)
         expected = ep.combine(d.tokens, d)
-        assert torch.equal(
-            d.tokens if False else expected,
-            ep.combine(torch._neg_view(-(d2 := ep.dispatch(x, ids, weights)).tokens), d2),
-        )
+        d = ep.dispatch(torch._neg_view(-x), ids, torch._neg_view(-weights))
+        assert torch.equal(ep.combine(torch._neg_view(-d.tokens), d), expected)
+        d = ep.dispatch(x, ids, weights)
+        with pytest.raises(tw.RoutingError, match="neg True"):
+            ep.combine(d.tokens, d, out=torch._neg_view(torch.empty(x.shape)))
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])
