@@ -69,7 +69,7 @@ def ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: obj
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environ = {**testing._loopback(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     modules = [*testing._PRELOAD, *testing._preloaded]
     testing._prepare_server(testing._preloaded, dict(os.environ))
     processes = []

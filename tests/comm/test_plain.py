@@ -84,7 +84,7 @@ HOSTILE = {
     "deep lists": (b"[" * 200_000, "not JSON"),
     "deep lists that end": (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
     "deep objects": (b'{"a":' * 100_000, "not JSON"),
-    "a key twice": (b'{"a":1,"a":2}', "not JSON.*a key twice"),
+    "a key twice": (b'{"a":1,"a":2}', "not JSON.*there twice"),
     "a number of many digits": (b"1" * 100_000, "not JSON.*a number of 100000 digits"),
     "a fraction of many digits": (b"0." + b"1" * 100_000, "not JSON.*digits"),
     "65 bits": (str(2**63).encode(), "sent '9223372036854775808', expected int"),

@@ -351,7 +351,7 @@ def _lie(comm: Communicator) -> None:
     honest = comm.exchange_counts
     if comm.rank == 1:
         comm.exchange_counts = lambda counts: honest([3 << 40] * 2)  # type: ignore[method-assign]
-    with pytest.raises(RoutingError, match=r"rank 1 sends rank \d \d{9,} tokens, but max_tokens is 8 on all ranks"):
+    with pytest.raises(RoutingError, match=r"rank 1 says that it sends \d{9,} tokens; accepted: at most 8"):
         ep.dispatch(torch.zeros(8, 64), ids, weights)
     if comm.rank == 1:
         comm.exchange_counts = honest  # type: ignore[method-assign]
