@@ -215,7 +215,8 @@ class Communicator(Collectives):
         self._num_derived += 1
         store = dist.PrefixStore(f"{self._num_derived} {own}", self._store)
         place, limit = own.index(self.rank), self._connect_limit(timeout)
-        group = join(lambda: standalone_group(store, place, len(own), limit), timeout, name_ranks(own))
+        with gloo_on_loopback(origin.on_loopback):
+            group = join(lambda: standalone_group(store, place, len(own), limit), timeout, name_ranks(own))
         return Communicator(group, device=device, timeout=timeout, _origin=origin, _store=store)
 
     def _connect_limit(self, timeout: float) -> timedelta:
@@ -305,6 +306,7 @@ class Communicator(Collectives):
             f"{self._origin.ranks}; shrunk from {self.size} ranks to {name_ranks(meeting.members)}",
             self._origin.device,
             owns_group=True,
+            on_loopback=self._origin.on_loopback,
         )
         made: Communicator | None = None
         problem: ThinwireError | None = None
@@ -312,10 +314,12 @@ class Communicator(Collectives):
             if self._renews_default:
                 if backend == "nccl":
                     self.group.abort()  # kernels that wait for the lost would keep it from ending
-                meeting.make(lambda store: renew_default_group(store, backend, place, size, limit, self._device))
+                with gloo_on_loopback(origin.on_loopback):
+                    meeting.make(lambda store: renew_default_group(store, backend, place, size, limit, self._device))
                 made = Communicator(device=self._device, timeout=self.timeout, _origin=origin)
             else:
-                store, group = meeting.make(lambda store: (store, standalone_group(store, place, size, limit)))
+                with gloo_on_loopback(origin.on_loopback):
+                    store, group = meeting.make(lambda store: (store, standalone_group(store, place, size, limit)))
                 made = Communicator(group, device=self._device, timeout=self.timeout, _origin=origin, _store=store)
         except ThinwireError as error:
             problem = error
