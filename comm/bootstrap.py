@@ -120,7 +120,7 @@ def init(
 
     Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
     open communicators, see :meth:`Communicator.flight_recorder`, until the communicator of calls without a domain is
-    closed. A handler that somebody else has set stays. Within a wait of Gloo or NCCL it is written when that ends.
+    closed. A handler that somebody else has set stays. Within a wait of NCCL it is written when that ends.
 
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table

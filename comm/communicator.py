@@ -88,12 +88,16 @@ class Communicator(Collectives):
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out. What rank 0 drew is what their flight recorders call it.
         drawn = torch.frombuffer(bytearray(secrets.token_bytes(_ID_BYTES) * self.size), dtype=torch.uint8)
-        with self._recorder.begin("Communicator"):
-            everyone = self._exchange_rows(drawn.view(self.size, _ID_BYTES), "barrier")
-            self._recorder.communicator = everyone[0].numpy().tobytes().hex()
-            if self.size > 1:
-                self._standby = Standby.open(self.rank, self.all_gather_data)
-                exchange.agree = self._standby.agree
+        try:
+            with self._recorder.begin("Communicator"):
+                everyone = self._exchange_rows(drawn.view(self.size, _ID_BYTES), "barrier")
+                self._recorder.communicator = everyone[0].numpy().tobytes().hex()
+                if self.size > 1:
+                    self._standby = Standby.open(self.rank, self.all_gather_data)
+                    exchange.agree = self._standby.agree
+        except BaseException:
+            exchange.close()
+            raise
 
     @classmethod
     def of_threads(
@@ -279,6 +283,8 @@ class Communicator(Collectives):
         else:
             made = self._shrink_group(left_out)
         self._successor = made
+        if (kept := self._attachments.pop("SIGUSR1", None)) is not None:
+            made._attachments["SIGUSR1"] = kept  # or the signal would end the process from now on
         self.close()
         return made
 

@@ -110,8 +110,8 @@ def _remove_oldest(folder: Path, name: str, descriptor: int) -> None:
 class WrittenOnSignal:
     """SIGUSR1 writes the files, for as long as this is attached to a communicator.
 
-    Python runs handlers in the main thread, between its own steps: waits of the direct transport and of threads let it,
-    one within Gloo or NCCL does not before it ends.
+    Python runs handlers in the main thread, between its own steps: waits of the direct transport, of threads and of
+    Gloo let it, one within NCCL does not before it ends.
     """
 
     def __init__(self, write_all: Callable[[str], list[Path]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -47,12 +48,16 @@ class Waiter:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Waiting | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def put(self, waiting: Waiting) -> None:
         """Has a call made, if it was not."""
+        if self._process != os.getpid():  # a fork has no threads but the one that forked
+            self._process, self._thread, self._queue = os.getpid(), None, SimpleQueue()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="thinwire waiter", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="thinwire waiter", daemon=True)
+            thread.start()  # before it is remembered: one that could not be started serves nobody
+            self._thread = thread
         self._queue.put(waiting)
 
     def close(self) -> None:

@@ -85,12 +85,7 @@ class DirectRounds(DirectTransport, Rounds):
         return self._open[lane]
 
     def refuse(self, lane: int) -> None:
-        """On the CPU: all ranks find a mismatch, and the next call on the lane makes up what is left of the round.
-
-        On CUDA finding out is a matter of the device, whose lanes are of no use after that: the peers are not told.
-        """
-        if self.on_gpu:
-            return
+        """All ranks find a mismatch, and the next call on the lane makes up what is left of the round."""
         self.raise_failure(lane)
         self._make_up(lane)
         if self._open[lane]:
@@ -150,8 +145,9 @@ class DirectRounds(DirectTransport, Rounds):
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
             error = self._mismatch(lane)
-            self._reports[lane][:] = 0
+            # In this order: an exception in between leaves a lane whose next wait finds the mismatch again.
             self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
+            self._reports[lane][:] = 0
             self._unfinished[lane] = COMBINE
             self.kernels.close_round(self.lanes[lane])
             self._open[lane] = False
@@ -175,8 +171,8 @@ class DirectRounds(DirectTransport, Rounds):
         if self._failed is not None:
             raise self._timeout(self._failed)
         report = self._reports[lane]
-        if report[signal.REPORT_STATUS] == signal.MISMATCHED:
-            raise self._mismatch(lane)
+        if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
+            raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
         if report[REPORT_BAD_IDS]:
             report[REPORT_BAD_IDS] = 0
             raise RoutingError(

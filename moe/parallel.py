@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, LaneError, PeerTimeout, ThinwireError
+from thinwire.errors import CapacityError, LaneError, ThinwireError
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
@@ -172,30 +172,41 @@ class ExpertParallel:
             raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
-        except ThinwireError:
-            self._refuse(lane)
+        except ThinwireError as error:
+            self._refuse(lane, error)
             raise
         # Kernels see memory, where the sign of a negative view is another.
         x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
         rounds, recorder = self._rounds, self.comm._recorder
         rounds.open_rounds[lane] = None
-        if rounds.is_open(lane):
-            # An entry, so that numbers match those of peers that combine and then dispatch; the dispatch closes it.
-            with recorder.begin("abandon", (), x.dtype, self.combine_wire, self.transport, rounds.place(lane)):
-                pass
+        self._record_closing(lane)
         with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
             self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
             d = rounds.dispatch(lane, x, topk_ids, topk_weights)
         rounds.open_rounds[lane] = d
         return d
 
-    def _refuse(self, lane: int) -> None:
-        """Tells the peers; that one of them is gone is for the next call to say."""
+    def _refuse(self, lane: int, error: ThinwireError) -> None:
+        """Tells the peers; what else goes wrong with that is for the next call to say."""
+        if self.transport == "direct" and self.comm.device.type == "cuda":
+            return  # the peers' devices would find out, and their lanes be of no use after that: they are not told
         self._rounds.open_rounds[lane] = None
-        with contextlib.suppress(PeerTimeout):
+        self._record_closing(lane)
+        details = self._rounds.place(lane, 1)
+        recorded = self.comm._recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details)
+        with contextlib.suppress(ThinwireError), recorded:
             self.comm._settle()
             self._rounds.refuse(lane)
+            raise error  # for the record
+
+    def _record_closing(self, lane: int) -> None:
+        """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
+        rounds = self._rounds
+        if rounds.is_open(lane):
+            place, wire = rounds.place(lane), self.combine_wire
+            with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
+                pass
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.

@@ -50,6 +50,7 @@ class StagedRounds(Rounds):
 
     def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
+        self.rounds_begun[lane] += 1
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
 
     def message_bytes(self, dtype: torch.dtype) -> int:

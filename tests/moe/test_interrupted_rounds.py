@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,8 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.errors import RoutingError
+from thinwire.moe.direct import DirectRounds
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -113,6 +116,43 @@ def test_rows_of_two_rounds_are_never_mixed(leg: str) -> None:
         values = [value for came, _ in seen for value in came]
         assert values in ([1.0, 2.0, 3.0, LAST], [1.0, 3.0, LAST]), f"line {number} of {leg}: {values}"
         assert sum(home == {0.0} for _, home in seen) <= 1
+
+
+def _mismatched(comm: Communicator, after: str) -> list[set[float]]:
+    """Rank 0 is interrupted as it finds out that rank 1 has tokens of another dtype; both go on."""
+    came = []
+    with _both(comm) as ep:
+        rounds = ep._rounds
+        assert isinstance(rounds, DirectRounds)
+        x, ids, weights = _tokens(comm, 1)
+        if comm.rank == 0:
+            kernels, describe = rounds.kernels, rounds._mismatch
+
+            def interrupted(*arguments: Any) -> Any:
+                rounds.kernels, rounds._mismatch = kernels, describe  # type: ignore[method-assign]
+                if after == "the wait":
+                    kernels.wait(*arguments)
+                raise Interrupted
+
+            if after == "the wait":
+                rounds.kernels = replace(kernels, wait=interrupted)
+            else:
+                rounds._mismatch = interrupted  # type: ignore[method-assign]
+            with pytest.raises(Interrupted):
+                ep.dispatch(x, ids, weights)
+        else:
+            with pytest.raises(RoutingError, match="the same dtype"):
+                ep.dispatch(x.half(), ids, weights)
+        for value in (2, 3):
+            d = ep.dispatch(*_tokens(comm, value))
+            came.append(set(d.tokens.unique().tolist()))
+            ep.combine(d.tokens, d)
+    return came
+
+
+@pytest.mark.parametrize("after", ["the wait", "it was seen"])
+def test_an_exception_beside_a_mismatch_leaves_the_lane_of_use(after: str) -> None:
+    assert run_ranks(_mismatched, 2, after, mode="thread", timeout=60) == [[{2.0}, {3.0}]] * 2
 
 
 def _ctrl_c(comm: Communicator) -> list[set[float]]:
