@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-rest test-all soak protocol lint types imports ahead-of-time bench clean
+.PHONY: demo test test-rest test-all soak fuzz protocol lint types imports ahead-of-time bench clean
 
 demo: $(VENV)/ready
 	$(RUN) -m thinwire demo
@@ -26,6 +26,9 @@ test-all: test
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json
 	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
+
+fuzz: $(VENV)/ready
+	$(RUN) -m tests.corruption --rounds 300000 --json benchmarks/results/cpu/fuzz.json
 
 protocol: $(VENV)/ready
 	$(RUN) -m tests.protocol.check

@@ -141,7 +141,7 @@ def test_a_ring_that_says_too_much_is_not_followed_for_ever_by_tritons_kernels()
 
 @pytest.mark.parametrize(
     ("kernels", "rounds"),
-    [("numba", 1000), pytest.param("numba", 20000, marks=pytest.mark.exhaustive)]
+    [("numba", 200), pytest.param("numba", 3000, marks=pytest.mark.exhaustive)]
     + [pytest.param("triton", 60, marks=pytest.mark.exhaustive)],
 )
 def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, rounds: int, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, round
     report = json.loads(path.read_text())
     assert report["rounds"] == report["in_time"] == report["returned"] + report["raised_named_errors"] == rounds
     assert not any(report[kind] for kind in ("crashed", "hung", "out_of_bounds", "late", "unexpected", "failures"))
-    wanted = {"CountsError", "PeerTimeout", "RoutingError", "ConfigMismatch"} if rounds > 100 else {"PeerTimeout"}
+    wanted = {"CountsError", "PeerTimeout", "RoutingError", "ConfigMismatch"} if rounds > 1000 else {"PeerTimeout"}
     assert report["outcomes"].keys() >= wanted
 
 
