@@ -73,9 +73,11 @@ def test_survivors_name_the_same_ranks_and_go_on(
         case.told(range(4), "ready")
         case.signal(number, *victims)
         left = [rank for rank in range(4) if rank not in victims]
-        for place, (named, rank, size, text) in enumerate(case.told(left).values()):
-            assert (named, rank, size) == (victims, place, len(left)), text
-            assert "the ranks agree that" in text
+        told = list(case.told(left).values())
+        for place, (named, rank, size, text) in enumerate(told):
+            assert (named, rank, size) == (told[0][0], place, len(left)), text
+            # Who is stopped beside another may not have been missed yet when the first one was.
+            assert named and set(named) <= set(victims) and "the ranks agree that" in text, text
 
 
 def give_up_in_turn(comm: Communicator) -> None:
