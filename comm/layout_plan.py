@@ -311,4 +311,5 @@ def _intersection(a: Block, b: Block) -> Block | None:
 
 
 def num_elements(block: Block | None) -> int:
+    """Elements of a block; 0 for none."""
     return 0 if block is None else math.prod(part.stop - part.start for part in block)

@@ -11,6 +11,7 @@ and everything that is read from one is checked.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import queue
@@ -110,7 +111,7 @@ class Standby:
                 store = self._connect(host)
                 known = None if verdict is None else encode(sorted(verdict), [int])
                 limit = REPORT_SECONDS + 2 * CONNECT_SECONDS
-                said = _within(limit, lambda: self._vote(store, missed, known))  # noqa: B023
+                said = _within(limit, functools.partial(self._vote, store, missed, known))
                 verdict, held = self._ranks(said, f"the standby of rank {host}"), held + 1
             except (_Unanswered, ThinwireError) as error:
                 failures.append(f"rank {host}: {error}")
@@ -158,7 +159,7 @@ class Standby:
             try:
                 store = self._connect(host)
                 limit = timeout + 2 * CONNECT_SECONDS
-                said = _within(limit, lambda: self._meet(store, attempt, {*lost, *agreed}, timeout))  # noqa: B023
+                said = _within(limit, functools.partial(self._meet, store, attempt, {*lost, *agreed}, timeout))
             except _Unanswered as error:
                 failures.append(f"rank {host}: {error}")
                 continue
