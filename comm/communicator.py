@@ -64,6 +64,7 @@ class Communicator(Collectives):
     _standby: Standby | None = None  # between processes
     _num_derived = 0  # groups made over the store of a standalone one
     _renews_default = False  # whether its group is the default one, and made by `init`
+    _is_standalone = False  # whether its group is its own, unknown to torch.distributed
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Communicator(Collectives):
             backend, chosen, device_reason = choose_backend(group, device)
         exchange = PeerExchange(group, backend, timeout)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
-        self._store = _store
+        self._store, self._is_standalone = _store, _store is not None
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out. What rank 0 drew is what their flight recorders call it.
@@ -342,7 +343,7 @@ class Communicator(Collectives):
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
-        if self._store is not None:
+        if self._is_standalone:
             owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"

@@ -64,8 +64,8 @@ class Call:
         check_transport(transport)
         comm.check_device("x", x)
         what = function.__name__
-        if op is not _NONE and is_auto(wires[0]) and Reduction.of(op, x.dtype).name != "sum":
-            wires = ["none", *wires[1:]]  # only sums are quantised
+        if op is not _NONE and any(map(is_auto, wires)) and Reduction.of(op, x.dtype).name != "sum":
+            wires = ["none" if is_auto(wire) else wire for wire in wires]  # only sums are quantised
         resolved = resolve_wires(comm, function, x, wires, transport, alike)
         check_input(what, x, resolved, comm)
         exactly = op is not _NONE and _reduces_exactly(what, op, x, resolved)
