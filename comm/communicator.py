@@ -168,7 +168,7 @@ class Communicator(Collectives):
             owns_group=not self._leaves_ranks_out,
             on_loopback=self._origin.on_loopback,
         )
-        with self._recorder.begin("split", details=("groups", len(wanted))):
+        with self._settled_recorder().begin("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
             return self._derive(wanted, self._device, self.timeout, origin)
 
@@ -377,7 +377,11 @@ class Communicator(Collectives):
         return self._recorder.write("asked for")
 
     def close(self) -> None:
-        """Ends use of the communicator; destroys the process group if `init` made it. May be called again."""
+        """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
+
+        Over Gloo, a wait that an exception such as a KeyboardInterrupt has ended cannot be taken back: until its
+        timeout, what it waits for may still fill its tensors, which are kept alive until then.
+        """
         if self._closed:
             return
         self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -41,31 +42,43 @@ class Waiting:
             self.run()
         return self._future.result()
 
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return self._future.done()
+
 
 class Waiter:
-    """One thread that makes calls in the order in which they come. A daemon: it keeps no process from ending."""
+    """One thread that makes calls in the order in which they come. A daemon: it keeps no process from ending.
+
+    It ends with this object, once it has done what it was given.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Waiting | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Waiting | None] | None = None  # of a thread that runs
+        self._end: weakref.finalize[..., Waiter] | None = None
         self._process = os.getpid()
 
     def put(self, waiting: Waiting) -> None:
         """Has a call made, if it was not."""
         if self._process != os.getpid():  # a fork has no threads but the one that forked
-            self._process, self._thread, self._queue = os.getpid(), None, SimpleQueue()
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="thinwire waiter", daemon=True)
-            thread.start()  # before it is remembered: one that could not be started serves nobody
-            self._thread = thread
+            self._process, self._queue = os.getpid(), None
+        if self._queue is None:
+            # The thread knows the queue, and not this object, which would never be dropped then.
+            queue: SimpleQueue[Waiting | None] = SimpleQueue()
+            self._end = weakref.finalize(self, queue.put, None)
+            self._end.atexit = False
+            threading.Thread(target=_work, args=(queue,), name="thinwire waiter", daemon=True).start()
+            self._queue = queue  # not before: a thread that could not be started serves nobody
         self._queue.put(waiting)
 
     def close(self) -> None:
         """Ends the thread once it has done what it was given."""
-        if self._thread is not None:
-            self._queue.put(None)
+        if self._end is not None:
+            self._end()
 
-    def _work(self) -> None:
-        while (waiting := self._queue.get()) is not None:
-            waiting.run()
-            del waiting  # it holds the caller's tensors
+
+def _work(queue: SimpleQueue[Waiting | None]) -> None:
+    while (waiting := queue.get()) is not None:
+        waiting.run()
+        del waiting  # it holds the caller's tensors

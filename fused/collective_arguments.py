@@ -99,7 +99,7 @@ class Call:
     def recorded(self, details: tuple[Any, ...] = ()) -> Recording:
         """The call's entry in the flight recorder, once this rank refuses nothing any more."""
         x, legs = self.x, self.wires[-1:] if self.what.startswith("all_gather") else self.wires
-        return self.comm._recorder.begin(self.what, x.shape, x.dtype, legs, self.transport, details)
+        return self.comm._settled_recorder().begin(self.what, x.shape, x.dtype, legs, self.transport, details)
 
     def describe(self, parts: Segments, row: int) -> str:
         """All that the ranks must agree on, the same text on ranks that do."""
@@ -130,7 +130,6 @@ class Call:
             target = x.new_empty(shape) if out is None else out
             finish = None
             if direct is not None:
-                comm._settle()  # peers may wait for what is under way here, and this call waits for them
                 job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
                 direct.run(job, _flat(x.detach()), target.detach().view(-1))
             elif target.numel():

@@ -111,7 +111,7 @@ class SizeSwitch(Attachment):
                     f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
                     "before"
                 )
-            with comm._recorder.begin("choose_wire", details=("call", key)):
+            with comm._settled_recorder().begin("choose_wire", details=("call", key)):
                 self._find_threshold(key, function, dtype, transport, wire)
         return self._thresholds[key]
 
