@@ -36,7 +36,6 @@ from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, Transport
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
-_ID_BYTES = 8
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -87,15 +86,13 @@ class Communicator(Collectives):
         self._store, self._is_standalone = _store, _store is not None
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
-        # exchange; later ones may leave ranks out. What rank 0 drew is what their flight recorders call it.
-        drawn = torch.frombuffer(bytearray(secrets.token_bytes(_ID_BYTES) * self.size), dtype=torch.uint8)
+        # exchange; later ones may leave ranks out.
         try:
             with self._recorder.begin("Communicator"):
-                everyone = self._exchange_rows(drawn.view(self.size, _ID_BYTES), "barrier")
-                self._recorder.communicator = everyone[0].numpy().tobytes().hex()
                 if self.size > 1:
-                    self._standby = Standby.open(self.rank, self.all_gather_data)
+                    self._standby = Standby.open(self.rank, self._gather_short)
                     exchange.agree = self._standby.agree
+                self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
         except BaseException:
             exchange.close()
             raise

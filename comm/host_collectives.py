@@ -25,6 +25,9 @@ from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, Transpor
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
 
+#: Bytes of a message whose length peers need not be told first; longer ones would cost more than that saves.
+SHORT = 2048
+
 _ABSENT = "(absent)"
 _LARGEST_COUNT = 2**63 - 1
 _T = TypeVar("_T")
@@ -262,6 +265,16 @@ class HostCollectives:
         with self._settled_recorder().begin("all_gather_data"):
             messages = self._gather_messages(encoded, "data", MOST_BYTES)
             return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
+
+    def _gather_short(self, value: object, shape: Any) -> list[Any]:
+        """As `all_gather_data`, in one exchange where that takes two: of values of at most `SHORT` bytes as JSON."""
+        message = encode(value, shape)
+        if len(message) > SHORT:
+            raise ThinwireError(f"data of {len(message)} bytes; at most {SHORT} can be sent unannounced")
+        row = torch.frombuffer(bytearray(message.ljust(SHORT)), dtype=torch.uint8)
+        received = self._exchange_rows(row.repeat(self.size, 1), "data")
+        messages = (told.numpy().tobytes().rstrip(b" ") for told in received)
+        return [decode(told, shape, f"rank {rank}") for rank, told in enumerate(messages)]
 
     def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
         """Every rank's message, of at most so many bytes, in rank order."""
