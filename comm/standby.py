@@ -12,6 +12,7 @@ and everything that is read from one is checked.
 from __future__ import annotations
 
 import functools
+import hashlib
 import ipaddress
 import os
 import queue
@@ -34,6 +35,7 @@ _T = TypeVar("_T")
 
 CONNECT_SECONDS = 0.5  # for a standby to answer; a process that has ended refuses at once
 REPORT_SECONDS = 0.5  # that ranks get to say whom they miss, once one of them has
+_MOST_REASON = 150  # characters, which take up to 12 bytes each
 _HOSTS = 2  # that hold a verdict, so that it outlives the first
 _LOOPBACK = "127.0.0.1"
 _MASTER_PORT = 29500  # any would do: nothing is sent to it
@@ -68,23 +70,27 @@ class Standby:
         addresses: of each rank's standby.
         token: what the keys of this communicator begin with.
         store: this process's own standby, if it has one.
+
+    Attributes:
+        name: the same on all ranks, and of no other communicator; it does not give the token away.
     """
 
     def __init__(self, rank: int, addresses: list[_Address], token: str, store: dist.Store | None) -> None:
+        self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
         self._addresses, self._token, self._store = addresses, token, store
         self._attempts = 0
 
     @classmethod
     def open(cls, rank: int, gather: Callable[[object, Any], list[Any]]) -> Standby:
-        """Collective over the ranks of a communicator, whose `all_gather_data` is `gather`."""
+        """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
         places = gather([_network(), secrets.token_hex(16)], (str, str))
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
         store, address = None, _Address("", 0, "")
         try:
             store, address = _serve(_LOOPBACK if shared else _facing_address())
         except (OSError, RuntimeError, _Unanswered) as error:
-            address = _Address("", 0, str(error))
+            address = _Address("", 0, str(error)[:_MOST_REASON])
         told = [_Address(*entry) for entry in gather(list(address), (str, int, str))]
         return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store)
 

@@ -241,6 +241,7 @@ def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
     assert own.shrink(lost=[0]).all_gather_object(comm.rank) == [1, 2, 3]
     assert dist.get_world_size() == 4  # torch.distributed's own groups are as they were
     left.close()
+    assert "closed" in left.explain() and "unknown to torch.distributed" in left.explain()
     with pytest.raises(ThinwireError, match="closed"):
         _ = left.group
     return named, left.rank, left.size
