@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.comm.rank_table import DEFAULT_PORT, RankTable
+from thinwire.comm.tensors import is_int
 from thinwire.errors import RankTableError, ThinwireError
 
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
@@ -19,6 +21,7 @@ LAUNCHERS = (
 # With a rank table, HCCL's own variables come first.
 _TABLE_LAUNCHERS = (("HCCL", "RANK_ID", "RANK_SIZE", ""), *LAUNCHERS)
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
+_DIGITS = re.compile("[0-9]{1,10}")
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,11 @@ def _read_int(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
         raise ThinwireError(f"{name} is not set in the environment, though its companions are; expected an integer")
-    if not text.strip().isdigit():
-        raise ThinwireError(f"{name} is {text!r} in the environment, expected an integer of at least 0")
+    # Not isdigit(), which takes a superscript for a digit, and int() does not; nor more digits than int() takes.
+    if not _DIGITS.fullmatch(text.strip()) or not is_int(int(text), 0):
+        raise ThinwireError(
+            f"{name} is {reprlib.repr(text)} in the environment, expected an integer of at least 0, below 2**31"
+        )
     return int(text)
 
 
@@ -160,6 +166,6 @@ def _slurm_meeting(environ: Mapping[str, str]) -> dict[str, str]:
     if first:
         found["MASTER_ADDR"] = "".join(part or "" for part in first.groups())
     job = environ.get("SLURM_JOB_ID", "")
-    if job.isdigit():
+    if _DIGITS.fullmatch(job):
         found["MASTER_PORT"] = str(_FIRST_SLURM_PORT + int(job) % _SLURM_PORTS)
     return found
