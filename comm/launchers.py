@@ -129,12 +129,13 @@ def _read_int(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
         raise ThinwireError(f"{name} is not set in the environment, though its companions are; expected an integer")
-    # Not isdigit(), which takes a superscript for a digit, and int() does not; nor more digits than int() takes.
-    if not _DIGITS.fullmatch(text.strip()) or not is_int(int(text), 0):
+    # Not isdigit(), which takes a superscript for a digit, as int() does not; nor more digits than int() takes.
+    digits = text.strip()  # of more than what int() strips
+    if not _DIGITS.fullmatch(digits) or not is_int(int(digits), 0):
         raise ThinwireError(
             f"{name} is {reprlib.repr(text)} in the environment, expected an integer of at least 0, below 2**31"
         )
-    return int(text)
+    return int(digits)
 
 
 def _read_port(environ: Mapping[str, str]) -> int:

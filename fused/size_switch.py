@@ -127,7 +127,7 @@ class SizeSwitch(Attachment):
                 raise ThinwireError(
                     f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
                 )
-            self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
+            self._thresholds[key], self._origins[key] = int(forced.strip()), f"as {THRESHOLD_VARIABLE} says"
             return
         # Everyone learns what rank 0 has on file.
         stored = comm.all_gather_data(self._load(key), _STORED)[0]

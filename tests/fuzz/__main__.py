@@ -12,14 +12,11 @@ on one commit.
 from __future__ import annotations
 
 import argparse
-import random
 import re
-import resource
 import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,40 +28,8 @@ from benchmarks.timing import machine, read_json, write_json
 CORPUS = Path(__file__).parent / "corpus"
 WORK = Path(__file__).parents[2] / "build" / "fuzz"
 MOST_BYTES = 4096  # of an input
-_MOST_SECONDS, _MOST_MEMORY = 10, 1 << 30  # for an input; beyond what the process has
+_MOST_SECONDS = 10  # for an input
 _EXECUTED = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
-# What is followed in its steps: the parsers, and nothing that numba compiles.
-_FOLLOWED = [
-    "thinwire.wire", "thinwire.flight", "thinwire.flight_report", "thinwire.comm.launchers", "thinwire.comm.meeting",
-    "thinwire.comm.plain", "thinwire.comm.rank_table", "thinwire.comm.standby", "thinwire.fused.codec",
-    "thinwire.fused.size_switch", "thinwire.moe.checkpoint", "ipaddress", "json.decoder",
-]  # fmt: skip
-
-
-def follow(target: str, options: list[str]) -> None:
-    """Runs a target in this process, until libFuzzer's options say that it is enough, or a defect shows."""
-    import atheris
-
-    with atheris.instrument_imports(include=_FOLLOWED, exclude=["thinwire.triton_kernels", "thinwire.fused.transport"]):
-        from tests.fuzz.targets import TARGETS
-
-    run, change = TARGETS[target]
-    counted: Counter[bool] = Counter()
-
-    def once(data: bytes) -> None:
-        counted[run(data)] += 1
-
-    def mutate(data: bytes, most: int, seed: int) -> bytes:
-        rng = random.Random(seed)
-        if change is None or rng.random() < 0.3:
-            return bytes(atheris.Mutate(data, most))
-        return change(rng, data)[:most]
-
-    atheris.Setup([sys.argv[0], *options], once, custom_mutator=mutate)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + _MOST_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-    atheris.Fuzz()
 
 
 def fuzz(target: str, seconds: float) -> dict[str, Any]:
@@ -77,7 +42,7 @@ def fuzz(target: str, seconds: float) -> dict[str, Any]:
         f"-max_total_time={int(seconds)}", f"-timeout={_MOST_SECONDS}", f"-max_len={MOST_BYTES}", "-rss_limit_mb=4096",
         f"-artifact_prefix={found}/", "-print_final_stats=1", "-verbosity=0", "-reload=0",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "tests.fuzz", target, "--follow", *options, str(grown), str(CORPUS / target)]
+    command = [sys.executable, "-m", "tests.fuzz.follow", target, *options, str(grown), str(CORPUS / target)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     told = done.stdout + done.stderr
     executed = _EXECUTED.search(told)
@@ -102,7 +67,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target")
     parser.add_argument("--json", help="write what was run there, added to what it has of this commit")
     parser.add_argument("--input", type=Path, help="run this one alone")
-    parser.add_argument("--follow", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [target for target in arguments.targets if target not in names]
     if unknown:
@@ -112,9 +76,6 @@ def main() -> int:
 
         (target,) = arguments.targets
         print("taken" if TARGETS[target].run(arguments.input.read_bytes()) else "refused")
-        return 0
-    if arguments.follow is not None:
-        follow(arguments.targets[0], arguments.follow)
         return 0
     try:
         fuzzer = f"atheris {metadata.version('atheris')}"
