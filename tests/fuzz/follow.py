@@ -10,7 +10,6 @@ import resource
 import sys
 from pathlib import Path
 
-import atheris
 import numba  # noqa: F401
 import torch  # noqa: F401
 
@@ -25,6 +24,8 @@ _NOT_FOLLOWED = ["thinwire.triton_kernels", "thinwire.fused.transport"]
 
 
 def main() -> None:
+    import atheris  # here, as pytest imports all modules of tests, and may do so without it
+
     early = [name for name in sys.modules if name in _FOLLOWED and name.startswith("thinwire")]
     if early:
         raise RuntimeError(f"{', '.join(early)} cannot be followed any more: imported too early")
