@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.comm.rank_table import DEFAULT_PORT, RankTable
-from thinwire.comm.tensors import read_int
+from thinwire.comm.tensors import is_int, read_int
 from thinwire.errors import RankTableError, ThinwireError
 
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
@@ -128,8 +129,10 @@ def _read_int(environ: Mapping[str, str], name: str) -> int:
     if text is None:
         raise ThinwireError(f"{name} is not set in the environment, though its companions are; expected an integer")
     number = read_int(text)
-    if number is None:
-        raise ThinwireError(f"{name} is {text[:40]!r} in the environment, expected an integer of at least 0")
+    if number is None or not is_int(number, 0):
+        raise ThinwireError(
+            f"{name} is {reprlib.repr(text)} in the environment, expected an integer of at least 0, below 2**31"
+        )
     return number
 
 

@@ -363,6 +363,7 @@ def _checked(peer: int, address: _Address) -> _Address:
     if address.host:
         try:
             ipaddress.ip_address(address.host.partition("%")[0])
+            address.host.encode("idna")  # as `socket` does with all of it, and fails with what is no OSError
         except ValueError:
             raise ThinwireError(f"rank {peer} says its standby store is at {address.host!r}, no address") from None
         if not 1 <= address.port <= 65535:

@@ -72,4 +72,5 @@ def read_int(text: str) -> int | None:
     >>> [read_int(text) for text in (" 7 ", "-7", "7.0", "²", "")]
     [7, None, None, None, None]
     """
-    return int(text) if _DIGITS.fullmatch(text.strip()) else None
+    digits = text.strip()  # of more than what int() strips
+    return int(digits) if _DIGITS.fullmatch(digits) else None
