@@ -75,7 +75,7 @@ def _changed_value(rng: random.Random, value: Any) -> Any:
         if kind == "rename":
             inner.pop(key)
     elif kind == "nest":
-        for _ in range(rng.choice((1, 1, 2, 900))):
+        for _ in range(rng.choice((1, 1, 1, 2, 2, 2, 3, 900))):
             inner[key] = [inner[key]]
     return value
 

@@ -5,6 +5,7 @@ Nothing of thinwire may be imported before it is prepared to be followed in its 
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import resource
 import sys
@@ -14,22 +15,24 @@ import numba  # noqa: F401
 import torch  # noqa: F401
 
 _MOST_MEMORY = 1 << 30  # bytes, beyond what the process has
-# The parsers, and nothing that numba compiles.
-_FOLLOWED = [
-    "thinwire.wire", "thinwire.flight", "thinwire.flight_report", "thinwire.comm.launchers", "thinwire.comm.meeting",
-    "thinwire.comm.plain", "thinwire.comm.rank_table", "thinwire.comm.standby", "thinwire.fused.codec",
-    "thinwire.fused.size_switch", "thinwire.moe.checkpoint", "ipaddress", "json.decoder",
-]  # fmt: skip
-_NOT_FOLLOWED = ["thinwire.triton_kernels", "thinwire.fused.transport"]
+_FOLLOWED = ["thinwire", "ipaddress", "json"]  # whole packages: no part of one can be named
+
+
+def _compiled() -> list[str]:
+    """The modules that numba compiles, which it cannot when they are prepared to be followed."""
+    spec = importlib.util.find_spec("thinwire")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    files = (root / "triton_kernels").rglob("*.py")
+    return [".".join(("thinwire", *file.relative_to(root).with_suffix("").parts)) for file in files]
 
 
 def main() -> None:
     import atheris  # here, as pytest imports all modules of tests, and may do so without it
 
-    early = [name for name in sys.modules if name in _FOLLOWED and name.startswith("thinwire")]
-    if early:
+    if early := [name for name in sys.modules if name.startswith("thinwire.")]:
         raise RuntimeError(f"{', '.join(early)} cannot be followed any more: imported too early")
-    with atheris.instrument_imports(include=_FOLLOWED, exclude=_NOT_FOLLOWED):
+    with atheris.instrument_imports(include=_FOLLOWED, exclude=_compiled()):
         from tests.fuzz.targets import TARGETS
 
     run, change = TARGETS[sys.argv[1]]

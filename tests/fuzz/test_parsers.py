@@ -51,7 +51,7 @@ def test_a_changed_input_is_taken_or_refused_by_name(name: str) -> None:
     inputs = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     change = TARGETS[name].change or changed_bytes
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.sampled_from(inputs), st.integers(0, 2**32), st.integers(1, 3))
     def run(data: bytes, seed: int, times: int) -> None:
         rng = random.Random(seed)
@@ -85,7 +85,7 @@ def _values(shape: Any) -> st.SearchStrategy[Any]:
     return _VALUES[shape] if shape in _VALUES else st.one_of(st.none(), _TEXT)  # str | None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_fits_a_shape_arrives_as_it_was(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES))
