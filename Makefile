@@ -24,7 +24,8 @@ test-all: test
 	$(MAKE) test-rest
 
 soak: $(VENV)/ready
-	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json
+	$(RUN) -m tests.moe.soak --rounds 100000 --json benchmarks/results/cpu/soak.json
+	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
 
 # Corrupted memory for an hour or two, and ten minutes of hostile bytes for each parser.

@@ -393,7 +393,8 @@ class Communicator(Collectives):
         known = self._group is not None and self._store is None and group_exists(self._group)
         if self._origin.owns_group and known:
             dist.destroy_process_group(self._group)
-        if self._store is not None:
+        if self._origin.owns_group or self._store is not None:
+            # Gloo's listener and its thread end with the last reference, and `init` keeps what `shrink` has closed.
             self._group = self._store = None
 
     def __enter__(self) -> Communicator:

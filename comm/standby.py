@@ -106,7 +106,7 @@ class Standby:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
-        holds for all that come later.
+        holds for all that come later; where there are two, as the host of one was stopped, that of the others.
         """
         verdict: list[int] | None = None
         missed, held, failures = sorted(set(suspects)), 0, []
@@ -123,7 +123,25 @@ class Standby:
                 failures.append(f"rank {host}: {error}")
         if verdict is None:
             return Verdict((), f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})")
+        if self.rank not in verdict and 2 * len(verdict) >= self.size:
+            verdict = self._verdict_on_this_rank(verdict) or verdict
         return Verdict(tuple(verdict), self._remark(verdict))
+
+    def _verdict_on_this_rank(self, missed: Iterable[int]) -> list[int] | None:
+        """What ranks that this one takes for lost have agreed on meanwhile, if that is that they are without this one.
+
+        A rank that was stopped, and wakes, does not find them where they have voted: its own standby may come first.
+        """
+        for host in missed:
+            try:
+                store = self._connect(host)
+                said = _within(CONNECT_SECONDS, functools.partial(_verdict_in, store))
+                verdict = self._ranks(said, f"the standby of rank {host}")
+            except (_Unanswered, ThinwireError):
+                continue  # one that is lost indeed
+            if self.rank in verdict:
+                return verdict
+        return None
 
     def _remark(self, verdict: list[int]) -> str:
         if not verdict:
@@ -257,6 +275,10 @@ class Standby:
         if any(not 0 <= rank < self.size for rank in ranks):
             raise ThinwireError(f"{source} sent {ranks[:8]}, expected ranks from 0 to {self.size - 1}")
         return sorted(set(ranks))
+
+
+def _verdict_in(store: dist.Store) -> bytes:
+    return store.get("lost") if store.check(["lost"]) else encode([], [int])
 
 
 class Meeting:
