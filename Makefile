@@ -25,6 +25,7 @@ test-all: test
 
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.soak --rounds 100000 --json benchmarks/results/cpu/soak.json
+	$(RUN) -m tests.faults --repeats 20 --json benchmarks/results/cpu/faults.json
 	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -131,7 +130,7 @@ def _read_int(environ: Mapping[str, str], name: str) -> int:
     number = read_int(text)
     if number is None or not is_int(number, 0):
         raise ThinwireError(
-            f"{name} is {reprlib.repr(text)} in the environment, expected an integer of at least 0, below 2**31"
+            f"{name} is {text[:40]!r} in the environment, expected an integer of at least 0, below 2**31"
         )
     return number
 

@@ -21,7 +21,7 @@ from thinwire._rank_server import ServedProcess
 from thinwire.comm import init
 
 LIMIT = 60.0  # seconds after which whatever is left of a case is killed
-TIMEOUT = 2.0  # seconds that ranks wait for each other
+TIMEOUT = 2.0  # seconds that ranks wait for each other, where a case says nothing else
 
 _told = Path()
 _rank = -1
@@ -60,11 +60,14 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: object) -> Iterator[Ranks]:
-    """Starts `function(comm, *arguments)` on so many ranks, whose waits end after TIMEOUT; kills what is left of them.
+def ranks(
+    folder: Path, size: int, function: Callable[..., Any], *arguments: object, timeout: float = TIMEOUT
+) -> Iterator[Ranks]:
+    """Starts `function(comm, *arguments)` on so many ranks, and kills what is left of them.
 
     Args:
         folder: empty, for these ranks alone.
+        timeout: seconds after which their waits end.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -76,7 +79,7 @@ def ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: obj
     try:
         with testing._without_main():
             for rank in range(size):
-                told = (rank, size, folder, environ, function, arguments)
+                told = (rank, size, folder, environ, timeout, function, arguments)
                 process = ServedProcess(modules, os.environ, target=_run, args=told)
                 process.start()
                 processes.append(process)
@@ -89,18 +92,29 @@ def ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: obj
 
 
 def _run(
-    rank: int, size: int, folder: Path, environ: dict[str, str], function: Callable[..., Any], arguments: Any
+    rank: int,
+    size: int,
+    folder: Path,
+    environ: dict[str, str],
+    timeout: float,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     global _told, _rank
     _told, _rank = folder, rank
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     os.environ.update(environ)
     try:
-        tell("result", function(init(rank=rank, world_size=size, device="cpu", timeout=TIMEOUT), *arguments))
+        tell("result", function(init(rank=rank, world_size=size, device="cpu", timeout=timeout), *arguments))
     except BaseException:
         tell("raised", traceback.format_exc())
         raise
+
+
+def own_folder() -> Path:
+    """In a rank: the folder of its case."""
+    return _told
 
 
 def tell(key: str, value: object = None) -> None:

@@ -1,0 +1,77 @@
+"""The table of faults in docs/reliability.md, out of what was run: `python -m tests.faults.table` writes it anew."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tests.faults.rules import FAULTS, OPERATIONS, TRANSPORTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+RUN = ROOT / "benchmarks" / "results" / "cpu" / "faults.json"
+BEGIN, END = "<!-- faults: begin, made by python -m tests.faults.table -->\n", "<!-- faults: end -->\n"
+
+
+def table(ran: dict[str, Any]) -> str:
+    """Markdown: a row for each fault and what must come of it, with how many runs held on each transport."""
+    lines = [f"| the fault | must come of it | {' | '.join(TRANSPORTS)} |", "|---" * (2 + len(TRANSPORTS)) + "|"]
+    for fault in FAULTS:
+        of_fault = [cell for cell in ran["cells"] if cell["fault"] == fault]
+        for outcome in dict.fromkeys(cell["expected"] for cell in of_fault):
+            found = [cell for cell in of_fault if cell["expected"] == outcome]
+            operations = [name for name in OPERATIONS if any(cell["operation"] == name for cell in found)]
+            every = {cell["operation"] for cell in of_fault}
+            where = "" if {*operations} == every else f" ({', '.join(operations)})"
+            counted = [_counted([cell for cell in found if cell["transport"] == name]) for name in TRANSPORTS]
+            lines.append(f"| {fault}{where} | {outcome} | {' | '.join(counted)} |")
+    held, runs = (sum(cell[key] for cell in ran["cells"]) for key in ("held", "runs"))
+    slowest = max(cell["slowest"] for cell in ran["cells"])
+    lines += [
+        "",
+        _paragraph(
+            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run; runs of each: "
+            f"{ran['repeats']}. "
+            f"{held} of {runs} runs held; the slowest call of a rank that was left took {slowest:.1f} s."
+        ),
+        "",
+        *(
+            _paragraph(f"Known: {reason}.")
+            for reason in dict.fromkeys(cell["known_defect"] for cell in ran["cells"])
+            if reason
+        ),
+        "",
+        "Cells that cannot be:",
+        "",
+        *(f"- {number} cells: {reason}." for reason, number in ran["left_out"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, 120)
+
+
+def _counted(cells: list[dict[str, Any]]) -> str:
+    if not cells:
+        return "-"
+    known = " (known)" if any(cell["known_defect"] for cell in cells) else ""
+    return f"{sum(cell['held'] for cell in cells)} of {sum(cell['runs'] for cell in cells)}{known}"
+
+
+def page(text: str, ran: dict[str, Any]) -> str:
+    """The page with the table of this run between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(ran)}\n{END}{after}"
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page(PAGE.read_text(), json.loads(RUN.read_text())))
+
+
+if __name__ == "__main__":
+    main()

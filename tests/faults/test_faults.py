@@ -1,0 +1,115 @@
+"""Cells of the matrix of faults: a few in `make test`, all in `make test-all`, all of them 20 times in `make soak`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+if not hasattr(os, "pidfd_open"):
+    pytest.skip("needs Linux's signals and /proc", allow_module_level=True)
+
+from tests.faults import worlds
+from tests.faults.ranks import Called, Report
+from tests.faults.rules import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    DIRECT,
+    FAULTS,
+    KILLED_DURING,
+    OPERATIONS,
+    OTHER_SIZES,
+    RAISES,
+    ROUND,
+    STAGED,
+    STAGED_THREADS,
+    STOPPED,
+    TRANSPORTS,
+    VICTIMS,
+    Cell,
+    cells,
+    expected,
+    known_defect,
+    left_out,
+)
+from tests.faults.table import PAGE, RUN, page
+from tests.files import open_files
+from thinwire import testing
+
+FEW = (
+    Cell(DIRECT, ROUND, KILLED_DURING, 0),
+    Cell(STAGED, ALL_TO_ALL, STOPPED, 0),
+    Cell(DIRECT, ALL_GATHER, OTHER_SIZES, 2),
+    Cell(STAGED_THREADS, BARRIER, STOPPED, 0),
+)
+
+
+def check(chosen: list[Cell]) -> None:
+    assert chosen
+    testing._prepare_server(testing._preloaded, dict(os.environ))  # of the ranks; it stays
+    before = len(open_files())
+    results = list(worlds.run(chosen, repeat=0))
+    assert [result.cell for result in results] == [cell for world in worlds.worlds(chosen) for cell in world]
+    problems = []
+    for result in results:
+        if (reason := known_defect(result.cell)) is None:
+            problems += [f"{result.cell}: {problem}" for problem in result.problems]
+        elif not result.problems:
+            problems.append(f"{result.cell} holds, although {reason}")
+    assert not problems, "\n".join(problems)
+    assert not worlds.ranks_left()
+    assert len(open_files()) <= before, open_files()
+
+
+def test_a_few_cells_hold() -> None:
+    check(list(FEW))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
+def test_every_cell_holds(fault: str) -> None:
+    check([cell for cell in cells() if cell.fault == fault])
+
+
+def test_every_cell_is_there_or_left_out_for_a_reason() -> None:
+    there = cells()
+    assert len(there) + sum(left_out().values()) == len(TRANSPORTS) * len(OPERATIONS) * len(FAULTS) * len(VICTIMS)
+    assert {cell.operation for cell in there if cell.transport == DIRECT} == {*OPERATIONS} - {BARRIER}
+    assert {cell.fault for cell in there if cell.transport == STAGED} == {*FAULTS}
+
+
+LOST = Called(1.1, "PeerTimeout", (2,), "")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"calls": [Called(0.1), LOST]}, "expected the others name it"),
+        ({"calls": [replace(LOST, ranks=(1,))]}, "name different ones"),
+        ({"calls": [replace(LOST, ranks=())]}, r"ranks \(2,\) named"),
+        ({"calls": [replace(LOST, error="CountsError")]}, "it got"),
+        ({"calls": [replace(LOST, seconds=9.0)]}, "9.00 s"),
+        ({"size_after": 1}, "went on among 1 ranks, expected 2"),
+    ],
+)
+def test_what_is_against_the_rules_is_a_problem(change: dict[str, object], told: str | None) -> None:
+    cell = Cell(DIRECT, ALL_REDUCE, RAISES, 2)
+    assert expected(cell).loses
+    right = Report(calls=[LOST], size_after=2)
+    result = worlds.Result(cell)
+    worlds._judge(result, {0: right, 1: replace(right, **change)}, worlds.TIMEOUT)  # type: ignore[arg-type]
+    assert bool(result.problems) == (told is not None), result.problems
+    if told is not None:
+        with pytest.raises(AssertionError, match=told):
+            raise AssertionError("\n".join(result.problems))
+
+
+def test_the_table_in_the_documentation_is_that_of_the_run() -> None:
+    text = PAGE.read_text()
+    assert page(text, json.loads(RUN.read_text())) == text, "write it anew: python -m tests.faults.table"
