@@ -144,7 +144,7 @@ def test_arguments_come_before_every_launcher():
         (TORCHRUN | MEETING | {"RANK": "8"}, {}, "rank 8 of 8, from torchrun .* expected 0 <= rank < world size"),
         (TORCHRUN | MEETING | {"LOCAL_RANK": "x"}, {}, "LOCAL_RANK is 'x'"),
         (TORCHRUN | MEETING | {"WORLD_SIZE": "\u00b2"}, {}, "WORLD_SIZE is '\u00b2' .* expected an integer"),
-        (TORCHRUN | MEETING | {"WORLD_SIZE": "9" * 5000}, {}, "WORLD_SIZE is '9*\\.\\.\\.9*' .* expected an integer"),
+        (TORCHRUN | MEETING | {"WORLD_SIZE": "9" * 5000}, {}, "WORLD_SIZE is '9+' .* expected an integer"),
         (TORCHRUN | MEETING | {"WORLD_SIZE": str(2**31)}, {}, "WORLD_SIZE is '2147483648' .* below 2"),
         (SLURM | {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "\u00b2"}, {}, "MASTER_PORT is not set .* Slurm"),
         (TORCHRUN | MEETING, {"rank": 1}, "rank was passed without world_size"),
