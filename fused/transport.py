@@ -15,9 +15,9 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
-from thinwire.comm.communicator import Attachment, Communicator
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.host_collectives import Setting
+from thinwire.comm.host_collectives import Attachment, Setting
 from thinwire.comm.plain import MOST_TEXT
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
@@ -139,6 +139,8 @@ def open_direct(
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
+    if comm.integrity != "none":
+        return Refusal(name, f"it does not check rows with integrity={comm.integrity!r}, and the staged transport does")
     reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
         if reason is not None:

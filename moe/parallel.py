@@ -267,7 +267,7 @@ class ExpertParallel:
         Args:
             group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
                 has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
-                communicator, or a process group that is given this one's device and timeout.
+                communicator, or a process group that is given this one's device, timeout and integrity.
 
         Raises:
             ArgumentError: ranks that this one's communicator does not have.
@@ -281,7 +281,8 @@ class ExpertParallel:
         elif group is None or isinstance(group, Iterable):
             comm = self.comm.shrink(self._rounds.lost if group is None else group)
         else:
-            comm = Communicator(group, device=self.comm.device, timeout=self.comm.timeout)
+            old = self.comm
+            comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._recorder.begin("rebuild"):

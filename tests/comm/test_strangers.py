@@ -95,8 +95,8 @@ def _gather(stranger: _Stranger) -> None:
 
 
 def _meet(stranger: _Stranger) -> None:
-    """As the constructor of a communicator does: what it is called, hosts, and where the standbys are."""
-    stranger.echo(8, "barrier")
+    """As the constructor of a communicator does: its name and integrity, hosts, and where the standbys are."""
+    stranger.echo(9, "barrier")
     stranger.echo_gathered()
     stranger.echo_gathered()
 
