@@ -134,7 +134,8 @@ class HostCollectives:
         """
         if not isinstance(tensor, Tensor):
             raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
-        if tensor.device.type != self._device.type:
+        # Devices are compared first: torch makes a new string each time that it is asked for a type.
+        if tensor.device != self._device and tensor.device.type != self._device.type:
             raise TransportUnavailable(
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
                 f"move it, or make a communicator with device={tensor.device.type!r}"

@@ -16,12 +16,13 @@ from thinwire.errors import ArgumentError
 #: Seconds; more overflow a clock of nanoseconds sooner than they pass.
 MOST_SECONDS = 1e9
 
+_STRIDED = torch.strided
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements of its dtype at places that its shape and strides give; fake ones may."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -130,5 +130,4 @@ def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Te
         leg = GatherLeg(comm, parts, row, wire, x.dtype, own, call.describe(parts, row))
         return lambda: leg.recv_into(whole)
 
-    with call.recorded(details):
-        return call.run(ALL_GATHER, parts, row, out, shape, staged)
+    return call.run(ALL_GATHER, parts, row, out, shape, staged, details=details)

@@ -81,7 +81,7 @@ class RecvBuffer(NamedTuple):
         return self.memory if self.finish is None else self.finish()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
 

@@ -62,11 +62,9 @@ def open_collectives(
         TransportUnavailable: no backend can quantise for these wires, on any transport. Raised before peers are asked.
         ConfigMismatch, PeerTimeout: see `open_direct`.
     """
-    for wire in wires:
-        if wire.quantized:
-            select_backend(comm.device, wire)
 
     def new() -> DirectCollectives | Refusal:
+        _require_backend(comm.device, wires)
         try:
             layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
         except CapacityError as error:
@@ -84,6 +82,12 @@ def open_collectives(
         return open_direct(comm, _KEY, layout.NUM_BYTES, {"slot_bytes": layout.SLOT_BYTES}, make)
 
     return comm.attached(_KEY, new)
+
+
+def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
+    for wire in wires:
+        if wire.quantized:
+            select_backend(device, wire)
 
 
 def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> ExchangeLayout:
@@ -145,6 +149,7 @@ class DirectCollectives(ExchangeTransport):
 
         Raises:
             CapacityError: a row's record is longer than a slot.
+            TransportUnavailable: no backend can quantise for these wires.
             ThinwireError: the first call like it is being captured in a CUDA graph.
         """
         key = (op, *parts.counts, row, wire, gather_wire, dtype)
@@ -156,6 +161,8 @@ class DirectCollectives(ExchangeTransport):
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
                 self._jobs.clear()
+                self._end.kept.clear()
+            _require_backend(self.device, (wire, gather_wire))
             record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
             if record > self.layout.SLOT_BYTES:
                 raise CapacityError(
@@ -193,7 +200,6 @@ class DirectCollectives(ExchangeTransport):
             ConfigMismatch: ranks that called something else. On CUDA a later call raises this and PeerTimeout.
         """
         self.require_usable()
-        x, out = x.detach(), out.detach()
         self._prepare(job, x, out)
         self.take_turn()
         done = False

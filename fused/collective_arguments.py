@@ -28,7 +28,7 @@ Way = Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]
 _NONE = object()  # not a reduction; None would be a wrong one
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """What every collective is called with.
 
@@ -114,6 +114,7 @@ class Call:
         shape: Sequence[int],
         staged: Way,
         exactly: Way | None = None,
+        details: tuple[Any, ...] = (),
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Carries the call out: directly, or the way that is `staged`, or torch.distributed's, `exactly`.
 
@@ -122,9 +123,10 @@ class Call:
             parts: elements of every rank's part.
             row: elements of a row.
             shape: of the output.
+            details: for the flight recorder.
         """
         comm, wires, x = self.comm, self.wires, self.x
-        with self.recorded() as entry, torch.no_grad():
+        with self.recorded(details) as entry, torch.no_grad():
             direct = None if self.exactly else self._choose()
             entry[TRANSPORT] = "staged" if direct is None else "direct"
             target = x.new_empty(shape) if out is None else out

@@ -59,6 +59,7 @@ class DirectRounds(DirectTransport, Rounds):
         ]
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
+        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._open = [False] * config.lanes
         # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
         self._unfinished: list[int | None] = [None] * config.lanes
@@ -80,6 +81,16 @@ class DirectRounds(DirectTransport, Rounds):
         self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
         return _DirectRound(self, lane, x)
+
+    def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every round of a dtype on a lane: the records, and an empty tensor of the dtype."""
+        views = self._views.get((lane, dtype))
+        if views is None:
+            tensors = self.lanes[lane]
+            with torch.inference_mode(False):
+                rows = tensors.records[:, : tensors.wire.row_bytes(self.config.hidden_size, dtype)]
+                views = self._views[lane, dtype] = rows, torch.empty(0, dtype=dtype, device=self.device)
+        return views
 
     def is_open(self, lane: int) -> bool:
         return self._open[lane]
@@ -186,14 +197,14 @@ class DirectRounds(DirectTransport, Rounds):
         A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
         them on the next. Neither are to blame.
         """
-        timed_out = [
-            lane for lane, report in enumerate(self._reports) if report[signal.REPORT_STATUS] == signal.TIMED_OUT
-        ]
-        if not timed_out:
+        for lane, report in enumerate(self._reports):
+            if report[signal.REPORT_STATUS] == signal.TIMED_OUT:
+                if self.capturing:
+                    raise self._timeout(lane)  # what follows would become a part of the graph
+                self._failed = lane
+                break
+        else:
             return
-        if self.capturing:
-            raise self._timeout(timed_out[0])  # what follows would become a part of the graph
-        self._failed = timed_out[0]
         for lane, tensors in enumerate(self.lanes):
             said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
@@ -287,6 +298,7 @@ class DirectRounds(DirectTransport, Rounds):
     def close(self) -> None:
         """Gives the memory back. Tensors made from it stay readable."""
         self.lanes.clear()
+        self._views.clear()
         super().close()
 
 
@@ -297,7 +309,7 @@ class _DirectRound(Dispatched):
         super().__init__(rounds, lane, x)
         self._tensors = rounds.lanes[lane]
         self._number = rounds.rounds_begun[lane]
-        self.rows = self._tensors.records[:, : self._tensors.wire.row_bytes(rounds.config.hidden_size, x.dtype)]
+        self.rows, self._like = rounds.views(lane, x.dtype)
         self.index = self._tensors.index
         self.expert_counts = self._tensors.expert_counts
         self.expert_offsets = self._tensors.expert_offsets
@@ -314,10 +326,8 @@ class _DirectRound(Dispatched):
 
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
-        device = self.rows.device
-        like = torch.empty(0, dtype=self._dtype, device=device)
-        tokens = new_rows(like, capacity, (self._rounds.config.hidden_size,))
-        overflow = torch.empty((), dtype=torch.bool, device=device)
+        tokens = new_rows(self._like, capacity, (self._rounds.config.hidden_size,))
+        overflow = self._like.new_empty((), dtype=torch.bool)
         self._rounds.kernels.gather(self._tensors, tokens, overflow)
         return tokens, overflow
 

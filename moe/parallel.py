@@ -176,7 +176,8 @@ class ExpertParallel:
             self._refuse(lane, error)
             raise
         # Kernels see memory, where the sign of a negative view is another.
-        x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
+        if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
+            x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
         rounds, recorder = self._rounds, self.comm._recorder
         rounds.open_rounds[lane] = None

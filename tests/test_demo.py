@@ -15,6 +15,7 @@ def _held_out(size: int) -> bytes:
     return (resources.files("thinwire.moe") / "tiny_moe" / "heldout.txt").read_bytes()[:size]
 
 
+@pytest.mark.exhaustive
 def test_the_demo_prints_its_table_and_int8_costs_less_than_half_a_percent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ except tw.TransportUnavailable as error:
     assert "pip install 'thinwire[cpu]'" in numba and "pip install 'thinwire[triton]'" in triton
 
 
+@pytest.mark.exhaustive
 def test_without_numba_the_reference_can_be_asked_for() -> None:
     code = "import torch, thinwire as tw; print(tw.dequantize(tw.quantize(torch.ones(1, 8)))[0, 0].item())"
     assert abs(float(_run_blocked(code, THINWIRE_BACKEND="torch")) - 1) < 0.004

@@ -279,6 +279,7 @@ def test_what_ranks_print_appears_where_the_parent_prints_now(capfd):
     assert captured.err.count("so does its child") == 2
 
 
+@pytest.mark.exhaustive
 def test_functions_and_classes_of_a_script_work_and_its_imports_see_the_environment(tmp_path):
     (tmp_path / "reads_at_import.py").write_text("import os\nSEEN = os.environ.get('THINWIRE_TEST_A')\n")
     script = tmp_path / "script.py"

@@ -21,7 +21,8 @@ then holds an epoch, and heads are not used. `docs/protocol.md`, "The exchange" 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -124,6 +125,7 @@ class Endpoint:
         table: int64 [6 * world + SIGNATURE_WORDS], what `thinwire.triton_kernels.all_to_all_v.note` wrote: for each
             rank rows to send, the first of them, pieces to send, rows to receive, the first of them, pieces to receive;
             then, where the memory is poisoned, what this rank expected a row to be.
+        kept: what launchers look up once, for as long as the end is in use.
     """
 
     layout: ExchangeLayout
@@ -134,6 +136,7 @@ class Endpoint:
     report: torch.Tensor
     counters: torch.Tensor
     table: torch.Tensor
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, layout: ExchangeLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> Endpoint:
@@ -152,7 +155,7 @@ class Endpoint:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """One call of a collective, as the kernels see it. The same on every rank.
 

@@ -11,7 +11,8 @@ that peer's own place, so no two ranks ever write the same byte. `docs/protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -153,6 +154,7 @@ class Lane:
         positions: int64 [world * max_tokens, top_k], the rows of each record in ascending expert id, -1 behind them.
         weights: float32 [world * max_tokens, top_k], their router weights.
         scratch: int32 [chunks, local experts], what routing notes for itself.
+        kept: what launchers look up once, for as long as the lane is in use.
     """
 
     layout: RoundLayout
@@ -170,6 +172,7 @@ class Lane:
     positions: torch.Tensor
     weights: torch.Tensor
     scratch: torch.Tensor
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     #: Records that one program routes.
     CHUNK = 64

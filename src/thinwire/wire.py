@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from thinwire.errors import WireFormatError
@@ -157,8 +158,16 @@ class WireFormat:
 
     def row_bytes(self, hidden: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of one whole record, padding included."""
-        scales = _round_up(self.num_groups(hidden) * self.scale_bytes, _SECTION_ALIGNMENT)
-        return _round_up(self.scales_offset(hidden, dtype) + scales, self.alignment)
+        if self.quantized:
+            _check_hidden(hidden)
+            return _quantized_row_bytes(self, hidden)
+        return _round_up(self.scales_offset(hidden, dtype), self.alignment)
+
+
+@lru_cache(maxsize=1024)
+def _quantized_row_bytes(wire: WireFormat, hidden: int) -> int:
+    scales = _round_up(wire.num_groups(hidden) * wire.scale_bytes, _SECTION_ALIGNMENT)
+    return _round_up(wire.scales_offset(hidden) + scales, wire.alignment)
 
 
 def _check_hidden(hidden: int) -> None:

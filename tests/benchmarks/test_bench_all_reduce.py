@@ -12,6 +12,7 @@ from benchmarks import bench_accuracy, bench_all_reduce
 ELEMENTS = 3000
 
 
+@pytest.mark.exhaustive
 def test_it_runs_and_what_comes_out_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "all_reduce.json"
     sizes = ["--ranks", "2", "3", "--num-bytes", str(2 * ELEMENTS)]

@@ -84,6 +84,7 @@ def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureF
     assert "thinwire int8 at 1gbit" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[list[str]]]) -> None:
     # A kernel may put tunnels that are down into every namespace.
     unusable = {"tunl0", "sit0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}

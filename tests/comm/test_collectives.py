@@ -483,6 +483,7 @@ def miss_a_rank(comm, names):
     return told
 
 
+@pytest.mark.exhaustive
 def test_a_missing_rank_is_named_within_the_timeout_and_the_group_is_given_up():
     assert run_ranks(miss_a_rank, 2, list(CALLS))[0] == list(CALLS)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_files import VARIABLE, write_file
 from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff, new_recorder
@@ -292,7 +293,7 @@ def lose_a_rank(comm: Communicator, transport: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", exhaustive_but(["killed"], ["killed", "stopped"]))
 def test_the_files_of_the_survivors_name_the_rank_that_is_gone(transport: str, how: str, folder: Path) -> None:
     if how == "killed":
         with pytest.raises(RankError) as caught:
@@ -362,6 +363,7 @@ def leave_early(comm: Communicator) -> None:
         expect_timeout(group.barrier)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_called_is_named_with_the_last_that_it_did(folder: Path) -> None:
     run_ranks(leave_early, 3)
     assert verdict(files(folder)) == (
@@ -400,6 +402,7 @@ def time_out_twice(comm: Communicator) -> tuple[list[str], list[str]]:
     return notes[0] if notes else [], notes[1] if notes else []
 
 
+@pytest.mark.exhaustive
 def test_only_the_first_timeout_of_a_communicator_writes_and_later_ones_say_where() -> None:
     (first, second), _ = run_ranks(time_out_twice, 2)
     assert first == second and len(first) == 1 and "thinwire inspect" in first[0]

@@ -223,6 +223,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_that_know_only_the_table_and_their_rank_find_each_other(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

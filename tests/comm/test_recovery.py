@@ -59,8 +59,8 @@ def lose_and_shrink(comm: Communicator) -> tuple[object, ...]:
     [
         ((0,), signal.SIGKILL),
         ((2,), signal.SIGKILL),
-        ((0,), signal.SIGSTOP),
-        ((0, 1), signal.SIGKILL),
+        pytest.param((0,), signal.SIGSTOP, marks=pytest.mark.exhaustive),
+        pytest.param((0, 1), signal.SIGKILL, marks=pytest.mark.exhaustive),
         pytest.param((3,), signal.SIGSTOP, marks=pytest.mark.exhaustive),
         pytest.param((0, 1), signal.SIGSTOP, marks=pytest.mark.exhaustive),
         pytest.param((1, 3), signal.SIGKILL, marks=pytest.mark.exhaustive),
@@ -132,6 +132,7 @@ def call_different_things(comm: Communicator) -> tuple[object, ...]:
     return caught.value.ranks, "nobody is lost" in str(caught.value), left.rank, left.size
 
 
+@pytest.mark.exhaustive
 def test_where_nobody_died_nobody_is_named_and_all_go_on(tmp_path: Path) -> None:
     with ranks(tmp_path, 3, call_different_things) as case:
         assert case.told(range(3)) == {rank: ((), True, rank, 3) for rank in range(3)}
@@ -171,6 +172,7 @@ def ask_after_the_host_has_died(comm: Communicator) -> tuple[int, ...]:
     return named
 
 
+@pytest.mark.exhaustive
 def test_a_verdict_outlives_its_host(tmp_path: Path) -> None:
     with ranks(tmp_path, 4, ask_after_the_host_has_died) as case:
         case.told([0, 1], "named")
@@ -270,6 +272,7 @@ def come_late(comm: Communicator) -> str:
     return "went on"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_comes_late_finds_itself_named_and_left_out(tmp_path: Path) -> None:
     with ranks(tmp_path, 3, come_late) as case:
         case.told([0, 1], "went on")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from tests.files import open_files
+from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator, allocate, available, cuda_heap, posix_heap, symmetric
 from thinwire.comm.cuda_heap import CudaHeap
 from thinwire.comm.posix_heap import PosixHeap
@@ -123,7 +124,7 @@ def make_bad_requests(comm):
     return told
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", exhaustive_but(["process"], MODES))
 def test_bad_requests_and_different_ones_are_refused_alike_on_every_rank(mode):
     first, second = run_ranks(make_bad_requests, 2, mode=mode)
     assert first == second
@@ -316,6 +317,7 @@ def lie(comm, lies):
     return told
 
 
+@pytest.mark.exhaustive
 def test_what_no_rank_can_have_is_refused_by_all_and_not_tried():
     results = run_ranks(lie, 2, LIES)
     assert results[0] == results[1]

@@ -523,6 +523,7 @@ def test_survivors_name_a_rank_that_stops_in_the_middle() -> None:
         assert rank == 2 or error.phase == "pieces"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_has_done_its_part_and_is_silent_since_is_not_blamed() -> None:
     group = Group(3, timeout=1.0)
 
@@ -541,6 +542,7 @@ def test_a_rank_that_has_done_its_part_and_is_silent_since_is_not_blamed() -> No
     assert error.ranks == (2,) and "waiting for rank 2 in call 1" in str(error)
 
 
+@pytest.mark.exhaustive
 def test_a_report_ends_the_wait_of_the_patient_and_nobody_who_reports_is_blamed() -> None:
     group = Group(3, timeout=30.0)
     group.channels[0]._call[kernels.SCALARS.index("timeout")] = 10**9
@@ -549,6 +551,7 @@ def test_a_report_ends_the_wait_of_the_patient_and_nobody_who_reports_is_blamed(
         assert "gave up too" in str(error)
 
 
+@pytest.mark.exhaustive
 def test_what_has_arrived_is_delivered_although_a_peer_gave_up_since() -> None:
     group = Group(3, timeout=1.0)
     x = torch.arange(9.0).view(3, 3)
@@ -568,6 +571,7 @@ def test_what_has_arrived_is_delivered_although_a_peer_gave_up_since() -> None:
         exchange(group.channels[0], x, [1] * 3, [1] * 3).wait()
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_sends_a_piece_now_and_then_is_not_silent() -> None:
     group = Group(2, 128, 2, timeout=2.0)
     buffer, peers_buffer = (memory.view(torch.int32) for memory in group.buffers)

@@ -334,7 +334,7 @@ def _in_a_hurry(comm: Communicator) -> None:
             )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", exhaustive_but(["thread"], MODES))
 def test_calls_of_changing_kinds_do_not_get_into_each_other(mode: str) -> None:
     run_ranks(_in_a_hurry, 4, mode=mode)
 

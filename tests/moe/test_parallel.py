@@ -133,7 +133,7 @@ def test_exact_wires_give_the_oracle(size: int, transport: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "combine_spec", "dtype", "theory", "gate"),
     [
-        ("none", "int8", torch.bfloat16, 0.0065, 0.0070),
+        pytest.param("none", "int8", torch.bfloat16, 0.0065, 0.0070, marks=pytest.mark.exhaustive),
         ("none", "int8", torch.float32, 0.0065, 0.0070),
         ("int8", "none", torch.float32, 0.0065, 0.0068),
         ("int8", "int8", torch.float16, 0.0092, 0.0096),

@@ -190,6 +190,7 @@ def test_shipped_model_scores_what_its_card_says_on_the_held_out_text(shipped: T
     assert bits <= 2.6
 
 
+@pytest.mark.exhaustive
 def test_shipped_model_has_no_dead_or_dominant_expert(shipped: TinyMoE, training_script: ModuleType):
     shares = training_script.expert_shares(shipped, HELDOUT.read_bytes())
     assert shares.shape == (shipped.config.num_layers, shipped.config.num_experts)

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
+from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable
@@ -176,6 +177,7 @@ def _three(comm: Communicator) -> None:
     _check(comm, [[0, 0, 45], [2, 0, 0], [0, 1, 0]], (40,), torch.bfloat16, "int8", known=False)
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_different_numbers_of_steps() -> None:
     run_ranks(_three, 3, env=INTERPRETED, timeout=300)
 
@@ -234,6 +236,7 @@ def _two_under_way(comm: Communicator) -> None:
     assert torch.equal(first.wait(), expected) and first.wait() is first.wait()
 
 
+@pytest.mark.exhaustive
 def test_a_later_call_ends_the_one_under_way() -> None:
     run_ranks(_two_under_way, 2, env=INTERPRETED, timeout=120)
 
@@ -318,7 +321,7 @@ def _without_the_last(comm: Communicator, looks: bool) -> tuple[Any, ...] | None
     return failure and (failure.ranks, failure.epoch, failure.phase)
 
 
-@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("looks", exhaustive_but([False], [True, False]))
 def test_survivors_name_a_rank_that_never_comes(looks: bool) -> None:
     expected = ((2,), 1, "headers")
     assert run_ranks(_without_the_last, 3, looks, env=INTERPRETED, timeout=120) == [expected, expected, None]

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
+from tests.speeds import exhaustive_but
 from tests.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator, SymmetricMemory, allocate
 from thinwire.fused.collective import collective_layout
@@ -316,7 +317,7 @@ def _rows(comm: Communicator) -> None:
         ranks.check(Call(OPS[number % 3], counts, wire, wire, row=row, rows_per_chunk=3, seed=row))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", exhaustive_but([2], [1, 2]))
 def test_rows_of_any_length(world: int) -> None:
     run_ranks(_rows, world, env=INTERPRETED, timeout=120)
 
@@ -350,6 +351,7 @@ def _extremes(comm: Communicator) -> None:
             assert (out >= lowest).all() and bool(out.isfinite().all()) == finite, (wire, gather_wire, op, out)
 
 
+@pytest.mark.exhaustive
 def test_sums_saturate_where_rows_are_quantised() -> None:
     run_ranks(_extremes, 2, env=INTERPRETED, timeout=120)
 
@@ -479,6 +481,7 @@ def _disagree(comm: Communicator) -> None:
         ranks.check(replace(call, op=OPS[number % 3], counts=(3, 0, 1), seed=number), poison=False)  # and all go on
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_disagree_all_notice_in_that_epoch_and_can_go_on() -> None:
     run_ranks(_disagree, 3, env=INTERPRETED, timeout=120)
 
@@ -519,7 +522,7 @@ def _a_silent_rank(comm: Communicator, leg: int) -> None:
     assert torch.equal(before, ranks.lane.buffer)
 
 
-@pytest.mark.parametrize("leg", [FIRST_LEG, SECOND_LEG])
+@pytest.mark.parametrize("leg", exhaustive_but([SECOND_LEG], [FIRST_LEG, SECOND_LEG]))
 def test_survivors_name_a_silent_rank_and_store_nothing_more(leg: int) -> None:
     run_ranks(_a_silent_rank, 3, leg, env=INTERPRETED, timeout=120)
 

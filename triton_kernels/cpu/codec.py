@@ -10,6 +10,8 @@ Without numba the modules of this folder import, and their functions raise `Tran
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -72,6 +74,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPE_CODES[dtype]
 
 
+@lru_cache(maxsize=1024)
 def record_layout(wire: WireFormat, hidden: int, dtype: torch.dtype) -> Layout:
     """What the row functions must know of a record; `dtype` is the rows' own, which `none` keeps.
 

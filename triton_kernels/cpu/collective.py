@@ -31,6 +31,7 @@ from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, load_int64, store_int32, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
+from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
 from thinwire.triton_kernels.cpu.signal import (
     ARRIVED,
     GAVE_UP,
@@ -41,7 +42,7 @@ from thinwire.triton_kernels.cpu.signal import (
     wait_or_give_up,
 )
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, Endpoint, ExchangeLayout, Job
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
@@ -51,7 +52,6 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
-from thinwire.wire import WireFormat
 
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
@@ -62,21 +62,12 @@ numbers_at = reader_of(
 )  # fmt: skip
 
 
-@lru_cache(maxsize=512)
-def _numbers(
-    layout: ExchangeLayout,
-    rank: int,
-    signature: tuple[int, int, int, int],
-    row: int,
-    wire: WireFormat,
-    gather_wire: WireFormat,
-    dtype: torch.dtype,
-    rows_per_chunk: int,
-) -> tuple[np.ndarray, int]:
+def _numbers(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
+    layout, row = end.layout, job.row
     return in_memory(
-        layout.WORLD, rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
-        layout.RINGS, row, dtype_code(dtype), rows_per_chunk, *signature, *record_layout(wire, row, dtype),
-        *record_layout(gather_wire, row, dtype),
+        layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
+        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
+        *record_layout(job.wire, row, job.dtype), *record_layout(job.gather_wire, row, job.dtype),
     )  # fmt: skip
 
 
@@ -301,29 +292,29 @@ def _ranks(world: int) -> tuple[np.ndarray, int]:
     return in_memory(*range(world))
 
 
-def _numbers_of(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
-    return _numbers(
-        end.layout, end.rank, job.signature, job.row, job.wire, job.gather_wire, job.dtype, job.rows_per_chunk
-    )
+def _memory(end: Endpoint, job: Job) -> tuple[int, ...]:
+    """Addresses: of the numbers, the buffers, the control block and the parts."""
+    kept = end.kept.get(job)
+    if kept is None:
+        numbers, address = _numbers(end, job)
+        memory = address, *addresses(end, "buffer_ptrs", "control"), job.parts.data_ptr()
+        kept = end.kept[job] = memory, numbers
+    found: tuple[int, ...] = kept[0]
+    return found
 
 
-def _padded_row(job: Job) -> torch.Tensor:
-    return torch.empty(job.row * job.dtype.itemsize, dtype=torch.uint8)
+def _padded_row(end: Endpoint, job: Job) -> int:
+    return scratch_of(end, job.row * job.dtype.itemsize)
 
 
-def _addresses(end: Endpoint) -> tuple[int, int]:
-    return end.buffer_ptrs.data_ptr(), end.control.data_ptr()
-
-
-def _wait(end: Endpoint, numbers: tuple[np.ndarray, int], leg: int, timeout: float, grace: float) -> bool:
+def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> bool:
     """Whether the leg is complete, and the memory still in use. Python's signal handlers run meanwhile."""
-    kernel = partial(wait_kernel, numbers[1], *_addresses(end), end.report.data_ptr(), leg)
+    kernel = partial(wait_kernel, *_memory(end, job)[:3], *addresses(end, "report"), leg)
     return run_wait(kernel, timeout, grace) == ARRIVED
 
 
 def _send(end: Endpoint, job: Job, x: torch.Tensor, sends_to_all: int, chunk: int) -> None:
-    numbers, padded, parts = _numbers_of(end, job), _padded_row(job), job.parts.data_ptr()
-    send_kernel(numbers[1], *_addresses(end), parts, x.data_ptr(), sends_to_all, chunk, padded.data_ptr())
+    send_kernel(*_memory(end, job), x.data_ptr(), sends_to_all, chunk, _padded_row(end, job))
 
 
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
@@ -346,17 +337,14 @@ def reduce(
     num_programs: int | None = None,
 ) -> None:
     """`thinwire.triton_kernels.collective.reduce` for CPU tensors. A wait that ends otherwise gives NaN."""
-    numbers = _numbers_of(end, job)
-    if not _wait(end, numbers, FIRST_LEG, timeout, grace):
+    if not _wait(end, job, FIRST_LEG, timeout, grace):
         if out is not None:
             out.fill_(float("nan"))
         return
     world = end.layout.WORLD
-    scratch = torch.empty(scratch_bytes(job.row, world), dtype=torch.uint8)
-    target, parts = 0 if out is None else out.data_ptr(), job.parts.data_ptr()
-    reduce_kernel(
-        numbers[1], *_addresses(end), parts, target, int(out is None), chunk, _ranks(world)[1], scratch.data_ptr()
-    )
+    target, terms = 0 if out is None else out.data_ptr(), _ranks(world)[1]
+    scratch = scratch_of(end, scratch_bytes(job.row, world))
+    reduce_kernel(*_memory(end, job), target, int(out is None), chunk, terms, scratch)
 
 
 def gather_recv(
@@ -369,9 +357,8 @@ def gather_recv(
     num_programs: int | None = None,
 ) -> None:
     """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors. A wait that ends otherwise gives NaN."""
-    numbers, padded, parts = _numbers_of(end, job), _padded_row(job), job.parts.data_ptr()
     leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
-    if not _wait(end, numbers, leg, timeout, grace):
+    if not _wait(end, job, leg, timeout, grace):
         out.fill_(float("nan"))
         return
-    gather_recv_kernel(numbers[1], *_addresses(end), parts, out.data_ptr(), leg, chunk, padded.data_ptr())
+    gather_recv_kernel(*_memory(end, job), out.data_ptr(), leg, chunk, _padded_row(end, job))

@@ -18,7 +18,6 @@ from thinwire.triton_kernels.cpu.lane import (
     POISONED,
     RANKS_BYTES,
     WRITTEN,
-    addresses,
     check_dtype,
     check_out,
     destinations,
@@ -29,6 +28,7 @@ from thinwire.triton_kernels.cpu.lane import (
     sum_layout_of,
     token_count,
 )
+from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
 from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
 from thinwire.triton_kernels.round_layout import SIGNAL_HAS_SUMS, Lane
@@ -97,10 +97,10 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     layout = lane.layout
     expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
-    scratch = torch.empty(8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K), dtype=torch.uint8)
-    memory = addresses(lane.buffer_ptrs, lane.control, lane.positions, lane.weights, expert_out)
-    stride, code = expert_out.stride(0) * expert_out.itemsize, dtype_code(expert_out.dtype)
-    result = send_sums_kernel(numbers.address, *memory, stride, expert_out.shape[0], code, scratch.data_ptr())
+    scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K))
+    memory = addresses(lane, "buffer_ptrs", "control", "positions", "weights")
+    rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
+    result = send_sums_kernel(numbers.address, *memory, *rows, dtype_code(expert_out.dtype), scratch)
     check_dtype(result, "dtype", dtype)
 
 
@@ -141,9 +141,9 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     layout = lane.layout
     check_out(out, layout.HIDDEN)
     numbers = numbers_that_fit(lane, out.dtype)
-    scratch = torch.empty(scratch_bytes(layout.HIDDEN, layout.SLOTS), dtype=torch.uint8)
-    memory = addresses(lane.buffer_ptrs, lane.control, out)
-    result = sum_home_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], scratch.data_ptr())
+    scratch = scratch_of(lane, scratch_bytes(layout.HIDDEN, layout.SLOTS))
+    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
+    result = sum_home_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), *rows, scratch)
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

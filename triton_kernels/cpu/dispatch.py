@@ -26,7 +26,6 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 )
 from thinwire.triton_kernels.cpu.lane import (
     RANKS_BYTES,
-    addresses,
     destinations,
     numbers_at,
     numbers_of,
@@ -34,6 +33,7 @@ from thinwire.triton_kernels.cpu.lane import (
     readable_rows,
     record_layout_of,
 )
+from thinwire.triton_kernels.cpu.launch import addresses
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
@@ -162,15 +162,15 @@ def send_tokens(
         raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
     numbers = numbers_that_fit(lane, x.dtype)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    memory = addresses(lane.buffer_ptrs, lane.control, lane.report, x)
-    ids, weights = addresses(topk_ids, topk_weights)
-    send_tokens_kernel(numbers.address, *memory, x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens)
+    memory = *addresses(lane, "buffer_ptrs", "control", "report"), x.data_ptr(), x.stride(0) * x.itemsize
+    ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
+    send_tokens_kernel(numbers.address, *memory, ids, topk_ids.itemsize, weights, tokens)
 
 
 def refuse(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane)
-    send_tokens_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control, lane.report), 0, 0, 0, 8, 0, REFUSED)
+    send_tokens_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control", "report"), 0, 0, 0, 8, 0, REFUSED)
 
 
 @device
@@ -192,7 +192,7 @@ def close_round_kernel(numbers, buffer_ptrs, control, fingerprint=FINGERPRINT):
 def close_round(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.close_round` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane)
-    close_round_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control))
+    close_round_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"))
 
 
 @device
@@ -240,5 +240,5 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     if phase not in (DISPATCH, COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
     numbers = numbers_of(lane)
-    memory = addresses(lane.buffer_ptrs, lane.control, lane.report)
+    memory = addresses(lane, "buffer_ptrs", "control", "report")
     run_wait(partial(wait_kernel, numbers.address, *memory, phase), timeout, grace)

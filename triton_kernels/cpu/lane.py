@@ -86,14 +86,17 @@ def _numbers(
 def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
     """The numbers of a lane whose rows have a dtype; without one, of a kernel that looks at no row.
 
-    They hold no address, so lanes that are alike share them. The caller holds on to what this returns while a kernel
-    reads from it.
+    They hold no address, so lanes that are alike share them.
 
     Raises:
         WireFormatError: for a dtype that cannot travel.
         RoutingError: for more ranks than `MAX_WORLD`.
     """
-    return _numbers(lane.layout, lane.wire, lane.combine_wire, lane.rank, lane.align, dtype)
+    numbers: Numbers | None = lane.kept.get(dtype)
+    if numbers is None:
+        numbers = _numbers(lane.layout, lane.wire, lane.combine_wire, lane.rank, lane.align, dtype)
+        lane.kept[dtype] = numbers
+    return numbers
 
 
 def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
@@ -158,11 +161,6 @@ def destinations(ids, lane, ranks):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In launchers
-
-
-def addresses(*tensors: torch.Tensor) -> list[int]:
-    """Where tensors lie. The caller holds on to them while a kernel reads from there."""
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:

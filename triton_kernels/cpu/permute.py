@@ -29,7 +29,6 @@ from thinwire.triton_kernels.cpu.lane import (
     POISONED,
     RANKS_BYTES,
     WRITTEN,
-    addresses,
     check_dtype,
     check_out,
     mixed_dtypes,
@@ -38,6 +37,7 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
     token_count,
 )
+from thinwire.triton_kernels.cpu.launch import addresses
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
@@ -162,8 +162,8 @@ def route_kernel(numbers, buffer_ptrs, control, index, counts, offsets, position
 def route(lane: Lane) -> None:
     """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used."""
     numbers = numbers_of(lane)
-    rows = addresses(lane.index, lane.expert_counts, lane.expert_offsets, lane.positions, lane.weights)
-    route_kernel(numbers.address, *addresses(lane.buffer_ptrs, lane.control), *rows)
+    rows = addresses(lane, "index", "expert_counts", "expert_offsets", "positions", "weights")
+    route_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), *rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,8 +213,9 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     numbers = numbers_of(lane, out.dtype)
-    memory = addresses(lane.buffer_ptrs, lane.control, lane.index, lane.expert_offsets, out)
-    result = gather_kernel(numbers.address, *memory, out.stride(0) * out.itemsize, out.shape[0], overflow.data_ptr())
+    memory = addresses(lane, "buffer_ptrs", "control", "index", "expert_offsets")
+    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
+    result = gather_kernel(numbers.address, *memory, *rows, overflow.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OVERWRITTEN:
         raise RoutingError("index or expert_offsets were written into since they were routed; they are to be read only")

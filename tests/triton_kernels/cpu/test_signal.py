@@ -22,6 +22,7 @@ numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
+from tests.speeds import exhaustive_but
 from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns, store_release
@@ -134,7 +135,10 @@ def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> 
 
 @pytest.mark.parametrize(
     ("entry", "arguments"),
-    [(dispatch.send_tokens_kernel, 11), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 11)],
+    exhaustive_but(
+        [(dispatch.send_tokens_kernel, 11)],
+        [(dispatch.send_tokens_kernel, 11), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 11)],
+    ),
     ids=lambda value: "" if isinstance(value, int) else value.py_func.__name__,
 )
 def test_flags_are_published_with_release_order(entry: object, arguments: int) -> None:
@@ -352,6 +356,7 @@ def test_everyone_blames_all_that_are_silent(phase: int) -> None:
         assert report_of(lane) == ([1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0])
 
 
+@pytest.mark.exhaustive
 def test_who_gives_up_with_another_keeps_its_own_time_before_it_blames() -> None:
     """Rank 2 is dead and rank 3 only late: rank 0, whose time was too short, names both, and rank 1 the dead one."""
     lanes = make_lanes(4)
@@ -374,6 +379,7 @@ def test_who_gives_up_with_another_keeps_its_own_time_before_it_blames() -> None
     assert report_of(lanes[1])[0] == [0, 0, 1, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
     """Rank 2 reached rank 0 only: that one waits for its sums, in another phase than rank 1, which waits for tokens."""
     own_time = 2.0  # it leaves early, and keeps its own time before it blames
@@ -461,6 +467,7 @@ def test_what_a_peer_says_of_itself_is_one_of_three_things() -> None:
     assert report_of(lanes[0]) == ([0, 0], [0, 1], [1, 2])
 
 
+@pytest.mark.exhaustive
 def test_without_numba_the_round_imports_and_says_what_to_install() -> None:
     program = """
 import sys
