@@ -129,6 +129,7 @@ class ExpertParallel:
             wire=self.wire,
             combine_wire=self.combine_wire,
             dtype=self.dtype,
+            checksums=self.comm.integrity != "none",
         )
         asked = self._config.transport == "direct"
         reason = "as asked for" if asked else "every rank can map every peer's memory"
@@ -139,6 +140,7 @@ class ExpertParallel:
             {},
             lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
+            checked_by=("numba",),
         )
 
     def dispatch(
@@ -166,6 +168,7 @@ class ExpertParallel:
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
+            IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
         self._require_not_closed()
         if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
@@ -226,7 +229,7 @@ class ExpertParallel:
             LaneError: the round is over, or not this object's.
             RoutingError: shapes or dtypes that do not fit; gradients wanted.
             TransportUnavailable: tensors on another kind of device than the communicator's.
-            PeerTimeout: a peer did not answer in time.
+            PeerTimeout, IntegrityError: as `dispatch`.
         """
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
@@ -253,6 +256,7 @@ class ExpertParallel:
 
         Raises:
             PeerTimeout: a peer did not answer in time.
+            IntegrityError: what arrived in an earlier call is not what was sent.
             RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
         """
         self._require_not_closed()

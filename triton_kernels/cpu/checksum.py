@@ -5,31 +5,16 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.ir.checksum import BLOCK_BYTES, mix, sum_blocks
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, store_int64
-
-_BLOCK_WORDS = BLOCK_BYTES // 8
+from thinwire.triton_kernels.cpu.ir.checksum import mix, sum_words
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, stack_buffer, store_int64
 
 
 @device
 def word_sums(address, num_bytes):
     """The two sums of the words at an address, without seeds; the last word is padded with zeros."""
     sums = stack_buffer(16)
-    blocks = num_bytes // BLOCK_BYTES
-    sum_blocks(address, blocks, sums)
-    a, b = load_int64(sums), load_int64(sums + 8)
-    whole = num_bytes >> 3
-    for number in range(blocks * _BLOCK_WORDS, whole):
-        word = load_int64(address + 8 * number)
-        a += word
-        b += (number + 1) * word
-    if num_bytes & 7:
-        store_int64(sums, 0)
-        copy_bytes(sums, address + 8 * whole, num_bytes & 7)
-        word = load_int64(sums)
-        a += word
-        b += (whole + 1) * word
-    return a, b
+    sum_words(address, num_bytes, sums)
+    return load_int64(sums), load_int64(sums + 8)
 
 
 @device
