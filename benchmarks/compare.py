@@ -13,14 +13,16 @@ of the slowest rank. Columns:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 if not __package__:  # run as a file, and as a rank
     sys.path[:0] = [str(Path(__file__).parents[1])] if "--rank" not in sys.argv else []
@@ -101,13 +103,19 @@ class World:
         ]
         for answer in self._answers():
             if tree not in Path(answer).resolve().parents:
-                raise SystemExit(f"{tree}: its ranks imported {answer}; expected a checkout with src/thinwire")
+                self._stop(f"{tree}: its ranks imported {answer}; expected a checkout with src/thinwire")
 
     def _answers(self) -> list[str]:
         answers = [process.stdout.readline().strip() for process in self._ranks if process.stdout]
         if "" in answers:
-            raise SystemExit("a rank ended; what it printed stands above")
+            self._stop("a rank ended; what it printed stands above")
         return answers
+
+    def _stop(self, reason: str) -> NoReturn:
+        for process in self._ranks:
+            process.kill()
+        self.close()
+        raise SystemExit(reason)
 
     def seconds(self, case: str, count: int) -> float:
         """Of a block, on the slowest rank."""
@@ -123,7 +131,7 @@ class World:
             process.communicate()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     from benchmarks import timing
 
@@ -133,26 +141,29 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sample-seconds", type=float, default=0.05, help="how long a block is to take, about")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE", help="such as 'all_reduce direct int8 64'")
-    options = parser.parse_args()
-    worlds = [World(tree.resolve(), options.ranks) for tree in (options.before, options.after)]
-    figures = []
-    for case in options.cases:
-        for world in worlds:
-            world.seconds(case, 3)
-        count = max(1, round(options.sample_seconds / (worlds[0].seconds(case, 5) / 5)))
-        times: list[list[float]] = [[], []]
-        for number in range(options.repeats):
-            for side in (0, 1) if number % 2 else (1, 0):
-                times[side].append(worlds[side].seconds(case, count) / count)
-        before, after = (min(samples) for samples in times)
-        median = statistics.median(b / a for b, a in zip(*times, strict=True))
-        row = {"call": case, "us before": before * 1e6, "us after": after * 1e6}
-        figures.append({**row, "fastest": before / after, "median": median, "calls": count})
+    options = parser.parse_args(arguments)
+    with contextlib.ExitStack() as stack:
+        worlds = [
+            stack.enter_context(contextlib.closing(World(tree.resolve(), options.ranks)))
+            for tree in (options.before, options.after)
+        ]
+        figures = [_compare(worlds, case, options.repeats, options.sample_seconds) for case in options.cases]
+    described = timing.machine(torch.device("cpu"))
+    timing.finish(options, "compare", described, (figures, COLUMNS), figures, ranks=options.ranks)
+
+
+def _compare(worlds: Sequence[World], case: str, repeats: int, sample_seconds: float) -> dict[str, Any]:
     for world in worlds:
-        world.close()
-    timing.finish(
-        options, "compare", timing.machine(torch.device("cpu")), (figures, COLUMNS), figures, ranks=options.ranks
-    )
+        world.seconds(case, 3)
+    count = max(1, round(sample_seconds / (worlds[0].seconds(case, 5) / 5)))
+    times: list[list[float]] = [[], []]
+    for number in range(repeats):
+        for side in (0, 1) if number % 2 else (1, 0):
+            times[side].append(worlds[side].seconds(case, count) / count)
+    before, after = (min(samples) for samples in times)
+    median = statistics.median(b / a for b, a in zip(*times, strict=True))
+    row = {"call": case, "us before": before * 1e6, "us after": after * 1e6}
+    return {**row, "fastest": before / after, "median": median, "calls": count}
 
 
 if __name__ == "__main__":

@@ -307,6 +307,21 @@ def write_json(path: str | Path, **content: Any) -> None:
     target.write_text(json.dumps(origin | content, indent=1) + "\n")
 
 
+def read_json(path: str | Path | None, **same: Any) -> dict[str, Any]:
+    """What `write_json` wrote there, for a run that goes on where it ended; empty if there is nothing of that kind.
+
+    Args:
+        path: the file; None where nothing is kept.
+        same: entries that it must have. It must be of this commit as well, of whose code a file tells; whether files
+            differ from that is not looked at, as this one does.
+    """
+    if path is None or not Path(path).exists():
+        return {}
+    found: dict[str, Any] = json.loads(Path(path).read_text())
+    commits = {str(commit).removesuffix("-dirty") for commit in (found.get("commit"), _commit())}
+    return found if len(commits) == 1 and all(found.get(key) == value for key, value in same.items()) else {}
+
+
 def _commit() -> str | None:
     """The checkout's commit, marked when files differ from it; None outside of a checkout or without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -357,9 +357,8 @@ class Collectives(HostCollectives):
         """
         self._require_open()
         self.check_exchange()
-        recorder, backend = self._recorder, self._exchange.backend
+        recorder, backend = self._settled_recorder(), self._exchange.backend
         with recorder.begin(name, tensor.shape, tensor.dtype, (), backend, details, numbered) as entry:
-            self._settle()
             work = Work(collective, lambda: None, recorded=recorder.posted(entry) if async_op else NOT_RECORDED)
             if not async_op:
                 work.wait()

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, Transport
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
-_ID_BYTES = 8
 
 
 class Settings(NamedTuple):
@@ -75,6 +74,7 @@ class Communicator(Collectives):
     _standby: Standby | None = None  # between processes
     _num_derived = 0  # groups made over the store of a standalone one
     _renews_default = False  # whether its group is the default one, and made by `init`
+    _is_standalone = False  # whether its group is its own, unknown to torch.distributed
 
     def __init__(
         self,
@@ -95,21 +95,24 @@ class Communicator(Collectives):
             backend, chosen, device_reason = choose_backend(group, device)
         exchange = PeerExchange(group, backend, timeout)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
-        self._store = _store
+        self._store, self._is_standalone = _store, _store is not None
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
-        # exchange; later ones may leave ranks out. What rank 0 drew is what their flight recorders call it.
-        drawn = bytearray(secrets.token_bytes(_ID_BYTES) + bytes([mode])) * self.size
+        # exchange; later ones may leave ranks out.
+        modes = [mode]
+
+        def gather(value: object, shape: Any) -> list[Any]:
+            told = self._gather_short([mode, value], (int, shape))
+            modes[:] = [told_mode for told_mode, _ in told]
+            return [told_value for _, told_value in told]
+
         try:
             with self._recorder.begin("Communicator"):
-                everyone = self._exchange_rows(
-                    torch.frombuffer(drawn, dtype=torch.uint8).view(self.size, _ID_BYTES + 1), "barrier"
-                )
-                self._recorder.communicator = everyone[0, :_ID_BYTES].numpy().tobytes().hex()
-                exchange.integrity = agreed_mode(everyone[:, _ID_BYTES].tolist(), mode)
                 if self.size > 1:
-                    self._standby = Standby.open(self.rank, self.all_gather_data)
+                    self._standby = Standby.open(self.rank, gather)
                     exchange.agree = self._standby.agree
+                self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
+                exchange.integrity = agreed_mode(modes, mode)
         except BaseException:
             exchange.close()
             raise
@@ -189,7 +192,7 @@ class Communicator(Collectives):
             owns_group=not self._leaves_ranks_out,
             on_loopback=self._origin.on_loopback,
         )
-        with self._recorder.begin("split", details=("groups", len(wanted))):
+        with self._settled_recorder().begin("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
             return self._derive(wanted, self._settings, origin)
 
@@ -365,7 +368,7 @@ class Communicator(Collectives):
     def explain(self) -> str:
         """What was chosen, and why, one fact a line."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
-        if self._store is not None:
+        if self._is_standalone:
             owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"
@@ -400,7 +403,11 @@ class Communicator(Collectives):
         return self._recorder.write("asked for")
 
     def close(self) -> None:
-        """Ends use of the communicator; destroys the process group if `init` made it. May be called again."""
+        """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
+
+        Over Gloo, a wait that an exception such as a KeyboardInterrupt has ended cannot be taken back: until its
+        timeout, what it waits for may still fill its tensors, which are kept alive until then.
+        """
         if self._closed:
             return
         self._closed = True
@@ -415,7 +422,8 @@ class Communicator(Collectives):
         known = self._group is not None and self._store is None and group_exists(self._group)
         if self._origin.owns_group and known:
             dist.destroy_process_group(self._group)
-        if self._store is not None:
+        if self._origin.owns_group or self._store is not None:
+            # Gloo's listener and its thread end with the last reference, and `init` keeps what `shrink` has closed.
             self._group = self._store = None
 
     def __enter__(self) -> Communicator:

@@ -219,7 +219,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what nobody waited for."""
+        """Lets go of what nobody waited for; a wait over Gloo that an exception has ended holds its buffers longer."""
 
     def _check_buffers(self, name: str, buffers: Buffers) -> None:
         if len(buffers) != self.size:
@@ -255,7 +255,8 @@ class PeerExchange(Exchange):
         device_types = ("cuda" if backend == "nccl" else "cpu",)
         super().__init__(group.rank(), group.size(), timeout, backend, device_types)
         self.group = group
-        self._outstanding: set[Posted] = set()
+        self._outstanding: dict[Posted, None] = {}
+        self._waited: dict[Posted, None] = {}  # of these, in the order in which waits for them began
         self._waiter = Waiter()
         self.failure: PeerTimeout | None = None
 
@@ -272,7 +273,7 @@ class PeerExchange(Exchange):
         active = [peer for peer in peers if _num_bytes(sends[peer]) or _num_bytes(receives[peer])]
         posted = Posted(self, [*sends, *receives], active)
         if active:
-            self._outstanding.add(posted)
+            self._outstanding[posted] = None
             if self.backend == "nccl":
                 self._start_batch(posted, sends, receives)
             else:
@@ -329,30 +330,40 @@ class PeerExchange(Exchange):
             self._complete_batch(posted, block_host)
         else:
             self._complete_each(posted)
-        self._outstanding.discard(posted)
+        self._waited.pop(posted, None)
+        self._outstanding.pop(posted, None)
         posted._buffers, posted._works, posted._waiting = (), [], None
 
     def _complete_each(self, posted: Posted) -> None:
         if posted._waiting is None:
+            self._waited[posted] = None
             posted._waiting = Waiting(functools.partial(self._wait_each, posted))
-        silent = posted._waiting.result(self._waiter)
-        if posted._lost:
-            raise self._fail(
-                f"lost the connection to {name_ranks(posted._lost)}, which ended or gave up waiting",
-                posted._lost,
-                posted._lost,
-            )
-        if silent:
-            raise self._fail(
-                f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
-                "number of bytes",
-                silent,
-                silent,
-            )
+        if not (posted._waiting.result(self._waiter) or posted._lost):
+            return
+        # An earlier wait that was interrupted may have timed out since, and closed all connections. Whom this one lost
+        # by that is not to blame.
+        for failed in self._waited:
+            if failed._waiting is None or not failed._waiting.done:
+                continue
+            silent = failed._waiting.result(self._waiter)
+            if failed._lost:
+                raise self._fail(
+                    f"lost the connection to {name_ranks(failed._lost)}, which ended or gave up waiting",
+                    failed._lost,
+                    failed._lost,
+                )
+            if silent:
+                raise self._fail(
+                    f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
+                    "number of bytes",
+                    silent,
+                    silent,
+                )
 
     def _wait_each(self, posted: Posted) -> dict[int, RuntimeError]:
         """Waits for all works; gives the peers that did not answer in time, and notes those that were lost."""
         deadline = time.monotonic() + (_LOSS_GRACE if posted._lost else self.timeout)
+        buffers = posted._buffers  # Gloo may fill them for as long as this lasts, also when `close` has let go of them
         silent: dict[int, RuntimeError] = {}
         for peer, work in posted._works:
             if peer in posted._lost:
@@ -367,6 +378,7 @@ class PeerExchange(Exchange):
                 else:
                     posted._lost[peer] = error
                     deadline = min(deadline, time.monotonic() + _LOSS_GRACE)
+        del buffers
         return silent
 
     def _complete_batch(self, posted: Posted, block_host: bool) -> None:
@@ -404,8 +416,7 @@ class PeerExchange(Exchange):
         return () if self.failure is None else self.failure.ranks
 
     def _give_up(self, reason: str) -> None:
-        # A group can tell its peers nothing. They find out when their time is up, and then shall not take this rank for
-        # lost.
+        # Peers find out when their time is up, and shall not take this rank for lost then.
         if self.agree is not None:
             self.agree(())
 
@@ -413,6 +424,7 @@ class PeerExchange(Exchange):
         for posted in self._outstanding:
             posted._dropped = True
             posted._buffers, posted._works, posted._waiting = (), [], None
+        self._waited.clear()
         self._outstanding.clear()
         self._waiter.close()
         del self.group  # where torch.distributed does not know it, its connections end with it

@@ -147,6 +147,20 @@ class FlightRecorder:
         self._entries[self._begun & _MASK] = None
         self._new[STATE] = _WITHDRAWN
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Where it is, for `take_back`."""
+        return self._begun, self._number
+
+    def take_back(self, mark: tuple[int, int], made: int) -> None:
+        """Forgets the calls since a mark, but for so many: an exception ended them before a peer had heard of them."""
+        begun, number = mark
+        self._number = min(number + made, self._number)
+        for place in range(max(begun, self._begun - RING), self._begun):
+            entry = self._entries[place & _MASK]
+            if entry is not None and (entry[NUMBER] or self._number + 1) > self._number:
+                self._entries[place & _MASK] = None
+
     def posted(self, entry: Entry) -> Waiting:
         """What ends a call that returns before it is done, for its Work."""
         entry[STATE] = POSTED
@@ -245,6 +259,7 @@ class _Waiting(Waiting):
         # Another call on the communicator may be what waits.
         self._outer, self._recorder._current = self._recorder._current, self._entry
         self._entry[STATE] = UNDER_WAY
+        self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -265,6 +280,11 @@ class RecorderOff(FlightRecorder):
 
     def begin(self, *arguments: Any, **options: Any) -> Recording:
         return self._nested
+
+    mark = 0, 0
+
+    def take_back(self, mark: tuple[int, int], made: int) -> None:
+        return
 
     def posted(self, entry: Entry) -> Waiting:
         return NOT_RECORDED

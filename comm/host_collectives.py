@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
-from thinwire.comm.flight_recorder import new_recorder
+from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
@@ -26,6 +26,9 @@ from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, Transpor
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
 
+#: Bytes of a message whose length peers need not be told first; longer ones would cost more than that saves.
+SHORT = 2048
+
 _ABSENT = "(absent)"
 _LARGEST_COUNT = 2**63 - 1
 _T = TypeVar("_T")
@@ -34,8 +37,9 @@ _T = TypeVar("_T")
 class Attachment(ABC):
     """What may be kept with a communicator: something with a line for `explain`, and an end.
 
-    `settle` ends what is under way, and raises nothing; it comes before anything else travels. Otherwise a rank could
-    wait here for a peer that waits for the rest of what this rank sends it.
+    `settle` ends what is under way; it comes before anything else travels. Otherwise a rank could wait here for a peer
+    that waits for the rest of what this rank sends it. What that call comes to is for its own wait to say; `settle`
+    raises only what comes from outside, such as a signal handler's exception, and can be called again then.
     """
 
     @abstractmethod
@@ -204,7 +208,7 @@ class HostCollectives:
         Raises:
             PeerTimeout: naming the ranks that did not come.
         """
-        with self._recorder.begin("barrier"):
+        with self._settled_recorder().begin("barrier"):
             self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
@@ -232,7 +236,7 @@ class HostCollectives:
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
         rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
-        with self._recorder.begin("exchange_counts"):
+        with self._settled_recorder().begin("exchange_counts"):
             received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
             for peer, count in enumerate(received):
                 if count < 0:
@@ -250,7 +254,7 @@ class HostCollectives:
             Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
         """
         pickled = pickle.dumps(obj)
-        with self._recorder.begin("all_gather_object"):
+        with self._settled_recorder().begin("all_gather_object"):
             return [pickle.loads(message) for message in self._gather_messages(pickled, "objects")]
 
     def all_gather_data(self, value: object, shape: Any) -> list[Any]:
@@ -269,9 +273,19 @@ class HostCollectives:
             PeerTimeout: a peer did not answer.
         """
         encoded = encode(value, shape)
-        with self._recorder.begin("all_gather_data"):
+        with self._settled_recorder().begin("all_gather_data"):
             messages = self._gather_messages(encoded, "data", MOST_BYTES)
             return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
+
+    def _gather_short(self, value: object, shape: Any) -> list[Any]:
+        """As `all_gather_data`, in one exchange where that takes two: of values of at most `SHORT` bytes as JSON."""
+        message = encode(value, shape)
+        if len(message) > SHORT:
+            raise ThinwireError(f"data of {len(message)} bytes; at most {SHORT} can be sent unannounced")
+        row = torch.frombuffer(bytearray(message.ljust(SHORT)), dtype=torch.uint8)
+        received = self._exchange_rows(row.repeat(self.size, 1), "data")
+        messages = (told.numpy().tobytes().rstrip(b" ") for told in received)
+        return [decode(told, shape, f"rank {rank}") for rank, told in enumerate(messages)]
 
     def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
         """Every rank's message, of at most so many bytes, in rank order."""
@@ -295,7 +309,7 @@ class HostCollectives:
         exchange = self._settled_exchange()
         if not isinstance(exchange, ThreadExchange):
             raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
-        with self._recorder.begin("share_objects"):
+        with self._settled_recorder().begin("share_objects"):
             return exchange.share_objects(obj)
 
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
@@ -317,7 +331,7 @@ class HostCollectives:
         encode(described, {str: str})  # what could not be sent if it differed is refused before anything is
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
-        with self._recorder.begin("require_same", details=("what", what)):
+        with self._settled_recorder().begin("require_same", details=("what", what)):
             if bool((self._exchange_rows(rows, "settings") == rows).all()):
                 return
             # Every rank saw all the digests, so every rank comes here.
@@ -338,15 +352,20 @@ class HostCollectives:
         self._settle()
         return self._exchange
 
+    def _settled_recorder(self) -> FlightRecorder:
+        """For a call's entry: an exception that ends the wait for an earlier one leaves none, as peers miss none."""
+        self._settle()
+        return self._recorder
+
     def _settle(self) -> None:
         self._settle_collectives()
         for attachment in self._attachments.values():
             attachment.settle()
 
     def _settle_collectives(self) -> None:
-        unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.settle()
+        while self._unfinished:
+            self._unfinished[0].settle()
+            del self._unfinished[0]  # not before: after an exception from outside the next call goes on with it
 
     @property
     def _exchange_device(self) -> torch.device:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.comm.rank_table import DEFAULT_PORT, RankTable
+from thinwire.comm.tensors import is_int, read_int
 from thinwire.errors import RankTableError, ThinwireError
 
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
@@ -126,9 +128,12 @@ def _read_int(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
         raise ThinwireError(f"{name} is not set in the environment, though its companions are; expected an integer")
-    if not text.strip().isdigit():
-        raise ThinwireError(f"{name} is {text!r} in the environment, expected an integer of at least 0")
-    return int(text)
+    number = read_int(text)
+    if number is None or not is_int(number, 0):
+        raise ThinwireError(
+            f"{name} is {reprlib.repr(text)} in the environment, expected an integer of at least 0, below 2**31"
+        )
+    return number
 
 
 def _read_port(environ: Mapping[str, str]) -> int:
@@ -159,7 +164,7 @@ def _slurm_meeting(environ: Mapping[str, str]) -> dict[str, str]:
     first = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)[^\]]*\]([^\[\],]*))?(?:,.*)?", nodes)
     if first:
         found["MASTER_ADDR"] = "".join(part or "" for part in first.groups())
-    job = environ.get("SLURM_JOB_ID", "")
-    if job.isdigit():
-        found["MASTER_PORT"] = str(_FIRST_SLURM_PORT + int(job) % _SLURM_PORTS)
+    job = read_int(environ.get("SLURM_JOB_ID", ""))
+    if job is not None:
+        found["MASTER_PORT"] = str(_FIRST_SLURM_PORT + job % _SLURM_PORTS)
     return found

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from types import NoneType, UnionType
 from typing import Any
 
@@ -60,10 +61,11 @@ def encode(value: object, shape: Any) -> bytes:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict, for `object_pairs_hook`; ValueError for a key that is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice in an object")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {reprlib.repr(key)} is there twice in an object")
+        found[key] = value
     return found
 
 

@@ -202,7 +202,8 @@ def _as_text(content: Mapping[str, Any], field: str, where: str) -> str:
 
 def _as_number(content: Mapping[str, Any], field: str, where: str) -> int:
     found = _field(content, field, where)
-    number = int(found) if isinstance(found, str) and _NUMBER.fullmatch(found.strip()) else found
+    digits = found.strip() if isinstance(found, str) else ""  # of more than what int() strips
+    number = int(digits) if _NUMBER.fullmatch(digits) else found
     if not is_int(number, 0):
         raise RankTableError(f"{where}: {field} is {_shown(found)}, expected a whole number of at least 0, below 2**31")
     return number

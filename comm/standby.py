@@ -12,6 +12,7 @@ and everything that is read from one is checked.
 from __future__ import annotations
 
 import functools
+import hashlib
 import ipaddress
 import os
 import queue
@@ -34,6 +35,7 @@ _T = TypeVar("_T")
 
 CONNECT_SECONDS = 0.5  # for a standby to answer; a process that has ended refuses at once
 REPORT_SECONDS = 0.5  # that ranks get to say whom they miss, once one of them has
+_MOST_REASON = 150  # characters, which take up to 12 bytes each
 _HOSTS = 2  # that hold a verdict, so that it outlives the first
 _LOOPBACK = "127.0.0.1"
 _MASTER_PORT = 29500  # any would do: nothing is sent to it
@@ -68,23 +70,27 @@ class Standby:
         addresses: of each rank's standby.
         token: what the keys of this communicator begin with.
         store: this process's own standby, if it has one.
+
+    Attributes:
+        name: the same on all ranks, and of no other communicator; it does not give the token away.
     """
 
     def __init__(self, rank: int, addresses: list[_Address], token: str, store: dist.Store | None) -> None:
+        self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
         self._addresses, self._token, self._store = addresses, token, store
         self._attempts = 0
 
     @classmethod
     def open(cls, rank: int, gather: Callable[[object, Any], list[Any]]) -> Standby:
-        """Collective over the ranks of a communicator, whose `all_gather_data` is `gather`."""
+        """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
         places = gather([_network(), secrets.token_hex(16)], (str, str))
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
         store, address = None, _Address("", 0, "")
         try:
             store, address = _serve(_LOOPBACK if shared else _facing_address())
         except (OSError, RuntimeError, _Unanswered) as error:
-            address = _Address("", 0, str(error))
+            address = _Address("", 0, str(error)[:_MOST_REASON])
         told = [_Address(*entry) for entry in gather(list(address), (str, int, str))]
         return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store)
 
@@ -100,7 +106,7 @@ class Standby:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
-        holds for all that come later.
+        holds for all that come later; where there are two, as the host of one was stopped, that of the others.
         """
         verdict: list[int] | None = None
         missed, held, failures = sorted(set(suspects)), 0, []
@@ -117,7 +123,25 @@ class Standby:
                 failures.append(f"rank {host}: {error}")
         if verdict is None:
             return Verdict((), f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})")
+        if self.rank not in verdict and 2 * len(verdict) >= self.size:
+            verdict = self._verdict_on_this_rank(verdict) or verdict
         return Verdict(tuple(verdict), self._remark(verdict))
+
+    def _verdict_on_this_rank(self, missed: Iterable[int]) -> list[int] | None:
+        """What ranks that this one takes for lost have agreed on meanwhile, if that is that they are without this one.
+
+        A rank that was stopped, and wakes, does not find them where they have voted: its own standby may come first.
+        """
+        for host in missed:
+            try:
+                store = self._connect(host)
+                said = _within(CONNECT_SECONDS, functools.partial(_verdict_in, store))
+                verdict = self._ranks(said, f"the standby of rank {host}")
+            except (_Unanswered, ThinwireError):
+                continue  # one that is lost indeed
+            if self.rank in verdict:
+                return verdict
+        return None
 
     def _remark(self, verdict: list[int]) -> str:
         if not verdict:
@@ -253,6 +277,10 @@ class Standby:
         return sorted(set(ranks))
 
 
+def _verdict_in(store: dist.Store) -> bytes:
+    return store.get("lost") if store.check(["lost"]) else encode([], [int])
+
+
 class Meeting:
     """Ranks that are about to go on together.
 
@@ -357,6 +385,7 @@ def _checked(peer: int, address: _Address) -> _Address:
     if address.host:
         try:
             ipaddress.ip_address(address.host.partition("%")[0])
+            address.host.encode("idna")  # as `socket` does with all of it, and fails with what is no OSError
         except ValueError:
             raise ThinwireError(f"rank {peer} says its standby store is at {address.host!r}, no address") from None
         if not 1 <= address.port <= 65535:

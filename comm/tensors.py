@@ -7,6 +7,7 @@ torch, or, worse, reads what is not there.
 from __future__ import annotations
 
 import numbers
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from thinwire.errors import ArgumentError
 #: Seconds; more overflow a clock of nanoseconds sooner than they pass.
 MOST_SECONDS = 1e9
 
+# str.isdigit takes "²" for a digit, which int does not, and int refuses thousands of digits.
+_DIGITS = re.compile("[0-9]{1,18}")
 _STRIDED = torch.strided
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
@@ -61,3 +64,13 @@ def is_seconds(value: object) -> bool:
 def is_int(value: object, least: int, most: int = 2**31 - 1) -> bool:
     """Whether a value is an int within bounds; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def read_int(text: str) -> int | None:
+    """The int that a text says in up to 18 decimal digits, with white space around them; None for any other text.
+
+    >>> [read_int(text) for text in (" 7 ", "-7", "7.0", "²", "")]
+    [7, None, None, None, None]
+    """
+    digits = text.strip()  # of more than what int() strips
+    return int(digits) if _DIGITS.fullmatch(digits) else None

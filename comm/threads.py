@@ -147,8 +147,10 @@ class ThreadWorld:
         """What `rank` raises on account of ranks that are gone, itself perhaps. From now on it is gone, too."""
         departures = [self._gone[peer] for peer in sorted(gone)]
         reasons = tuple(dict.fromkeys(reason for departure in departures for reason in departure.reasons))
-        to_blame = frozenset().union(*(departure.to_blame for departure in departures)) - {rank} or gone - {rank}
+        to_blame = frozenset().union(*(departure.to_blame for departure in departures))
         self.leave(rank, *reasons, to_blame=to_blame)
+        if rank in to_blame:
+            reasons += (f"the others have given up rank {rank}, which is this rank",)
         return PeerTimeout(f"rank {rank} of {self.size}: {text}: {'; '.join(reasons)}", ranks=to_blame)
 
     def _give_up_on_silent(self, rank: int, missing: set[int], timeout: float) -> PeerTimeout:
@@ -159,9 +161,13 @@ class ThreadWorld:
             peer = ahead.pop()
             seen.add(peer)
             ahead |= self._waiting.get(peer, set()) - seen
-        to_blame = {peer for peer in seen if peer not in self._waiting} or missing
+        to_blame = {peer for peer in seen if peer not in self._waiting and peer not in self._gone}
+        # Who gave up a moment ago waits no longer, and has blamed whom it waited for.
+        to_blame = to_blame.union(*(self._gone[peer].to_blame for peer in seen & self._gone.keys()))
         text = f"no answer from {name_ranks(missing)} within {timeout:g} s: stuck, gone, or expecting another message"
-        if to_blame != missing:
+        if not to_blame:
+            text += "; nobody is lost: all of them wait, so they called something else, or with other sizes"
+        elif to_blame != missing:
             text += f"; it was {name_ranks(to_blame)} that did not wait for others"
         text = f"rank {rank} of {self.size}: {text}"
         self.leave(rank, text, to_blame=to_blame)

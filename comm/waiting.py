@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,8 +20,12 @@ class Waiting:
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
-        self._future: Future[Any] = Future()
+        # Held until the call is over. A Future would do, for ten times the time that this takes.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
         self._begun = False
+        self._result: Any = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         """Makes the call, unless that was done before."""
@@ -29,9 +33,11 @@ class Waiting:
             return
         self._begun = True
         try:
-            self._future.set_result(self._call())
+            self._result = self._call()
         except BaseException as error:
-            self._future.set_exception(error)
+            self._error = error
+        finally:
+            self._under_way.release()
 
     def result(self, waiter: Waiter) -> Any:
         """What the call gives or raises, and what a signal handler raises meanwhile."""
@@ -39,33 +45,48 @@ class Waiting:
             waiter.put(self)  # again, if an exception may have come before the last time
         else:
             self.run()
-        return self._future.result()
+        with self._under_way:
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return not self._under_way.locked()
 
 
 class Waiter:
-    """One thread that makes calls in the order in which they come. A daemon: it keeps no process from ending."""
+    """One thread that makes calls in the order in which they come. A daemon: it keeps no process from ending.
+
+    It ends with this object, once it has done what it was given.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Waiting | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Waiting | None] | None = None  # of a thread that runs
+        self._end: weakref.finalize[..., Waiter] | None = None
         self._process = os.getpid()
 
     def put(self, waiting: Waiting) -> None:
         """Has a call made, if it was not."""
         if self._process != os.getpid():  # a fork has no threads but the one that forked
-            self._process, self._thread, self._queue = os.getpid(), None, SimpleQueue()
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="thinwire waiter", daemon=True)
-            thread.start()  # before it is remembered: one that could not be started serves nobody
-            self._thread = thread
+            self._process, self._queue = os.getpid(), None
+        if self._queue is None:
+            # The thread knows the queue, and not this object, which would never be dropped then.
+            queue: SimpleQueue[Waiting | None] = SimpleQueue()
+            self._end = weakref.finalize(self, queue.put, None)
+            self._end.atexit = False
+            threading.Thread(target=_work, args=(queue,), name="thinwire waiter", daemon=True).start()
+            self._queue = queue  # not before: a thread that could not be started serves nobody
         self._queue.put(waiting)
 
     def close(self) -> None:
         """Ends the thread once it has done what it was given."""
-        if self._thread is not None:
-            self._queue.put(None)
+        if self._end is not None:
+            self._end()
 
-    def _work(self) -> None:
-        while (waiting := self._queue.get()) is not None:
-            waiting.run()
-            del waiting  # it holds the caller's tensors
+
+def _work(queue: SimpleQueue[Waiting | None]) -> None:
+    while (waiting := queue.get()) is not None:
+        waiting.run()
+        del waiting  # it holds the caller's tensors

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from thinwire.comm.flight_recorder import NOT_RECORDED, Waiting
+from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
 
@@ -25,7 +26,7 @@ class Work(Generic[_T]):
     Args:
         steps: posts a step each time that it is asked for one, once the one before is done, and does what is left to do
             when it is asked for one more. The first is asked for at once.
-        finish: makes the result, once all steps are done.
+        finish: makes the result, once all steps are done; again, after an exception from outside has ended it.
         device: where `finish` works; on CUDA it does so on the stream that is current now. None: on the CPU.
         recorded: ends the call's entry in the flight recorder.
     """
@@ -48,8 +49,9 @@ class Work(Generic[_T]):
     def wait(self) -> _T:
         """Until the call is done on this rank; gives its result, which is the filled output where there is one.
 
-        May be called again. On CUDA this orders the current stream after it; between processes it does not block the
-        host.
+        May be called again. After an exception from outside, such as a KeyboardInterrupt, has ended a wait for peers,
+        another call goes on with that wait. On CUDA this orders the current stream after it; between processes it does
+        not block the host.
 
         Raises:
             PeerTimeout: a peer had not done its part after the communicator's timeout, or its connection was lost.
@@ -58,21 +60,7 @@ class Work(Generic[_T]):
         if self._failure is not None:
             raise self._failure
         if self._finish is not None:
-            try:
-                # Tensors that were made in inference mode can be written in it only.
-                mode = torch.inference_mode() if self._inference else torch.no_grad()
-                # torch.cuda.stream(None) would initialise CUDA in ranks of the CPU.
-                stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-                with self._recorded, mode, stream:
-                    while self._step is not None:
-                        self._step.wait()
-                        self._step = next(self._steps, None)
-                    self._result = self._finish()
-            except BaseException as error:
-                self._failure = without_traceback(error)
-                raise
-            finally:
-                self._finish, self._steps, self._step = None, iter(()), None  # they hold the caller's tensors
+            self._end()
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
@@ -80,18 +68,46 @@ class Work(Generic[_T]):
                 self._result.record_stream(current)
         return self._result
 
+    def _end(self) -> None:
+        over = False  # if anything goes wrong: a generator that raised goes on with nothing
+        try:
+            # Tensors that were made in inference mode can be written in it only.
+            mode = torch.inference_mode() if self._inference else torch.no_grad()
+            # torch.cuda.stream(None) would initialise CUDA in ranks of the CPU.
+            stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with self._recorded, mode, stream:
+                while self._step is not None:
+                    self._step.wait()
+                    over = True
+                    self._step = next(self._steps, None)
+                    over = False
+                assert self._finish is not None
+                self._result = self._finish()
+        except BaseException as error:
+            # Any other exception is none of this call's: whoever comes next goes on with what it ended.
+            if over or isinstance(error, ThinwireError):
+                self._failure = without_traceback(error)
+                self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._finish, self._steps, self._step = None, iter(()), None  # they hold the caller's tensors
+
     def give_up(self, error: Exception) -> None:
         """Makes `wait` raise the error, unless the call is done."""
         if self._finish is not None and self._failure is None:
-            self._failure, self._finish = error, None
+            self._failure = error
+            self._let_go()
             self._recorded.end(error)
 
     def settle(self) -> None:
-        """As `wait`, but what went wrong is for `wait` to say."""
-        try:
-            self.wait()
-        except Exception as error:
-            error.__traceback__ = None  # it would hold the caller's tensors
+        """As `wait`, but what went wrong with the call is for `wait` to say. An exception from outside is raised."""
+        if self._failure is None:
+            try:
+                self.wait()
+            except ThinwireError as error:
+                error.__traceback__ = None  # it would hold the caller's tensors
 
 
 _E = TypeVar("_E", bound=BaseException)

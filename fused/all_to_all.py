@@ -147,7 +147,7 @@ def all_to_all_v(
         if not check and sends.counts[rank] != counts[rank]:
             raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
     quantized = [wire] if wire.quantized else []
-    recorder, expected = comm._recorder, () if counts is None else ("recv_counts", counts)
+    recorder, expected = comm._settled_recorder(), () if counts is None else ("recv_counts", counts)
     details = ("send_counts", sends.counts, *expected)
     with recorder.begin("all_to_all_v", x.shape, x.dtype, wire, transport, details) as entry:
         channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))

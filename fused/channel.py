@@ -169,6 +169,9 @@ class Channel(ExchangeTransport):
     def complete(self, transfer: Transfer, todo: int = 0) -> None:
         """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
 
+        An exception from outside, such as a signal handler's, is raised. Unless the call is over with it, whoever comes
+        next goes on where it stopped.
+
         Args:
             todo: what of the kernel's work is left to do before.
         """
@@ -179,13 +182,20 @@ class Channel(ExchangeTransport):
         else:
             try:
                 transfer.result = self._drain(transfer, todo)
-            except Exception as error:
+            except ThinwireError as error:
                 transfer.error = error
-        # Not after KeyboardInterrupt: whoever comes next goes on where it stopped.
+            except Exception as error:
+                if error is not transfer.error:  # with which the call would be over
+                    raise
         self._under_way = transfer.x = None
+        if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
+            raise transfer.error
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        """What `complete` does; gives the output."""
+        """What `complete` does; gives the output.
+
+        What it raises ends the call if it is a ThinwireError, or was noted in `transfer.error` before.
+        """
         raise NotImplementedError
 
     def differences(self, wrong: np.ndarray, counts: list[int], signature: list[int]) -> str:

@@ -64,8 +64,8 @@ class Call:
         check_transport(transport)
         comm.check_device("x", x)
         what = function.__name__
-        if op is not _NONE and is_auto(wires[0]) and Reduction.of(op, x.dtype).name != "sum":
-            wires = ["none", *wires[1:]]  # only sums are quantised
+        if op is not _NONE and any(map(is_auto, wires)) and Reduction.of(op, x.dtype).name != "sum":
+            wires = ["none" if is_auto(wire) else wire for wire in wires]  # only sums are quantised
         resolved = resolve_wires(comm, function, x, wires, transport, alike)
         check_input(what, x, resolved, comm)
         exactly = op is not _NONE and _reduces_exactly(what, op, x, resolved)
@@ -99,7 +99,7 @@ class Call:
     def recorded(self, details: tuple[Any, ...] = ()) -> Recording:
         """The call's entry in the flight recorder, once this rank refuses nothing any more."""
         x, legs = self.x, self.wires[-1:] if self.what.startswith("all_gather") else self.wires
-        return self.comm._recorder.begin(self.what, x.shape, x.dtype, legs, self.transport, details)
+        return self.comm._settled_recorder().begin(self.what, x.shape, x.dtype, legs, self.transport, details)
 
     def describe(self, parts: Segments, row: int) -> str:
         """All that the ranks must agree on, the same text on ranks that do."""
@@ -132,7 +132,6 @@ class Call:
             target = x.new_empty(shape) if out is None else out
             finish = None
             if direct is not None:
-                comm._settle()  # peers may wait for what is under way here, and this call waits for them
                 job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
                 direct.run(job, _flat(x.detach()), target.detach().view(-1))
             elif target.numel():

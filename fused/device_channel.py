@@ -126,7 +126,7 @@ class DeviceChannel(Channel):
             if not transfer.over and self.failure is None:
                 # Nobody knows which steps were taken; to go on could put one call's rows into another.
                 self.failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
+            if not isinstance(error, ThinwireError):
                 transfer.error, self._under_way, transfer.x = error, None, None
             raise
 

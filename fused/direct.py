@@ -11,7 +11,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, Transfer, channel_layout
-from thinwire.fused.counts import Segments, dense_segments
+from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.transport import Refusal, open_direct, uses_triton
@@ -105,7 +105,7 @@ def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int)
 def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int) -> RecvBuffer:
     """Where records go that are unpacked into an output when all are here."""
     counts, out = placed.segments.counts, placed.memory
-    received = torch.empty(sum(counts), record_bytes, dtype=torch.uint8, device=out.device)
+    received = new_rows(out.new_empty(0, dtype=torch.uint8), sum(counts), (record_bytes,))
 
     def unpack() -> torch.Tensor:
         index = placed.segments.row_index(0, max(counts), out.device)

@@ -196,17 +196,21 @@ class HostChannel(Channel):
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         recv_buffer = transfer.recv_buffer
-        if recv_buffer is None:
+        if recv_buffer is None and transfer.error is None:
             assert transfer.place is not None
             self._move(todo | self._kernels.HEADERS)
             try:
                 recv_buffer = transfer.place(self._peers[_RECV_COUNT].tolist())
-            except Exception:
-                self._drop()
-                raise
-            self._call[self._kernels.SCALARS.index("out")] = recv_buffer.memory.data_ptr()
-            self._peers[_RECV_DISPL] = recv_buffer.segments.displs
-            todo, transfer.recv_buffer = 0, recv_buffer
+            except Exception as error:
+                transfer.error = error  # for whoever goes on with what follows
+            else:
+                self._call[self._kernels.SCALARS.index("out")] = recv_buffer.memory.data_ptr()
+                self._peers[_RECV_DISPL] = recv_buffer.segments.displs
+                todo, transfer.recv_buffer = 0, recv_buffer
+        if recv_buffer is None:
+            assert transfer.error is not None
+            self._drop()
+            raise transfer.error
         self._move(todo | self._kernels.DRAIN)
         return recv_buffer.output()
 

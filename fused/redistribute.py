@@ -136,7 +136,7 @@ class _Redistribute(torch.autograd.Function):
 @torch.no_grad()
 def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link) -> torch.Tensor:
     details = ("from", plan.src, "to", plan.dst)
-    with link.comm._recorder.begin("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
+    with link.comm._settled_recorder().begin("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
         if 0 in plan.shape:
             return x.new_empty(plan.dst.shard_shape(plan.shape))
         for step in plan.steps:

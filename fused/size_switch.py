@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import platform
-import re
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.host_collectives import Attachment
 from thinwire.comm.plain import OneOf, unique_keys
+from thinwire.comm.tensors import read_int
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.backend import BACKEND_VARIABLE
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
@@ -40,7 +40,6 @@ AUTO = "auto"
 CACHE_VARIABLE = "THINWIRE_CACHE"
 THRESHOLD_VARIABLE = "THINWIRE_AUTO_BYTES"
 
-_BYTES = re.compile("[0-9]{1,18}")
 _KEY = "size_switch"
 _FILE = "size_switch.json"
 _STORED = [OneOf(int, None)]  # the shape of what is on file: nothing, or one threshold
@@ -112,7 +111,7 @@ class SizeSwitch(Attachment):
                     f'{what}: the first call with wire="auto" measures, which a CUDA graph cannot capture: make one '
                     "before"
                 )
-            with comm._recorder.begin("choose_wire", details=("call", key)):
+            with comm._settled_recorder().begin("choose_wire", details=("call", key)):
                 self._find_threshold(key, function, dtype, transport, wire)
         return self._thresholds[key]
 
@@ -123,11 +122,12 @@ class SizeSwitch(Attachment):
         comm, forced = self._comm, os.environ.get(THRESHOLD_VARIABLE)
         comm.require_same('wire="auto"', {THRESHOLD_VARIABLE: forced, "call": key})
         if forced:
-            if not _BYTES.fullmatch(forced.strip()):
+            threshold = read_int(forced)
+            if threshold is None:
                 raise ThinwireError(
                     f"{THRESHOLD_VARIABLE} is {forced!r} in the environment, expected a number of bytes"
                 )
-            self._thresholds[key], self._origins[key] = int(forced), f"as {THRESHOLD_VARIABLE} says"
+            self._thresholds[key], self._origins[key] = threshold, f"as {THRESHOLD_VARIABLE} says"
             return
         # Everyone learns what rank 0 has on file.
         stored = comm.all_gather_data(self._load(key), _STORED)[0]

@@ -72,6 +72,7 @@ class DirectRounds(DirectTransport, Rounds):
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
+        self._told_all = False  # that it ended, on every lane
 
     def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
@@ -81,8 +82,8 @@ class DirectRounds(DirectTransport, Rounds):
         if self._open[lane]:
             self.close_round(lane)
         tensors, weights = self.lanes[lane], topk_weights.float()
-        self.rounds_begun[lane] += 1
         self._unfinished[lane] = DISPATCH
+        self.rounds_begun[lane] += 1
         self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs)
         self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
@@ -102,14 +103,27 @@ class DirectRounds(DirectTransport, Rounds):
     def is_open(self, lane: int) -> bool:
         return self._open[lane]
 
+    def is_unfinished(self, lane: int) -> bool:
+        return self._unfinished[lane] is not None
+
+    def finish(self, lane: int) -> None:
+        self.raise_failure(lane)
+        self._make_up(lane)
+
+    def legs_told(self, lane: int) -> int | None:
+        if self.on_gpu:
+            return None  # the device tells them later
+        self._look_at_own_lines(lane)
+        return 2 * self.rounds_begun[lane] - self._open[lane]
+
     def refuse(self, lane: int) -> None:
         """All ranks find a mismatch, and the next call on the lane makes up what is left of the round."""
         self.raise_failure(lane)
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
-        self.rounds_begun[lane] += 1
         self._unfinished[lane] = DISPATCH
+        self.rounds_begun[lane] += 1
         self.kernels.refuse(self.lanes[lane])
 
     def close_round(self, lane: int) -> None:
@@ -139,22 +153,32 @@ class DirectRounds(DirectTransport, Rounds):
         """Ends the wait that an exception, such as KeyboardInterrupt or a mismatch, ended before its time.
 
         To store for the next leg before that would put rows of two rounds side by side at a peer that is behind. The
-        exception may have come before this rank had sent anything: a round is open while this rank's own dispatch line
-        is ahead of its combine line, and these lines it writes itself, when it sends.
+        exception may have come before this rank had sent anything.
         """
         while (phase := self._unfinished[lane]) is not None:
-            layout = self.lanes[lane].layout
-            dispatched, combined = (
-                int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
-                for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
-            )
-            self._open[lane] = dispatched != combined
+            self._look_at_own_lines(lane)
             if self._open[lane] == (phase == DISPATCH):
                 try:
                     self._wait(lane, phase)
                 except RoutingError:
                     continue  # it is the call's that the exception ended; the round was closed, and that is waited for
             self._unfinished[lane] = None
+
+    def _look_at_own_lines(self, lane: int) -> None:
+        """After an exception: whether a round is open, and how many were begun.
+
+        A round is open while this rank's own dispatch line is ahead of its combine line, and these lines it writes
+        itself, when it sends.
+        """
+        if self._unfinished[lane] is None:
+            return
+        layout = self.lanes[lane].layout
+        dispatched, combined = (
+            int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
+            for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
+        )
+        self._open[lane] = dispatched != combined
+        self.rounds_begun[lane] += (dispatched - self.rounds_begun[lane] + 1) % 2**32 - 1  # flags wrap
 
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
@@ -194,6 +218,7 @@ class DirectRounds(DirectTransport, Rounds):
         if self._failed is None:
             self._look_for_end()
         if self._failed is not None:
+            self._tell_all_lanes()
             raise self._end_of(self._failed)
         report = self._reports[lane]
         if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
@@ -206,27 +231,32 @@ class DirectRounds(DirectTransport, Rounds):
             )
 
     def _look_for_end(self) -> None:
-        """Once a lane has ended, tells the peers so on every lane, and looks on every lane for what they have told.
-
-        A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
-        them on the next. Neither are to blame.
-        """
         for lane, report in enumerate(self._reports):
             if report[signal.REPORT_STATUS] in (signal.TIMED_OUT, signal.CORRUPTED):
                 if self.capturing:
                     raise self._end_of(lane)  # what follows would become a part of the graph
                 self._failed = lane
-                break
-        else:
+                return
+
+    def _tell_all_lanes(self) -> None:
+        """Once a wait has ended, tells the peers so on every lane, and looks on every lane for what they have told.
+
+        A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
+        them on the next. Neither are to blame. Whatever ends this before its time, it is done again until it is done.
+        """
+        if self._told_all:
             return
         for lane, tensors in enumerate(self.lanes):
             said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
+                self._look_at_own_lines(lane)
                 if not self._open[lane]:
-                    tensors.control[signal.CONTROL_EPOCH] += 1
+                    own = self._lines(lane, tensors.layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]
+                    tensors.control[signal.CONTROL_EPOCH] = own + 1
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
+        self._told_all = True
 
     def _end_of(self, lane: int) -> PeerTimeout | IntegrityError:
         """What ended a lane, and all others with it."""
@@ -311,6 +341,7 @@ class DirectRounds(DirectTransport, Rounds):
         """The ranks that the wait which ended first named."""
         if self._failed is None:
             return None
+        self._tell_all_lanes()
         error = self._end_of(self._failed)
         return error.ranks if isinstance(error, PeerTimeout) else ()  # whose row it was is there, and may stay
 

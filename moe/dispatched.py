@@ -184,7 +184,7 @@ class Dispatched(ABC):
         """The entry of the round's end in the flight recorder."""
         rounds = self._rounds
         wire, place = rounds.config.combine_wire, rounds.place(self.lane)
-        return rounds.config.comm._recorder.begin(name, shape, self._dtype, wire, rounds.name, place)
+        return rounds.config.comm._settled_recorder().begin(name, shape, self._dtype, wire, rounds.name, place)
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
@@ -216,6 +216,17 @@ class Rounds:
     def is_open(self, lane: int) -> bool:
         """Whether the next dispatch on the lane closes a round first."""
         return False
+
+    def is_unfinished(self, lane: int) -> bool:
+        """Whether an exception ended the wait of a leg, which the next call on the lane then makes up for."""
+        return False
+
+    def finish(self, lane: int) -> None:
+        """Makes up for that."""
+
+    def legs_told(self, lane: int) -> int | None:
+        """Dispatches and combines of which this rank has told its peers; None where that cannot be known."""
+        return None
 
     def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
         """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""

@@ -112,18 +112,26 @@ class MoELayer(nn.Module):
         """[..., hidden_size] -> the same shape and dtype.
 
         Raises:
-            RoutingError: the last dimension of ``x`` is not ``hidden_size``, or it is not floating point.
+            RoutingError: the last dimension of ``x`` is not ``hidden_size``, or it is not floating point. On the CPU
+                also, with ``ep``, what another rank refused; see :meth:`ExpertParallel.dispatch`.
             ArgumentError: ``x`` is no dense tensor.
         """
         return self.forward_with_routing(x)[0]
 
     def forward_with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Like :meth:`forward`, and the routing besides, which a load-balancing loss needs."""
-        require_dense("x", x, in_memory=False)
-        if x.dim() < 1 or x.shape[-1] != self.hidden_size or not x.is_floating_point():
-            raise RoutingError(f"x must be floating point [..., {self.hidden_size}], got {x.dtype} {tuple(x.shape)}")
-        x2d = x.reshape(-1, self.hidden_size)
-        routing = self.route(x2d)
+        try:
+            require_dense("x", x, in_memory=False)
+            if x.dim() < 1 or x.shape[-1] != self.hidden_size or not x.is_floating_point():
+                raise RoutingError(
+                    f"x must be floating point [..., {self.hidden_size}], got {x.dtype} {tuple(x.shape)}"
+                )
+            x2d = x.reshape(-1, self.hidden_size)
+            routing = self.route(x2d)
+        except Exception as error:
+            if self.ep is not None:
+                self.ep.refuse(error)  # or the peers would wait in their dispatch until their time is up
+            raise
         if self.ep is None:
             y = self._forward_local(x2d, routing)
         else:

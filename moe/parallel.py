@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.errors import CapacityError, LaneError, ThinwireError
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
@@ -100,7 +101,7 @@ class ExpertParallel:
         self.wire, self.combine_wire = wire, combine_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
         self._closed = False
-        with comm._recorder.begin("ExpertParallel"):
+        with comm._settled_recorder().begin("ExpertParallel"):
             self._assemble(config, generation=0)
 
     def _assemble(self, config: ParallelConfig, generation: int) -> None:
@@ -171,38 +172,78 @@ class ExpertParallel:
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
         self._require_not_closed()
-        if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
-            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")
+        self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
         except ThinwireError as error:
-            self._refuse(lane, error)
+            self.refuse(error, lane=lane)
             raise
         # Kernels see memory, where the sign of a negative view is another.
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        rounds, recorder = self._rounds, self.comm._recorder
+        rounds, recorder = self._rounds, self._settle(lane)
         rounds.open_rounds[lane] = None
-        self._record_closing(lane)
-        with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-            self.comm._settle()  # peers may wait for what is under way here, and a round waits for them
-            d = rounds.dispatch(lane, x, topk_ids, topk_weights)
+        told, mark = rounds.legs_told(lane), recorder.mark
+        try:
+            self._record_closing(lane)
+            with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+                d = rounds.dispatch(lane, x, topk_ids, topk_weights)
+        except BaseException as error:
+            self._take_back(lane, error, told, mark)
+            raise
         rounds.open_rounds[lane] = d
         return d
 
-    def _refuse(self, lane: int, error: ThinwireError) -> None:
-        """Tells the peers; what else goes wrong with that is for the next call to say."""
-        if self.transport == "direct" and self.comm.device.type == "cuda":
-            return  # the peers' devices would find out, and their lanes be of no use after that: they are not told
-        self._rounds.open_rounds[lane] = None
-        self._record_closing(lane)
-        details = self._rounds.place(lane, 1)
-        recorded = self.comm._recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details)
-        with contextlib.suppress(ThinwireError), recorded:
-            self.comm._settle()
-            self._rounds.refuse(lane)
-            raise error  # for the record
+    def refuse(self, error: Exception, *, lane: int = 0) -> None:
+        """In place of a dispatch: tells the peers that this rank has no tokens for it; why is for the caller to raise.
+
+        On the CPU their dispatch raises RoutingError with this rank's number, nothing is taken, and all may go on. With
+        the direct transport on CUDA nobody is told, as their lanes would be of no use after that; nor by a closed one.
+        What else goes wrong is for the next call to say.
+
+        Args:
+            error: what the flight recorder says of it.
+            lane: which of the `lanes`.
+
+        Raises:
+            LaneError: no such lane.
+        """
+        self._require_lane(lane)
+        if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
+            return
+        with contextlib.suppress(ThinwireError):
+            rounds, recorder = self._rounds, self._settle(lane)
+            rounds.open_rounds[lane] = None
+            told, mark, details = rounds.legs_told(lane), recorder.mark, rounds.place(lane, 1)
+            try:
+                self._record_closing(lane)
+                with recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details):
+                    rounds.refuse(lane)
+                    raise error  # for the record
+            except BaseException as other:
+                if other is not error:
+                    self._take_back(lane, other, told, mark)
+                    raise
+
+    def _settle(self, lane: int) -> FlightRecorder:
+        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder."""
+        rounds, recorder = self._rounds, self.comm._settled_recorder()
+        if rounds.is_unfinished(lane):
+            mark = recorder.mark
+            try:
+                place = rounds.place(lane)
+                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
+                    rounds.finish(lane)
+            except BaseException as error:
+                self._take_back(lane, error, rounds.legs_told(lane), mark)
+                raise
+        return recorder
+
+    def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:
+        """After an exception from outside: peers have no entries for legs of which they were not told."""
+        if told is not None and not isinstance(error, ThinwireError):
+            self.comm._recorder.take_back(mark, (self._rounds.legs_told(lane) or told) - told)
 
     def _record_closing(self, lane: int) -> None:
         """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
@@ -240,10 +281,14 @@ class ExpertParallel:
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
         expert_out = expert_out.resolve_neg()
-        with d._recorded("combine", expert_out.shape):
-            self.comm._settle()
-            self._rounds.open_rounds[d.lane] = None
-            d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+        told, mark = self._rounds.legs_told(d.lane), self.comm._settled_recorder().mark
+        try:
+            with d._recorded("combine", expert_out.shape):
+                self._rounds.open_rounds[d.lane] = None
+                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+        except BaseException as error:
+            self._take_back(d.lane, error, told, mark)
+            raise
         return out
 
     @property
@@ -290,7 +335,7 @@ class ExpertParallel:
             comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        with comm._recorder.begin("rebuild"):
+        with comm._settled_recorder().begin("rebuild"):
             generations = comm.all_gather_data(self._generation, int)
             for rank, generation in enumerate(generations):
                 if not 0 <= generation < _MOST_GENERATIONS:
@@ -338,3 +383,7 @@ class ExpertParallel:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
+
+    def _require_lane(self, lane: object) -> None:
+        if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
+            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")

@@ -4,9 +4,10 @@
 
 Every buffer and every tensor lies between pages that nobody may touch (`tests/guarded.py`), and the calls run in a
 process of their own, so what is read or written elsewhere is seen. A call may return, since some words are only other
-data, or raise an error of thinwire's. Case i has the seed S + i; a run whose FILE is there goes on where it ended. What
-failed is printed as the command that repeats it.
+data, or raise an error of thinwire's. Case i has the seed S + i; a run whose FILE is there goes on where it ended, on
+the same commit. What failed is printed as the command that repeats it.
 
+    --seconds N         ends after so long, to go on another time
     --kernels triton    the same for Triton's kernels, under its interpreter: a thousand times slower
 """
 
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import select
+import shlex
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import machine, read_json, write_json
 from tests.guarded import guarded, guarded_copy
 from thinwire.errors import ThinwireError
 from thinwire.wire import WireFormat
@@ -312,6 +315,10 @@ def work(seed: int, rounds: int, triton: bool) -> None:
     """A worker: one line for each case, before it the seed alone."""
     faulthandler.enable()
     torch.set_num_threads(1)
+    for number in range(0 if triton else 8):  # or who comes first would be late by what compiling takes
+        for case in CASES:
+            with suppress(ThinwireError):
+                case(random.Random(number), triton)
     for number in range(seed, seed + rounds):
         print(f"{number} begun", flush=True)
         print(f"{number} {run_case(number, triton)}", flush=True)
@@ -326,12 +333,10 @@ class Report:
 
     def __init__(self, seed: int, kernels: str, path: Path | None) -> None:
         self.seed, self.kernels, self.path = seed, kernels, path
-        self.done, self.outcomes, self.failures = 0, Counter[str](), list[dict[str, str]]()
-        if path is not None and path.exists():
-            stored = json.loads(path.read_text())
-            if (stored["seed"], stored["kernels"]) == (seed, kernels):
-                self.done, self.failures = stored["rounds"], stored["failures"]
-                self.outcomes.update(stored["outcomes"])
+        stored = read_json(path, seed=seed, kernels=kernels)
+        self.done, self.seconds = stored.get("rounds", 0), stored.get("seconds", 0.0)
+        self.outcomes, self.failures = Counter[str](stored.get("outcomes", {})), list(stored.get("failures", ()))
+        self._start = time.monotonic() - self.seconds
 
     def add(self, number: int, outcome: str) -> None:
         """One case. What must not be begins with a word in lower case, but for "returned"."""
@@ -352,6 +357,7 @@ class Report:
             "seed": self.seed,
             "kernels": self.kernels,
             "rounds": self.done,
+            "seconds": round(self.seconds, 1),
             "raised_named_errors": named,
             "returned": self.outcomes["returned"],
             "in_time": self.done - self.outcomes["late"] - self.outcomes["hung"],
@@ -366,13 +372,15 @@ class Report:
 
     def write(self) -> None:
         """To its file, if it has one."""
+        self.seconds = time.monotonic() - self._start
         if self.path is not None:
-            self.path.write_text(json.dumps(self.content(), indent=1) + "\n")
+            command = shlex.join(["python", "-m", "tests.corruption", *sys.argv[1:]])
+            write_json(self.path, command=command, machine=machine(torch.device("cpu")), **self.content())
 
 
-def watch(report: Report, rounds: int) -> None:
+def watch(report: Report, rounds: int, seconds: float) -> None:
     """Has workers run the cases; one that dies is followed by another, which begins behind the case that it died in."""
-    environ = dict(os.environ)
+    environ, end = dict(os.environ), time.monotonic() + seconds
     if report.kernels == "triton":
         environ |= {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
     while report.done < rounds:
@@ -398,7 +406,10 @@ def watch(report: Report, rounds: int) -> None:
                         report.add(int(number), outcome)
                         if report.done % 1000 == 0:
                             report.write()
-        if report.done >= rounds:
+                if time.monotonic() > end:
+                    worker.kill()
+                    break
+        if report.done >= rounds or time.monotonic() > end:
             break
         if not begun:
             raise SystemExit(f"a worker ended with {worker.returncode} outside of any case")
@@ -412,6 +423,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1, help="of the first case")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kernels", choices=("numba", "triton"), default="numba")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -420,7 +432,7 @@ def main() -> int:
         work(arguments.seed, arguments.rounds, arguments.kernels == "triton")
         return 0
     report = Report(arguments.seed, arguments.kernels, arguments.json)
-    watch(report, arguments.rounds)
+    watch(report, arguments.rounds, arguments.seconds)
     print(json.dumps(report.content(), indent=1))
     return 1 if report.failures else 0
 

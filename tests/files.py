@@ -1,9 +1,10 @@
-"""What a process has open."""
+"""What a process has open or mapped."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 
 def open_files() -> list[str]:
@@ -13,3 +14,14 @@ def open_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return links
+
+
+def mapped_segments() -> set[int]:
+    """The files in memory of thinwire's that this process has mapped, by their inodes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "memfd:thinwire" in line}
+
+
+def resident_bytes() -> int:
+    """How much of this process is in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

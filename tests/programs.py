@@ -1,11 +1,12 @@
 """Random programs of all public operations on a few ranks, each result compared with plain torch or numpy.
 
-    python -m tests.programs --count 1000 --seed 1 --json benchmarks/results/cpu/programs.json
+    python -m tests.programs --count 1000 --seed 1 --json FILE
 
 A program is lines of Python, the same on all ranks, that call the methods of `Ground`. All values are drawn from seeds
 in those lines, so every rank knows what every other one has, and what must come of it. Handles are waited for in any
 order, several communicators and lanes are in use at a time, and calls that are refused come in between. A program that
-fails is printed as a script that runs it again.
+fails is printed as a script that runs it again. A run whose FILE is there goes on where it ended, on the same commit;
+`--seconds N` ends one after so long.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 import thinwire as tw
-from benchmarks.timing import machine, write_json
+from benchmarks.timing import machine, read_json, write_json
 from tests.collectives import all_gathered, all_reduced, reduce_scattered, through
 from tests.moe.schedules import RandomRound, Schedule, Settings
 from tests.wires import DTYPES, WIRES, assert_same_bits
@@ -42,6 +43,7 @@ _NUMPY_REDUCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 #: Calls of which a handle may be kept.
 _LATER = {"all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all_v", "exact_reduce", "exact_move"}
+BATCH = 25  # programs of one world
 WORLDS = ((2, "thread"), (3, "thread"), (4, "thread"), (2, "process"), (3, "process"), (4, "process"))
 
 
@@ -403,14 +405,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="programs in all")
     parser.add_argument("--seed", type=int, default=1, help="of the first")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="to begin new ones for")
     parser.add_argument("--json", help="write what was run there")
     arguments = parser.parse_args()
-    seen: Counter[str] = Counter()
-    failed: list[dict[str, Any]] = []
-    start, batch = time.monotonic(), 25
-    seeds = list(range(arguments.seed, arguments.seed + arguments.count))
-    for number in range(0, len(seeds), batch):
-        chosen, (world, mode) = seeds[number : number + batch], WORLDS[number // batch % len(WORLDS)]
+    stored = read_json(arguments.json, seed=arguments.seed)
+    seen, failed = Counter[str](stored.get("calls", {})), list(stored.get("failed", ()))
+    done, before, start = stored.get("programs", 0), stored.get("seconds", 0.0), time.monotonic()
+    while done < arguments.count and time.monotonic() < start + arguments.seconds:
+        world, mode = WORLDS[done // BATCH % len(WORLDS)]
+        chosen = [arguments.seed + number for number in range(done, min(done + BATCH, arguments.count))]
         try:
             seen += run_ranks(run_programs, world, chosen, mode=mode, timeout=300)[0]
         except (RankError, RanksTimeout) as error:
@@ -418,14 +421,14 @@ def main() -> int:
             wrong = next((seed for seed in chosen if f"in the program of seed {seed}\n" in text + "\n"), chosen[0])
             failed.append({"seed": wrong, "world": world, "mode": mode, "error": text})
             print(f"{text}\n\n# seed {wrong}\n{script(wrong, world, mode)}\n", flush=True)
-        print(f"{number + len(chosen)} programs, {len(failed)} batches failed", file=sys.stderr)
-    figures = {"programs": len(seeds), "failed": failed, "calls": dict(sorted(seen.items()))}
-    took = time.monotonic() - start
-    print(f"{len(seeds)} programs in {took:.0f} s, {sum(seen.values())} calls on rank 0, {len(failed)} batches failed")
-    if arguments.json:
-        command = shlex.join(["python", "-m", "tests.programs", *sys.argv[1:]])
-        where = machine(torch.device("cpu"))
-        write_json(arguments.json, command=command, machine=where, seed=arguments.seed, **figures)
+        done += len(chosen)
+        seconds = round(before + time.monotonic() - start, 1)
+        figures = {"programs": done, "seconds": seconds, "failed": failed, "calls": dict(sorted(seen.items()))}
+        if arguments.json:
+            command = shlex.join(["python", "-m", "tests.programs", *sys.argv[1:]])
+            where = machine(torch.device("cpu"))
+            write_json(arguments.json, command=command, machine=where, seed=arguments.seed, **figures)
+    print(f"{done} programs, {sum(seen.values())} calls on rank 0, {len(failed)} batches failed")
     return 1 if failed else 0
 
 

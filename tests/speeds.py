@@ -10,8 +10,8 @@ import pytest
 __all__ = ["exhaustive_but"]
 
 
-def exhaustive_but(kept: Collection[object], values: Iterable[object]) -> list[Any]:
-    """Values of one parameter, or tuples for several, of which `make test` takes only those in `kept`.
+def exhaustive_but(kept: Collection[object], values: Iterable[Any], several: bool = False) -> list[Any]:
+    """Values of one parameter, of which `make test` takes only those in `kept`; or tuples, each for `several`.
 
     Raises:
         ValueError: what is kept is nothing, or not among them, as after a change of name.
@@ -20,8 +20,7 @@ def exhaustive_but(kept: Collection[object], values: Iterable[object]) -> list[A
     unknown = [value for value in kept if value not in values]
     if unknown or not kept:
         raise ValueError(f"expected values to keep that are among {values}, got {kept}")
-    return [value if value in kept else _marked(value) for value in values]
-
-
-def _marked(value: object) -> Any:
-    return pytest.param(*(value if type(value) is tuple else (value,)), marks=pytest.mark.exhaustive)
+    marks = pytest.mark.exhaustive
+    return [
+        value if value in kept else pytest.param(*(value if several else (value,)), marks=marks) for value in values
+    ]

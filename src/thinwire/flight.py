@@ -108,9 +108,10 @@ def read_flight(path: str | Path) -> Flight:
     try:
         # Not to wait for a writer, where it is a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise ThinwireError(f"{source}: not a regular file")
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(min(found.st_size, MOST_BYTES) + 1)  # room is made for all of it before
     except (OSError, ValueError) as error:
         raise ThinwireError(f"{source}: cannot be read: {error}") from None
     return parse_flight(content, source)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import thinwire as tw
+from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
+from thinwire.comm.work import Work
+from thinwire.errors import PeerTimeout
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 #: Seconds that a signal may have to wait, on a busy machine.
 SOON = 0.5
@@ -84,6 +94,127 @@ def _same_work(comm: Communicator) -> list[int]:
 
 def test_a_wait_that_was_interrupted_can_be_gone_on_with() -> None:
     assert run_ranks(_same_work, 2)[0] == [1, 2, 3]
+
+
+def _settled(comm: Communicator) -> list[tuple[object, ...]]:
+    """A work that another call was ending when it was interrupted, and one whose own wait was."""
+    x = torch.arange(40_000.0) + comm.rank  # takes two steps
+    tensors = [x.clone(), x.clone()]
+    for tensor, ended_by in zip(tensors, (comm.barrier, None), strict=True):
+        if comm.rank == 1:
+            time.sleep(0.5)
+        work: Work[Any] = comm.all_reduce(tensor, async_op=True)
+        if comm.rank == 0:
+            assert _interrupted(ended_by or work.wait) < SOON
+        comm.barrier()
+        work.wait()
+        assert torch.equal(tensor, comm.size * torch.arange(40_000.0) + sum(range(comm.size)))
+    return _recorded(comm)
+
+
+def _waited_again(comm: Communicator, name: str, transport: str, wire: str) -> list[tuple[object, ...]]:
+    x, call = torch.arange(300.0) + comm.rank, getattr(tw, name)
+    expected = call(x, comm=comm, wire=wire, transport=transport)
+    if comm.rank == 1:
+        time.sleep(0.5)
+    work = call(x, comm=comm, wire=wire, transport=transport, async_op=True)
+    if comm.rank == 0:
+        assert _interrupted(work.wait) < SOON
+    assert torch.equal(work.wait(), expected)
+    return _recorded(comm)
+
+
+def _recorded(comm: Communicator) -> list[tuple[object, ...]]:
+    assert isinstance(comm._recorder, FlightRecorder)
+    return [(entry[NAME], entry[NUMBER], entry[STATE]) for entry in comm._recorder._snapshot()]
+
+
+CASES: list[tuple[str, ...]] = [
+    (),
+    ("all_to_all_v", "direct", "none"),
+    ("all_to_all_v", "direct", "int8"),
+    ("all_to_all_v", "staged", "none"),
+    ("all_to_all_v", "staged", "int8"),
+    ("all_gather", "staged", "int8"),
+    ("reduce_scatter", "staged", "int8"),
+]
+
+
+@pytest.mark.parametrize("case", exhaustive_but([(), CASES[1], CASES[4]], CASES), ids=" ".join)
+def test_a_work_whose_wait_was_interrupted_can_be_waited_for_again(case: tuple[str, ...]) -> None:
+    if "direct" in case and not HAS_NUMBA:
+        pytest.skip("the direct transport of CPU ranks needs numba")
+    first, second = run_ranks(_waited_again if case else _settled, 2, *case)
+    assert first == second and {state for *_, state in first} == {"done"}
+
+
+def _timed_out_behind_the_scenes(comm: Communicator, interrupted: int) -> tuple[tuple[int, ...], str] | None:
+    """Rank 0 posts a receive from each other rank, is interrupted in one wait, and comes to the other one."""
+    short = Communicator(comm.group, timeout=0.6)
+    if comm.rank:
+        time.sleep(2.0)
+        return None
+    posted = {}
+    for peer in (1, 2):
+        received = [torch.zeros(3, dtype=torch.uint8) if rank == peer else None for rank in range(3)]
+        posted[peer] = short.post([None] * 3, received)
+    assert _interrupted(posted[interrupted].wait) < SOON
+    with pytest.raises(PeerTimeout) as caught:
+        posted[3 - interrupted].wait()
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("interrupted", exhaustive_but([2], [1, 2]))
+def test_who_let_an_interrupted_wait_time_out_is_named_by_the_next_one(interrupted: int) -> None:
+    found = run_ranks(_timed_out_behind_the_scenes, 3, interrupted)[0]
+    assert found is not None
+    named, text = found
+    assert named == (interrupted,) and f"no answer from rank {interrupted} within 0.6 s" in text, text
+
+
+def _closed_while_armed(comm: Communicator) -> None:
+    """What Gloo may still fill is alive for as long as it may."""
+    short = Communicator(comm.group, timeout=0.5)
+    if comm.rank == 0:
+        memory = numpy.zeros(3, numpy.uint8)
+        posted = short.post([None, None], [None, torch.from_numpy(memory)])
+        alive = weakref.ref(memory)
+        del memory
+        assert _interrupted(posted.wait) < SOON
+        short.close()
+        del posted
+        gc.collect()
+        assert alive() is not None
+        deadline = time.monotonic() + 20
+        while alive() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            gc.collect()
+    else:
+        time.sleep(1.0)
+
+
+def test_what_may_still_be_received_is_kept_alive_after_close() -> None:
+    run_ranks(_closed_while_armed, 2)
+
+
+def _dropped(comm: Communicator) -> None:
+    def waiters() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "thinwire waiter"]
+
+    comm.barrier()
+    assert len(waiters()) == 1
+    for _ in range(3):
+        Communicator(comm.group).barrier()
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while len(waiters()) > 1:
+        assert time.monotonic() < deadline, waiters()
+        time.sleep(0.01)
+
+
+def test_the_thread_of_a_communicator_that_is_dropped_ends() -> None:
+    run_ranks(_dropped, 2)
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ HOSTILE = {
     "deep lists that end": (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
     "deep objects": (b'{"a":' * 100_000, "not JSON"),
     "a key twice": (b'{"a":1,"a":2}', "not JSON.*there twice"),
+    "a long key twice": (b'{"%(key)b":1,"%(key)b":2}' % {b"key": b"k" * 9999}, "not JSON.*there twice"),
     "a number of many digits": (b"1" * 100_000, "not JSON.*a number of 100000 digits"),
     "a fraction of many digits": (b"0." + b"1" * 100_000, "not JSON.*digits"),
     "65 bits": (str(2**63).encode(), "sent '9223372036854775808', expected int"),
@@ -103,6 +105,14 @@ def test_what_no_rank_would_send_is_refused_by_name(name: str) -> None:
     with pytest.raises(ThinwireError, match=f"rank 3 .*{told}") as caught:
         decode(message, int, "rank 3")
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
+
+
+def test_a_key_that_is_there_twice_among_many_is_found_at_once() -> None:
+    keys = [*range(90_000), 89_999]  # comparing each with each would take minutes
+    start = time.process_time()
+    with pytest.raises(ThinwireError, match="the key '89999' is there twice"):
+        decode(b"{%b}" % b",".join(b'"%d":0' % key for key in keys), {str: int}, "rank 3")
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("message", [b"Infinity", b"-Infinity", b"NaN", b"1e999"])

@@ -241,6 +241,7 @@ def lose_in_parts(comm: Communicator) -> tuple[object, ...]:
     assert own.shrink(lost=[0]).all_gather_object(comm.rank) == [1, 2, 3]
     assert dist.get_world_size() == 4  # torch.distributed's own groups are as they were
     left.close()
+    assert "closed" in left.explain() and "unknown to torch.distributed" in left.explain()
     with pytest.raises(ThinwireError, match="closed"):
         _ = left.group
     return named, left.rank, left.size
@@ -280,6 +281,35 @@ def test_a_rank_that_comes_late_finds_itself_named_and_left_out(tmp_path: Path) 
         assert case.told([2]) == {2: "left out"}
         case.allow("rank 2 knows")
         case.told([0, 1])
+
+
+def wake_alone(comm: Communicator) -> object:
+    tell("ready")
+    error = lose(comm)
+    assert error.ranks == (0,), str(error)
+    if comm.rank == 0:
+        assert "the others have given up rank 0, which is this rank" in str(error)
+        with pytest.raises(ThinwireError, match="rank 0 of 3 is itself one of the ranks that are lost"):
+            comm.shrink()
+        return None
+    with comm.shrink() as left:
+        check_sums(left)
+        tell("went on")
+        wait_for("rank 0 knows")  # and can ask, as this process lives
+        return left.size
+
+
+@pytest.mark.exhaustive
+def test_a_rank_0_that_was_stopped_does_not_go_on_alone(tmp_path: Path) -> None:
+    """Its own standby, which it asks first, has no verdict."""
+    with ranks(tmp_path, 3, wake_alone) as case:
+        case.told(range(3), "ready")
+        case.signal(signal.SIGSTOP, 0)
+        case.told([1, 2], "went on")
+        case.signal(signal.SIGCONT, 0)
+        case.told([0])
+        case.allow("rank 0 knows")
+        assert case.told([1, 2]) == {1: 2, 2: 2}
 
 
 def come_too_late(comm: Communicator) -> object:

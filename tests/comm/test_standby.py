@@ -82,6 +82,9 @@ def test_ranks_of_several_hosts_use_the_address_that_faces_the_master(monkeypatc
     ("peer", "told"),
     [
         (["example.com", 80, ""], "rank 1 says its standby store is at 'example.com', no address"),
+        (["fe80::1%" + "x" * 64, 80, ""], "no address"),
+        (["fe80::1%a..b", 80, ""], "no address"),
+        (["::1%\ud800", 80, ""], "no address"),
         (["127.0.0.1", 0, ""], "rank 1 says its standby store is at port 0"),
         (["127.0.0.1", 65536, ""], "at port 65536"),
         (["127.0.0.1", "80", ""], "rank 1 sent"),

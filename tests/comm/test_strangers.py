@@ -20,6 +20,7 @@ import thinwire as tw
 from tests.comm.test_meeting import free_port, leave
 from thinwire.comm import Communicator
 from thinwire.comm.exchange import _message_tag
+from thinwire.comm.host_collectives import SHORT
 from thinwire.comm.meeting import meet
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
@@ -71,6 +72,10 @@ class _Stranger:
 
     def attack(self, message: bytes, missing: int = 0) -> None:
         """Answers with this message in place of data, of which so many bytes were announced that do not come."""
+        if self.received < 2:  # in the constructor, where nothing is announced
+            self.receive(SHORT, "data")
+            self.send(torch.frombuffer(bytearray(message.ljust(SHORT)), dtype=torch.uint8), "data")
+            return
         announced = len(message) + missing
         length = int(self.receive(8, "counts").view(torch.int64))
         self.send(torch.tensor([announced]).view(torch.uint8), "counts")
@@ -94,11 +99,14 @@ def _gather(stranger: _Stranger) -> None:
     stranger.echo_gathered()
 
 
+def _meet_once(stranger: _Stranger) -> None:
+    stranger.echo(SHORT, "data")
+
+
 def _meet(stranger: _Stranger) -> None:
-    """As the constructor of a communicator does: its name and integrity, hosts, and where the standbys are."""
-    stranger.echo(9, "barrier")
-    stranger.echo_gathered()
-    stranger.echo_gathered()
+    """As the constructor of a communicator does: hosts, and where the standbys are, and integrity with both."""
+    _meet_once(stranger)
+    _meet_once(stranger)
 
 
 def _nothing(world: Communicator) -> None:
@@ -147,6 +155,8 @@ DIRECT: tuple[Step, ...] = (_gather, _settings, _settings, _gather, _gather, _ga
 
 def _cases() -> dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]]]:
     cases: dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]]] = {
+        "hosts of init": (_nothing, ()),
+        "standbys of init": (_nothing, (_meet_once,)),
         "settings of init": (_nothing, (_meet, _other_settings)),
         "settings of ExpertParallel": (_make_expert_parallel, (*INIT, _other_settings)),
         "settings of a split": (_split, (*INIT, _other_settings)),

@@ -143,7 +143,9 @@ def _exact_moves(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["direct", "staged"])
 @pytest.mark.parametrize(
     ("size", "mode"),
-    exhaustive_but([(2, "process"), (3, "thread")], [(1, "process"), (2, "process"), (4, "process"), (3, "thread")]),
+    exhaustive_but(
+        [(2, "process"), (3, "thread")], [(1, "process"), (2, "process"), (4, "process"), (3, "thread")], True
+    ),
 )
 def test_exact_moves_of_every_dtype_equal_slicing(size: int, mode: str, transport: str) -> None:
     run_ranks(_exact_moves, size, transport, mode=mode, timeout=120)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 from tests.wires import DTYPES, WIRES, assert_same_bits
-from thinwire.errors import CountsError, PeerTimeout, ThinwireError
+from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import receive_segments, send_segments
@@ -366,15 +366,36 @@ def test_a_call_that_nobody_waits_for_does_not_stop_the_next() -> None:
     assert Group(2, 128).run(_dropped_pending) == [[10.0, 11.0]] * 2
 
 
-def test_ctrl_c_ends_a_wait_and_the_next_call_ends_what_was_begun() -> None:
+class Interrupted(Exception):
+    """What a signal handler might raise."""
+
+
+def _interrupt(error: type[BaseException], call: Callable[[], object]) -> None:
+    """Makes a call that waits, which this exception of a signal handler's ends."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, handler)
+    started = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(error):
+            call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+def test_what_a_signal_handler_raises_ends_a_wait_and_the_next_call_ends_what_was_begun(
+    error: type[BaseException],
+) -> None:
     group = Group(2)
     channel, x = group.channels[0], torch.arange(80.0).view(-1, 1)
     transfer = exchange(channel, x, [40, 40], wait=False)
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        transfer.wait()
-    assert time.monotonic() - started < 5.0
+    _interrupt(error, transfer.wait)
+    _interrupt(error, lambda: exchange(channel, x, [1, 1]))  # while it ends the one before, and before it has begun
 
     def fn(rank: int, channel: HostChannel) -> torch.Tensor:
         if rank == 1:
@@ -383,6 +404,34 @@ def test_ctrl_c_ends_a_wait_and_the_next_call_ends_what_was_begun() -> None:
 
     assert [rows.view(-1).tolist() for rows in group.run(fn)] == [[0.0, 1.0], [1.0, 2.0]]
     assert torch.equal(transfer.wait(), torch.cat([x[:40], -x[:40]]))
+
+
+def test_rows_that_found_no_room_are_not_delivered_by_whoever_goes_on() -> None:
+    group = Group(2, 128)
+    channel, x, refused = group.channels[0], torch.ones(400, 1), CapacityError("no room")
+    answers: list[Any] = [refused]
+
+    def place(counts: list[int]) -> RecvBuffer:
+        if answers:
+            raise answers.pop()
+        return RecvBuffer(receive_segments(counts, None, None), torch.zeros(sum(counts), 1))
+
+    transfer = send_rows(channel, x, x.shape[1:], send_segments([200, 200], None, 400), None, place, NONE, wait=False)
+
+    def late(rank: int, channel: HostChannel) -> None:
+        # Its header, and the first of many pieces: the other rank is interrupted while it drops them.
+        exchange(channel, x, [200, 200], wait=False)
+
+    group.run(late, ranks=[1])
+    _interrupt(Interrupted, transfer.wait)
+    assert not answers
+
+    def fn(rank: int, channel: HostChannel) -> list[float]:
+        return exchange(channel, x[:2] + rank, [1, 1]).wait().view(-1).tolist()
+
+    assert group.run(fn) == [[1.0, 2.0]] * 2
+    with pytest.raises(CapacityError, match="no room"):
+        transfer.wait()
 
 
 def test_a_closed_channel_says_so() -> None:

@@ -40,6 +40,9 @@ def _forced(comm: Communicator) -> list[bool]:
     for call in (all_gather, reduce_scatter, all_to_all_v):
         for tensor, spec in ((x, "int8" if x.nbytes >= 4000 else "none"), (x[: comm.size * 2], "none")):
             assert torch.equal(call(tensor, wire="auto", comm=comm), call(tensor, wire=spec, comm=comm))
+    largest = all_reduce(x, op="max", wire="auto", gather_wire="auto", comm=comm)  # only sums are quantised
+    assert torch.equal(largest, all_reduce(x, op="max", wire="none", comm=comm))
+    assert torch.equal(largest, all_reduce(x, op="max", wire="none", gather_wire="auto", comm=comm))
     assert f"all_reduce float32 auto int8: 4000, as {THRESHOLD_VARIABLE} says" in comm.explain()
     return found
 
@@ -49,7 +52,7 @@ def test_small_messages_go_exactly_and_large_ones_quantised(mode: str, monkeypat
     if mode == "process":
         assert run_ranks(_forced, 2, env={THRESHOLD_VARIABLE: "4000"}) == [[True, False]] * 2
     else:
-        monkeypatch.setenv(THRESHOLD_VARIABLE, "4000")
+        monkeypatch.setenv(THRESHOLD_VARIABLE, "\x1f4000 ")  # which strip() takes for spaces, and int() does not
         assert run_ranks(_forced, 2, mode=mode) == [[True, False]] * 2
 
 

@@ -1,6 +1,6 @@
 """Random rounds of the direct transport on real ranks, in random order and time, each compared bit for bit.
 
-    python -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/soak.json
+    python -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 
 All ranks draw the same rounds from one seed, and each works out in plain torch what must come of them. What a rank does
 on its own, its pauses above all, depends on nothing else. A failure names its seed; `--only NAME --seed SEED` draws the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -16,8 +17,10 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import RoutingError
+from thinwire.comm.flight_recorder import DETAILS, NAME, NUMBER, FlightRecorder
+from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.direct import DirectRounds
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -153,6 +156,95 @@ def _mismatched(comm: Communicator, after: str) -> list[set[float]]:
 @pytest.mark.parametrize("after", ["the wait", "it was seen"])
 def test_an_exception_beside_a_mismatch_leaves_the_lane_of_use(after: str) -> None:
     assert run_ranks(_mismatched, 2, after, mode="thread", timeout=60) == [[{2.0}, {3.0}]] * 2
+
+
+def _numbered(comm: Communicator) -> list[tuple[int, str, int]]:
+    """Rank 0 is interrupted in each kind of wait, and before anything is sent; rank 1's rounds are all whole."""
+    with _both(comm) as ep:
+        rounds = ep._rounds
+        assert isinstance(rounds, DirectRounds)
+        kernels = rounds.kernels
+
+        def interrupted(*arguments: Any) -> Any:
+            rounds.kernels = kernels
+            raise Interrupted
+
+        def interrupt(name: str, call: Callable[[], object]) -> None:
+            rounds.kernels = replace(kernels, **{name: interrupted})
+            with pytest.raises(Interrupted):
+                call()
+
+        def dispatch() -> Dispatched:
+            return ep.dispatch(*_tokens(comm, 1))
+
+        if comm.rank == 0:
+            interrupt("send_tokens", dispatch)
+            interrupt("wait", dispatch)  # 1, which rank 1 has
+            interrupt("wait", dispatch)  # in which 1 is gone on with
+            d = dispatch()  # 2, which first closes 1
+            interrupt("send_sums", lambda: ep.combine(d.tokens, d))
+            interrupt("wait", dispatch)  # 2 is closed
+            d = dispatch()  # 3
+            interrupt("wait", lambda: ep.combine(d.tokens, d))
+            dispatch()  # 4
+            with pytest.raises(RoutingError, match="x is"):
+                ep.dispatch(torch.zeros(1), *_tokens(comm, 1)[1:])  # 5
+        else:
+            for _ in range(4):
+                d = dispatch()
+                ep.combine(d.tokens, d)
+            with pytest.raises(RoutingError, match="rank 0 refused"):
+                dispatch()
+        d = dispatch()  # 6
+        ep.combine(d.tokens, d)
+    recorder = comm._recorder
+    assert isinstance(recorder, FlightRecorder)
+    entries = [entry for entry in recorder._snapshot() if entry[NAME] in ("dispatch", "combine", "abandon")]
+    ends = {"combine": "end", "abandon": "end"}
+    return [(entry[NUMBER], ends.get(entry[NAME], entry[NAME]), entry[DETAILS][3]) for entry in entries]
+
+
+def test_what_is_recorded_has_the_numbers_of_the_peers() -> None:
+    first, second = run_ranks(_numbered, 2, mode="thread", timeout=60)
+    assert first == second
+    assert [epoch for _, name, epoch in first if name == "dispatch"] == [1, 2, 3, 4, 5, 6]
+
+
+def _told_late(comm: Communicator) -> tuple[list[Any], ...]:
+    """Rank 1 never comes. Rank 0 gives up on lane 1 and is interrupted while it tells so on the others."""
+    with ExpertParallel(comm, 2, 1, HIDDEN, TOKENS, transport="direct", timeout=0.3, lanes=4) as ep:
+        rounds = ep._rounds
+        assert isinstance(rounds, DirectRounds)
+        d = ep.dispatch(*_tokens(comm, 1), lane=2)
+        own: list[Any] = []
+        if comm.rank == 0:
+            kernels, seen = rounds.kernels, 0
+
+            def interrupted(*arguments: Any) -> Any:
+                nonlocal seen
+                seen += 1
+                if seen == 3:  # its own wait, and what it tells on lane 0, were the first
+                    rounds.kernels = kernels
+                    raise Interrupted
+                return kernels.wait(*arguments)
+
+            rounds.kernels = replace(kernels, wait=interrupted)
+            with pytest.raises(Interrupted):
+                ep.dispatch(*_tokens(comm, 1), lane=1)
+            for call in (ep.check, lambda: ep.combine(d.tokens, d), ep.check):
+                with pytest.raises(PeerTimeout, match="lane 1, round 1, dispatch: no answer from rank 1") as caught:
+                    call()
+                own.append((caught.value.ranks, rounds.lost))
+        comm.share_objects(None)
+        lines = [rounds._lines(lane, rounds.lanes[lane].layout.STUCK)[0].tolist()[:4] for lane in range(4)]
+        return own, lines
+
+
+def test_a_rank_that_is_interrupted_as_it_gives_up_tells_it_on_every_lane_in_the_end() -> None:
+    (named, _), (_, lines) = run_ranks(_told_late, 2, mode="thread", timeout=60)
+    assert named == [((1,), (1,))] * 3
+    # Flag, round, phase, and that it is this rank that is missed.
+    assert lines == [[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
 
 
 def _ctrl_c(comm: Communicator) -> list[set[float]]:

@@ -10,6 +10,7 @@ import torch
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, RoutingError, ThinwireError, TransportUnavailable
+from thinwire.moe.layer import MoELayer
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -73,6 +74,35 @@ def test_the_peers_of_a_rank_whose_tokens_are_refused_are_told(transport: str, m
 @pytest.mark.exhaustive
 def test_tritons_kernels_tell_them_too() -> None:
     run_ranks(_refused, 2, "direct", env=INTERPRETED, timeout=200)
+
+
+def _layer_refuses(comm: Communicator, transport: str) -> None:
+    with _make(comm, transport) as ep, torch.no_grad():
+        layer = MoELayer(HIDDEN, 8, NUM_EXPERTS, TOP_K).shard(ep)
+        x = torch.randn(2, HIDDEN)
+        wrong: list[tuple[object, type[Exception], str]] = [
+            (x[:, :-1], RoutingError, "x must be floating point"),
+            (x.numpy(), ThinwireError, "x is a ndarray"),
+            (x.double(), RuntimeError, "dtype"),  # which is the router's to say
+        ]
+        for number, (tokens, error, message) in enumerate(wrong):
+            odd = number % comm.size
+            start = time.monotonic()
+            if comm.rank == odd:
+                with pytest.raises(error, match=message):
+                    layer(tokens)
+            else:
+                with pytest.raises(RoutingError, match=f"rank {odd} refused what dispatch was given"):
+                    layer(x)
+            assert time.monotonic() - start < TIMEOUT / 2
+            assert layer(x).shape == x.shape
+    with pytest.raises(RoutingError, match="x must be floating point"):
+        layer(x[:, :-1])  # of a closed one nobody is told
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_the_peers_of_a_rank_whose_layer_refuses_its_input_are_told(transport: str) -> None:
+    run_ranks(_layer_refuses, 2, transport, mode="thread", timeout=100)
 
 
 def _all_refused(comm: Communicator, transport: str) -> None:

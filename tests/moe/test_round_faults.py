@@ -25,14 +25,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.files import open_files
+from tests.files import mapped_segments, open_files, resident_bytes
 from tests.moe.schedules import RandomRound, Settings
 from tests.rounds import Tokens, make_lanes, run_round
 from tests.speeds import exhaustive_but
@@ -279,11 +278,11 @@ def _expect_nothing_more(calls: _Calls, victims: tuple[int, ...]) -> None:
 
 def _rebuild(ep: ExpertParallel, ranks: list[int]) -> Settings:
     """Goes on with some ranks of torch's default group, in new memory, and plays five rounds."""
-    before = _segments()
+    before = mapped_segments()
     ep.rebuild(dist.new_group(ranks, use_local_synchronization=True))
     gc.collect()
     ep.comm.barrier()  # the machine may be slow, and the time for a round is short
-    assert len(_segments()) == len(ranks) and not before & _segments()
+    assert len(mapped_segments()) == len(ranks) and not before & mapped_segments()
     assert ep.transport == "direct" and ep.comm.size == len(ranks)
     settings = replace(SETTINGS, world=len(ranks))
     for number in range(5):
@@ -291,17 +290,11 @@ def _rebuild(ep: ExpertParallel, ranks: list[int]) -> Settings:
     return settings
 
 
-def _segments() -> set[int]:
-    """The files in memory that this process has mapped, by their inodes."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {int(line.split()[4]) for line in lines if "memfd:thinwire" in line}
-
-
 def _close(ep: ExpertParallel) -> None:
     """Nothing is left of it in this process, nor under a name."""
     ep.close()
     gc.collect()
-    assert not _segments()
+    assert not mapped_segments()
     links = open_files()
     assert not [link for link in links if "thinwire" in link or link.startswith("/dev/shm")], links
     # Open MPI's segments are named by numbers of any kind.
@@ -360,7 +353,7 @@ FAULTS = (
 def _die(comm: Communicator, store: dist.Store, fault: Fault) -> float | None:
     """Returns how long a survivor waited."""
     ep = _make(comm)
-    assert len(_segments()) == WORLD
+    assert len(mapped_segments()) == WORLD
     calls = _Calls(ep)
     if comm.rank in fault.victims:
         for number, call in enumerate(fault.calls):
@@ -489,7 +482,7 @@ def _stop(comm: Communicator, store: dist.Store, when: str) -> set[int]:
             _expect_timeout(calls, _D0, (2,))
     del calls
     settings = _rebuild(ep, [0, 1, 3])
-    new = _segments()
+    new = mapped_segments()
     store.set(f"rebuilt {comm.rank}", "")
     number = 0
     while not all(ep.comm.all_gather_object(store.check(["given up"]))):
@@ -498,7 +491,7 @@ def _stop(comm: Communicator, store: dist.Store, when: str) -> set[int]:
     assert number > 0
     for last in range(5):
         RandomRound(ep, settings, f"afterwards {last}").play(last % 2)
-    assert _segments() == new
+    assert mapped_segments() == new
     _close(ep)
     return new
 
@@ -523,7 +516,7 @@ def _stop_and_wake(calls: _Calls, store: dist.Store, when: str) -> set[int]:
     assert re.search(r"ranks 0, 1, 3 waited for this rank for too long and gave up", message), message
     assert caught.value.ranks == () and caught.value.lane == 0, message
     _expect_nothing_more(calls, ())
-    old = _segments()
+    old = mapped_segments()
     assert len(old) == WORLD
     store.set("given up", "")
     calls.rounds.clear()
@@ -580,20 +573,16 @@ def _play_many(comm: Communicator, rounds: int) -> tuple[int, int]:
         resident = []
         for number in range(2 * rounds):
             if number == rounds:
-                resident.append(_resident_bytes())
+                resident.append(resident_bytes())
             ids = torch.randint(-1, experts, (tokens, 2), generator=generator)
             d = ep.dispatch(torch.ones(tokens, hidden), ids, torch.ones(ids.shape), lane=number % 2)
             if number % 5:
                 ep.combine(d.tokens, d)
             elif number % 10:
                 d.abandon()
-        resident.append(_resident_bytes())
+        resident.append(resident_bytes())
         assert ep.memory_bytes == memory_bytes
     return resident[0], resident[1]
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.exhaustive

@@ -88,6 +88,11 @@ def _pack_and_unpack(comm: Communicator) -> None:
             pack.unpack_rows(records, wire, record_index, target, got)
             pack.unpack_rows_reference(records, wire, record_index, target, want)
             assert_same_bits(spec, want, got)
+        hostile = torch.randint(0, 256, records.shape, dtype=torch.uint8)
+        got, want = torch.empty(2, len(hostile), 150, dtype=x.dtype)
+        pack.unpack_rows(hostile, wire, None, None, got)
+        pack.unpack_rows_reference(hostile, wire, None, None, want)
+        assert_same_bits(f"{spec}, any bytes", want, got)
 
 
 def _combine(comm: Communicator) -> None:

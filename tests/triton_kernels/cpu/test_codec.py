@@ -156,8 +156,6 @@ def test_records_of_any_bytes(spec: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for hidden in (7, 129, 1500):
         records = torch.randint(0, 256, (64, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
-        if wire.name == "fp8":
-            records[:, : wire.payload_bytes(hidden)] &= 0xF7  # encoders write no NaN codes
         expected = dequantize_reference(records, wire, hidden, dtype)
         assert_same_bits(spec, expected, dequantized(records, wire, hidden, dtype))
 
@@ -165,7 +163,7 @@ def test_records_of_any_bytes(spec: str, dtype: torch.dtype) -> None:
 @every_dtype
 def test_every_fp8_code_comes_back(dtype: torch.dtype) -> None:
     wire = WireFormat.parse("fp8")
-    codes = [code for code in range(256) if code & 0x7F != 0x7F]
+    codes = list(range(256))
     record = torch.zeros(1, wire.row_bytes(len(codes)), dtype=torch.uint8)
     record[0, : len(codes)] = torch.tensor(codes, dtype=torch.uint8)
     scales = record[:, wire.scales_offset(len(codes)) :].view(torch.bfloat16)
