@@ -13,11 +13,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator
+from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
 from thinwire.comm.flight_files import WrittenOnSignal
 from thinwire.comm.flight_recorder import write_all
 from thinwire.comm.groups import as_device, backends_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
+from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
@@ -101,6 +102,7 @@ def init(
     domain: str | None = None,
     device: torch.device | str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    integrity: str | None = None,
 ) -> Communicator:
     """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
 
@@ -132,12 +134,15 @@ def init(
             CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
         timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
             been waiting for a peer for twice as long.
+        integrity: "checksum" or "none", see :class:`Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
+            has that of the calls without one, unless it is given here.
 
     Raises:
         ThinwireError: naming the argument or the environment variable that is missing or unusable; rank 0's place to
             meet cannot be listened on.
         RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
-        ConfigMismatch: the ranks do not agree on the domain, or have different rank tables.
+        ArgumentError: a ThinwireError and a ValueError; `integrity` is none of these.
+        ConfigMismatch: the ranks do not agree on the domain, or on integrity, or have different rank tables.
         PeerTimeout: the other ranks did not come in time.
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
@@ -147,6 +152,8 @@ def init(
     timeout = float(timeout)
     if device is not None:
         as_device(device)
+    if integrity is not None:
+        resolve_integrity(integrity)
     table = None
     if rank_table is not None:
         table = RankTable.load(rank_table)
@@ -154,14 +161,14 @@ def init(
     domains = current_domains()
     found = domains.find(domain)
     if found is not None:
-        _require_compatible(found, rank, world_size, device, timeout)
+        _require_compatible(found, rank, world_size, device, timeout, integrity)
         return domains.choose(found)
     world = domains.find(None)
     made = world is None
     if world is None:
         if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
-        world = _join(rank, world_size, table, device, timeout)
+        world = _join(rank, world_size, table, device, timeout, integrity)
     else:
         _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
     try:
@@ -176,7 +183,7 @@ def init(
         world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
     if domain is None:
         return domains.choose(world)
-    opened = _open_domain(world, domain, device, timeout)
+    opened = _open_domain(world, domain, device, timeout, integrity)
     if not opened.in_process:
         atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
@@ -214,6 +221,7 @@ def _join(
     table: RankTable | None,
     device: torch.device | str | None,
     timeout: float,
+    integrity: str | None,
 ) -> Communicator:
     """The communicator of the domain None."""
     if dist.is_initialized():
@@ -233,14 +241,14 @@ def _join(
                 device = "cuda"
             origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         chosen = _choose_device(device, info)[0] if device is not None else None
-        return Communicator(device=chosen, timeout=timeout, _origin=origin)
+        return Communicator(device=chosen, timeout=timeout, integrity=integrity, _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
     on_loopback = info.address is None or is_loopback(info.address[0])
     _make_group(info, chosen_device, timeout, on_loopback)
     try:
         origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
-        world = Communicator(device=chosen_device, timeout=timeout, _origin=origin)
+        world = Communicator(device=chosen_device, timeout=timeout, integrity=integrity, _origin=origin)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -249,7 +257,9 @@ def _join(
     return world
 
 
-def _open_domain(world: Communicator, name: str, device: torch.device | str | None, timeout: float) -> Communicator:
+def _open_domain(
+    world: Communicator, name: str, device: torch.device | str | None, timeout: float, integrity: str | None
+) -> Communicator:
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
     if world.in_process and device is not None and torch.device(device).type != world.device.type:
         raise ThinwireError(
@@ -259,21 +269,30 @@ def _open_domain(world: Communicator, name: str, device: torch.device | str | No
     origin = Origin(
         f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
     )
-    made = world._derive([tuple(range(world.size))], world.device if device is None else device, timeout, origin)
+    settings = Settings(world.device if device is None else device, timeout, integrity or world.integrity)
+    made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
     return made
 
 
 def _require_compatible(
-    comm: Communicator, rank: int | None, world_size: int | None, device: torch.device | str | None, timeout: float
+    comm: Communicator,
+    rank: int | None,
+    world_size: int | None,
+    device: torch.device | str | None,
+    timeout: float,
+    integrity: str | None = None,
 ) -> None:
     wanted: dict[str, object] = {
         "rank": rank,
         "world_size": world_size,
         "device": None if device is None else torch.device(device).type,
+        "integrity": integrity,
     }
-    present: dict[str, object] = {"rank": comm.rank, "world_size": comm.size, "device": comm.device.type}
+    present: dict[str, object] = {
+        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "integrity": comm.integrity
+    }  # fmt: skip
     if device is not None and torch.device(device).index is not None:
         wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)
     if timeout != DEFAULT_TIMEOUT:

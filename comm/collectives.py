@@ -43,6 +43,7 @@ class Collectives(HostCollectives):
         ThinwireError: the communicator is closed.
         PeerTimeout: a peer did not take part in time, or differently, or is gone; with `async_op`, from `wait()`.
             No further call is possible over this group.
+        IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; the same goes for it.
     """
 
     def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work[None]:
@@ -206,8 +207,8 @@ class Collectives(HostCollectives):
 
     @property
     def _on_nccl(self) -> bool:
-        """Whether the backend's own collectives are to be used."""
-        return self._exchange.backend == "nccl"
+        """Whether the backend's own collectives are to be used: they carry no checksums."""
+        return self._exchange.backend == "nccl" and self.integrity == "none"
 
     @property
     def _reductions(self) -> ModuleType:

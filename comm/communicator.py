@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from thinwire.comm.groups import (
     standalone_group,
     with_index,
 )
-from thinwire.comm.host_collectives import Attachment, Origin
+from thinwire.comm.host_collectives import Origin
+from thinwire.comm.integrity import MODES, agreed_mode, resolve_integrity
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.meeting import gloo_on_loopback
 from thinwire.comm.standby import Standby, join
@@ -37,7 +39,13 @@ from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, Transport
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
 
-Groups = tuple[tuple[int, ...], ...]
+
+class Settings(NamedTuple):
+    """What a communicator hands on to those that are made from it."""
+
+    device: torch.device | str
+    timeout: float
+    integrity: str
 
 
 class Communicator(Collectives):
@@ -52,8 +60,11 @@ class Communicator(Collectives):
             available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
             :meth:`post` then takes CPU memory only.
         timeout: seconds that a call may wait for a peer; None means 30.
+        integrity: "checksum": all that travels is compared with sums that were made where it was sent, and what differs
+            gives IntegrityError; "none": it is believed. None means THINWIRE_INTEGRITY, else "none".
 
     Raises:
+        ConfigMismatch: on every rank, when ranks passed different values of `integrity`.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -71,11 +82,12 @@ class Communicator(Collectives):
         *,
         device: torch.device | str | None = None,
         timeout: float | None = None,
+        integrity: str | None = None,
         _origin: Origin | None = None,
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        timeout = _checked_timeout(timeout)
+        timeout, mode = _checked_timeout(timeout), MODES.index(resolve_integrity(integrity))
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
         else:
@@ -87,19 +99,32 @@ class Communicator(Collectives):
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
+        modes = [mode]
+
+        def gather(value: object, shape: Any) -> list[Any]:
+            told = self._gather_short([mode, value], (int, shape))
+            modes[:] = [told_mode for told_mode, _ in told]
+            return [told_value for _, told_value in told]
+
         try:
             with self._recorder.begin("Communicator"):
                 if self.size > 1:
-                    self._standby = Standby.open(self.rank, self._gather_short)
+                    self._standby = Standby.open(self.rank, gather)
                     exchange.agree = self._standby.agree
                 self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
+                exchange.integrity = agreed_mode(modes, mode)
         except BaseException:
             exchange.close()
             raise
 
     @classmethod
     def of_threads(
-        cls, world: ThreadWorld, *, device: torch.device | str = "cpu", timeout: float | None = None
+        cls,
+        world: ThreadWorld,
+        *,
+        device: torch.device | str = "cpu",
+        timeout: float | None = None,
+        integrity: str | None = None,
     ) -> list[Communicator]:
         """Communicators of ranks that are threads of this process, without torch.distributed. Waits for nobody.
 
@@ -109,12 +134,13 @@ class Communicator(Collectives):
             world: what the ranks share; made for them alone.
             device: where the tensors of all ranks live: "cpu", or one GPU.
             timeout: seconds that a call may wait for a peer; None means 30.
+            integrity: see the constructor.
 
         >>> from thinwire.comm.threads import ThreadWorld
         >>> Communicator.of_threads(ThreadWorld(2))[1]
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
-        timeout = _checked_timeout(timeout)
+        timeout, integrity = _checked_timeout(timeout), resolve_integrity(integrity)
         chosen = with_index(as_device(device))
         if chosen.type not in ("cpu", "cuda"):
             raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
@@ -122,6 +148,7 @@ class Communicator(Collectives):
         for rank in range(world.size):
             comm = cls.__new__(cls)
             exchange = ThreadExchange(world, rank, timeout, chosen)
+            exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm._recorder.communicator = world.identity
             communicators.append(comm)
@@ -136,9 +163,9 @@ class Communicator(Collectives):
     ) -> Communicator:
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
-        It has this one's device and timeout; what goes wrong in one of the two does not touch the other. `close()`
-        destroys its process group, unless this one leaves out ranks of `torch.distributed`'s default group: that one's
-        name would come again with the next split, and its ranks would find the addresses of the old one.
+        It has this one's device, timeout and integrity; what goes wrong in one of the two does not touch the other.
+        `close()` destroys its process group, unless this one leaves out ranks of `torch.distributed`'s default group:
+        that one's name would come again with the next split, and its ranks would find the addresses of the old one.
         `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
 
         Args:
@@ -167,11 +194,13 @@ class Communicator(Collectives):
         )
         with self._settled_recorder().begin("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
-            return self._derive(wanted, self._device, self.timeout, origin)
+            return self._derive(wanted, self._settings, origin)
 
-    def _derive(
-        self, groups: Sequence[tuple[int, ...]], device: torch.device | str, timeout: float, origin: Origin
-    ) -> Communicator:
+    @property
+    def _settings(self) -> Settings:
+        return Settings(self._device, self.timeout, self.integrity)
+
+    def _derive(self, groups: Sequence[tuple[int, ...]], settings: Settings, origin: Origin) -> Communicator:
         """The communicator of this rank's group; threads stay on this one's device, and have an origin of their own.
 
         Collective; all ranks agree on the groups of this communicator's ranks, which hold each rank once.
@@ -181,10 +210,10 @@ class Communicator(Collectives):
             made: list[Communicator] = []
             if self.rank == own[0]:  # the first of each group makes the communicators of all, the others take theirs
                 world = ThreadWorld(len(own), within=self._exchange.world)
-                made = Communicator.of_threads(world, device=self._device, timeout=timeout)
+                made = Communicator.of_threads(world, **settings._replace(device=self._device)._asdict())
             return self.share_objects(made)[own[0]][own.index(self.rank)]
         if self._store is not None:
-            return self._derive_standalone(own, device, timeout, origin)
+            return self._derive_standalone(own, settings, origin)
         ranks = dist.get_process_group_ranks(self.group)
         everyone = {group: [ranks[rank] for rank in group] for group in groups}
         disordered = [members for members in everyone.values() if members != sorted(members)]
@@ -194,7 +223,7 @@ class Communicator(Collectives):
                 "a new group: name the axes in the order of the layout, or list the ranks of each group in ascending "
                 "order"
             )
-        limit = self._connect_limit(timeout)
+        limit = self._connect_limit(settings.timeout)
         # Where the default group is wider, its other ranks do not come here, so only members may take part.
         local = self._leaves_ranks_out
         with gloo_on_loopback(origin.on_loopback):
@@ -204,22 +233,20 @@ class Communicator(Collectives):
                 if group == own or not local
             }
         try:
-            return Communicator(new_groups[own], device=device, timeout=timeout, _origin=origin)
+            return Communicator(new_groups[own], **settings._asdict(), _origin=origin)
         except BaseException:
             if origin.owns_group:
                 dist.destroy_process_group(new_groups[own])
             raise
 
-    def _derive_standalone(
-        self, own: tuple[int, ...], device: torch.device | str, timeout: float, origin: Origin
-    ) -> Communicator:
+    def _derive_standalone(self, own: tuple[int, ...], settings: Settings, origin: Origin) -> Communicator:
         assert self._store is not None
         self._num_derived += 1
         store = dist.PrefixStore(f"{self._num_derived} {own}", self._store)
-        place, limit = own.index(self.rank), self._connect_limit(timeout)
+        place, limit = own.index(self.rank), self._connect_limit(settings.timeout)
         with gloo_on_loopback(origin.on_loopback):
-            group = join(lambda: standalone_group(store, place, len(own), limit), timeout, name_ranks(own))
-        return Communicator(group, device=device, timeout=timeout, _origin=origin, _store=store)
+            group = join(lambda: standalone_group(store, place, len(own), limit), settings.timeout, name_ranks(own))
+        return Communicator(group, **settings._asdict(), _origin=origin, _store=store)
 
     def _connect_limit(self, timeout: float) -> timedelta:
         """What a new process group is given, if calls over it wait for `timeout` seconds."""
@@ -241,10 +268,10 @@ class Communicator(Collectives):
     def shrink(self, lost: Iterable[int] | None = None) -> Communicator:
         """The communicator of the ranks that are left, whoever is lost. This one is closed. Collective over them.
 
-        Ranks are renumbered in their order; device and timeout stay. Left out are ranks that are lost, and who does not
-        come within twice the timeout, as another rank may learn so much later that something is wrong; a rank whose
-        process has ended is not waited for. Another call returns the same communicator; when a rank of that one is
-        lost, it can be shrunk in turn.
+        Ranks are renumbered in their order; device, timeout and integrity stay. Left out are ranks that are lost, and
+        who does not come within twice the timeout, as another rank may learn so much later that something is wrong; a
+        rank whose process has ended is not waited for. Another call returns the same communicator; when a rank of that
+        one is lost, it can be shrunk in turn.
 
         Where `thinwire.init` made this one's process group, the new one takes its place as `torch.distributed`'s
         default group, and all other groups of `torch.distributed` end. Else the new group is for this communicator
@@ -276,7 +303,7 @@ class Communicator(Collectives):
         exchange = self._exchange
         if isinstance(exchange, ThreadExchange):
             members, world = exchange.world.shrink(self.rank, left_out, 2 * self.timeout)
-            comms = Communicator.of_threads(world, device=self._device, timeout=self.timeout)
+            comms = Communicator.of_threads(world, **self._settings._asdict())
             made = comms[members.index(self.rank)]
         else:
             made = self._shrink_group(left_out)
@@ -314,17 +341,18 @@ class Communicator(Collectives):
         )
         made: Communicator | None = None
         problem: ThinwireError | None = None
+        kept = self._settings._asdict()
         try:
             if self._renews_default:
                 if backend == "nccl":
                     self.group.abort()  # kernels that wait for the lost would keep it from ending
                 with gloo_on_loopback(origin.on_loopback):
                     meeting.make(lambda store: renew_default_group(store, backend, place, size, limit, self._device))
-                made = Communicator(device=self._device, timeout=self.timeout, _origin=origin)
+                made = Communicator(**kept, _origin=origin)
             else:
                 with gloo_on_loopback(origin.on_loopback):
                     store, group = meeting.make(lambda store: (store, standalone_group(store, place, size, limit)))
-                made = Communicator(group, device=self._device, timeout=self.timeout, _origin=origin, _store=store)
+                made = Communicator(group, **kept, _origin=origin, _store=store)
         except ThinwireError as error:
             problem = error
         if not meeting.confirm(made is not None) or made is None:
@@ -352,6 +380,7 @@ class Communicator(Collectives):
                 f"  backend: {self._exchange.backend}",
                 f"  process group: {owner}",
                 f"  timeout: {self.timeout:g} s",
+                f"  integrity: {self.integrity}",
                 *([] if self._standby is None else [f"  {self._standby.describe()}"]),
                 f"  {self._recorder.describe()}",
                 *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
@@ -412,24 +441,6 @@ class Communicator(Collectives):
     def __repr__(self) -> str:
         backend = self._exchange.backend
         return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
-
-
-class _SharedSplit(Attachment):
-    """A communicator as an attachment of the one that it was split from."""
-
-    def __init__(self, communicator: Communicator, groups: Groups) -> None:
-        self.communicator, self.groups = communicator, groups
-
-    def describe(self) -> str:
-        return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
-
-    def close(self) -> None:
-        self.communicator._close_all()
-
-
-def shared_split(comm: Communicator, groups: Groups) -> Communicator:
-    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
-    return comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), groups)).communicator
 
 
 def _checked_timeout(timeout: float | None) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
+from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
@@ -111,6 +112,11 @@ class HostCollectives:
         return self._exchange.timeout
 
     @property
+    def integrity(self) -> str:
+        """ "checksum" where all that travels is compared with sums that were made where it was sent, else "none"."""
+        return self._exchange.integrity
+
+    @property
     def closed(self) -> bool:
         """Whether the communicator was closed, or its process group destroyed."""
         return self._closed or (self._group is not None and self._store is None and not group_exists(self._group))
@@ -152,7 +158,9 @@ class HostCollectives:
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None) -> Posted:
+    def post(
+        self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None, rows: Rows | None = None
+    ) -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -165,6 +173,7 @@ class HostCollectives:
                 that bytes of one kind are never taken for another; NCCL has no such check.
             sizes: how much goes to each rank and comes from there, in the caller's unit: compared like the label, where
                 messages of different sizes may have as many bytes.
+            rows: what the messages are made of, for errors that name a part; the same at both ends.
 
         Returns:
             What to wait for before the buffers are read or written.
@@ -172,8 +181,9 @@ class HostCollectives:
         Raises:
             ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
+            IntegrityError: a message was corrupted before; and so does `wait`, of those of this exchange.
         """
-        return self._settled_exchange().post(sends, receives, label, sizes)
+        return self._settled_exchange().post(sends, receives, label, sizes, rows)
 
     def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
         """What `make` returned at the first call with this key; closed when the communicator is.

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT
+from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
 from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
@@ -226,7 +227,8 @@ def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Comm
         return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
 
     received[comm.rank].copy_(sent[comm.rank])
-    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype} {list(x.shape[1:])}")
+    rows, label = Rows(x.itemsize * math.prod(x.shape[1:])), f"all_to_all_v {x.dtype} {list(x.shape[1:])}"
+    work = comm.post(byte_views(sent), byte_views(received), label, rows=rows)
 
     def finish() -> torch.Tensor:
         work.wait()

@@ -15,9 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, communicator_or_default
-from thinwire.comm.communicator import shared_split
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
+from thinwire.comm.shared_split import shared_split
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce

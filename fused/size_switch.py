@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.communicator import Attachment
+from thinwire.comm.host_collectives import Attachment
 from thinwire.comm.plain import OneOf, unique_keys
 from thinwire.comm.tensors import read_int
 from thinwire.errors import ThinwireError, WireFormatError
@@ -265,6 +265,8 @@ def _machine(comm: Communicator) -> str:
     hosts = comm.all_gather_data(platform.node(), str)
     placed = " ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
     backend = os.environ.get(BACKEND_VARIABLE) or ("numba" if HAS_NUMBA else "no numba")
+    if comm.integrity != "none":
+        kind += f", integrity {comm.integrity}"
     return (
         f"{placed}, {os.cpu_count()} processors, {device}, {kind}, {backend}, thinwire {VERSION}, "
         f"torch {torch.__version__}"

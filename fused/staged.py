@@ -17,6 +17,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted, Sizes
+from thinwire.comm.integrity import Rows
 from thinwire.fused.counts import dense_segments
 
 #: Bytes of one piece of one pair's records.
@@ -74,7 +75,8 @@ class StagedExchange:
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
                 incoming[comm.rank].copy_(outgoing[comm.rank])
-            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes)
+            rows = Rows(record_bytes, start)
+            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes, rows)
             pieces.append((work, start, stop))
         return cls(received, pieces)
 

@@ -14,7 +14,7 @@ import torch
 
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import LaneError, PeerTimeout, RoutingError
+from thinwire.errors import IntegrityError, LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import DirectTransport
@@ -23,11 +23,17 @@ from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
+    CHECKED_NAMES,
+    CHECKED_PLANES,
+    CHECKED_SUM,
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
     REFUSED,
     REPORT_BAD_IDS,
+    REPORT_CHECKED,
+    REPORT_ROW,
+    REPORT_SOURCE,
     SIGNAL_DTYPE,
     SIGNAL_TOKENS,
     Lane,
@@ -81,6 +87,7 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs)
         self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
+        self.raise_corruption(lane)
         return _DirectRound(self, lane, x)
 
     def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +141,7 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs)
         self._end_leg(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
+        self.raise_corruption(lane)
 
     def _end_leg(self, lane: int, phase: int) -> None:
         """Waits for all peers' part of a leg of which this rank has sent its own."""
@@ -194,18 +202,24 @@ class DirectRounds(DirectTransport, Rounds):
         lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
         return lines.cpu().view(torch.int32).view(self.world, -1)
 
+    def raise_corruption(self, lane: int) -> None:
+        """`raise_failure`, where kernels compare what they read with its checksums, and have done so by now."""
+        if self.lanes[lane].layout.CHECKSUMS and not self.on_gpu:
+            self.raise_failure(lane)
+
     def raise_failure(self, lane: int) -> None:
         """Raises what kernels reported on a lane.
 
         Raises:
             PeerTimeout: a wait ended, on this lane or another; all stay unusable until `rebuild`.
+            IntegrityError: what arrived is not what was sent; the same goes for it.
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
         if self._failed is None:
-            self._look_for_timeout()
+            self._look_for_end()
         if self._failed is not None:
             self._tell_all_lanes()
-            raise self._timeout(self._failed)
+            raise self._end_of(self._failed)
         report = self._reports[lane]
         if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
@@ -216,11 +230,11 @@ class DirectRounds(DirectTransport, Rounds):
                 "they counted as none"
             )
 
-    def _look_for_timeout(self) -> None:
+    def _look_for_end(self) -> None:
         for lane, report in enumerate(self._reports):
-            if report[signal.REPORT_STATUS] == signal.TIMED_OUT:
+            if report[signal.REPORT_STATUS] in (signal.TIMED_OUT, signal.CORRUPTED):
                 if self.capturing:
-                    raise self._timeout(lane)  # what follows would become a part of the graph
+                    raise self._end_of(lane)  # what follows would become a part of the graph
                 self._failed = lane
                 return
 
@@ -243,6 +257,26 @@ class DirectRounds(DirectTransport, Rounds):
                     tensors.control[signal.CONTROL_EPOCH] = own + 1
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
         self._told_all = True
+
+    def _end_of(self, lane: int) -> PeerTimeout | IntegrityError:
+        """What ended a lane, and all others with it."""
+        corrupted = self._reports[lane][signal.REPORT_STATUS] == signal.CORRUPTED
+        return self._corruption(lane) if corrupted else self._timeout(lane)
+
+    def _corruption(self, lane: int) -> IntegrityError:
+        report = self._reports[lane]
+        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
+        what, source, row = (int(report[word]) for word in (REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW))
+        whose = "this rank's" if what == CHECKED_SUM else "its"
+        of = f" of {whose} token {row}" if what >= CHECKED_PLANES else ""
+        return IntegrityError(
+            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: what arrived is not what was "
+            f"sent, by its checksums: the {CHECKED_NAMES[what]}{of} from rank {source}; no lane can be used any more, "
+            "rebuild() makes new ones",
+            rank=source,
+            rows=(range(row, row + 1),),
+            call=epoch,
+        )
 
     def _timeout(self, lane: int) -> PeerTimeout:
         report, everyone = self._reports[lane], range(self.world)
@@ -308,7 +342,8 @@ class DirectRounds(DirectTransport, Rounds):
         if self._failed is None:
             return None
         self._tell_all_lanes()
-        return self._timeout(self._failed).ranks
+        error = self._end_of(self._failed)
+        return error.ranks if isinstance(error, PeerTimeout) else ()  # whose row it was is there, and may stay
 
     @property
     def memory_bytes(self) -> int:
@@ -362,6 +397,7 @@ class _DirectRound(Dispatched):
         tokens = new_rows(self._like, capacity, (self._rounds.config.hidden_size,))
         overflow = self._like.new_empty((), dtype=torch.bool)
         self._rounds.kernels.gather(self._tensors, tokens, overflow)
+        self._rounds.raise_corruption(self.lane)
         return tokens, overflow
 
     def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:

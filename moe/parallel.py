@@ -130,6 +130,7 @@ class ExpertParallel:
             wire=self.wire,
             combine_wire=self.combine_wire,
             dtype=self.dtype,
+            checksums=self.comm.integrity != "none",
         )
         asked = self._config.transport == "direct"
         reason = "as asked for" if asked else "every rank can map every peer's memory"
@@ -140,6 +141,7 @@ class ExpertParallel:
             {},
             lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
+            checked_by=("numba",),
         )
 
     def dispatch(
@@ -167,6 +169,7 @@ class ExpertParallel:
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
+            IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
         self._require_not_closed()
         self._require_lane(lane)
@@ -267,7 +270,7 @@ class ExpertParallel:
             LaneError: the round is over, or not this object's.
             RoutingError: shapes or dtypes that do not fit; gradients wanted.
             TransportUnavailable: tensors on another kind of device than the communicator's.
-            PeerTimeout: a peer did not answer in time.
+            PeerTimeout, IntegrityError: as `dispatch`.
         """
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
@@ -298,6 +301,7 @@ class ExpertParallel:
 
         Raises:
             PeerTimeout: a peer did not answer in time.
+            IntegrityError: what arrived in an earlier call is not what was sent.
             RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
         """
         self._require_not_closed()
@@ -313,7 +317,7 @@ class ExpertParallel:
         Args:
             group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
                 has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
-                communicator, or a process group that is given this one's device and timeout.
+                communicator, or a process group that is given this one's device, timeout and integrity.
 
         Raises:
             ArgumentError: ranks that this one's communicator does not have.
@@ -327,7 +331,8 @@ class ExpertParallel:
         elif group is None or isinstance(group, Iterable):
             comm = self.comm.shrink(self._rounds.lost if group is None else group)
         else:
-            comm = Communicator(group, device=self.comm.device, timeout=self.comm.timeout)
+            old = self.comm
+            comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._settled_recorder().begin("rebuild"):

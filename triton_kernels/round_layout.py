@@ -4,6 +4,8 @@ Every rank of a group has one symmetric buffer a lane, with the same offsets eve
 
     [ stuck lines ][ dispatch lines ][ combine lines ][ expert ids ][ router weights ][ records ][ sums ]
 
+and, where rows are checked, behind all that [ checksums ], 16 bytes for each line, token, record and sum.
+
 A *line* is 64 bytes that one peer writes: a flag, and behind it what the flag publishes. What a peer writes lies at
 that peer's own place, so no two ranks ever write the same byte. `docs/protocol.md` says when each is written and read.
 """
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from thinwire.triton_kernels.checksum import SUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
@@ -32,6 +35,11 @@ SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without s
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
 CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the CPU's last routing left filled
 REPORT_BAD_IDS = 3
+REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW = 4, 5, 6  # with CORRUPTED: what of which rank, and which of its tokens
+
+# What has checksums.
+CHECKED_LINE, CHECKED_COMBINE_LINE, CHECKED_PLANES, CHECKED_RECORD, CHECKED_SUM = range(1, 6)
+CHECKED_NAMES = ("", "dispatch line", "combine line", "expert ids and weights", "record", "sum")
 
 # What the kernels call a row's dtype.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -68,6 +76,11 @@ class RoundLayout(SignalLayout):
     DTYPE: int = SIGNAL_DTYPE
     HAS_SUMS: int = SIGNAL_HAS_SUMS
     BAD_IDS: int = REPORT_BAD_IDS
+    # Byte offsets of int64 [..., 2], or all 0: there are none.
+    CHECKSUMS: int = 0  # of records, [world][max_tokens]
+    LINE_CHECKSUMS: int = 0  # [phase][world]
+    PLANE_CHECKSUMS: int = 0  # [world][max_tokens]
+    SUM_CHECKSUMS: int = 0  # [max_tokens][SLOTS]
 
     __hash__ = SignalLayout.__hash__
 
@@ -83,11 +96,13 @@ class RoundLayout(SignalLayout):
         wire: WireFormat,
         combine_wire: WireFormat,
         dtype: torch.dtype | None = None,
+        checksums: bool = False,
     ) -> RoundLayout:
         """The layout, before anything is allocated.
 
         Args:
             dtype: the tokens'; None leaves room for float32. It matters to the wire format `none` alone.
+            checksums: whether there is room for them.
 
         >>> wire = WireFormat.parse("int8")
         >>> layout = RoundLayout.of(
@@ -106,6 +121,14 @@ class RoundLayout(SignalLayout):
         weights = _aligned(ids + plane)
         records = _aligned(weights + plane)
         sums = _aligned(records + world * max_tokens * record_bytes)
+        num_bytes, places = _aligned(sums + max_tokens * slots * sum_bytes), {}
+        if checksums:
+            counts = {
+                "CHECKSUMS": world * max_tokens, "LINE_CHECKSUMS": 2 * world, "PLANE_CHECKSUMS": world * max_tokens,
+                "SUM_CHECKSUMS": max_tokens * slots,
+            }  # fmt: skip
+            for name, count in counts.items():
+                places[name], num_bytes = num_bytes, _aligned(num_bytes + count * SUM_BYTES)
         return cls(
             WORLD=world,
             NUM_EXPERTS=num_experts,
@@ -122,7 +145,8 @@ class RoundLayout(SignalLayout):
             WEIGHTS=weights,
             RECORDS=records,
             SUMS=sums,
-            NUM_BYTES=_aligned(sums + max_tokens * slots * sum_bytes),
+            NUM_BYTES=num_bytes,
+            **places,
         )
 
     def first_expert(self, rank: int) -> int:

@@ -32,7 +32,7 @@ CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
 CONTROL_WORDS = 16
 
 # Values of the status word. Anything but RUNNING is poisoned memory: its kernels send nothing and give NaN.
-RUNNING, TIMED_OUT, MISMATCHED = 0, 1, 2
+RUNNING, TIMED_OUT, MISMATCHED, CORRUPTED = 0, 1, 2, 3
 
 # int32 words of a report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three words a
 # peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0 nothing, 1

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "comm": "Communicator Work init",
     "comm.layout": "Layout",
-    "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError LaneError LayoutError "
-    "PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
+    "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError IntegrityError LaneError "
+    "LayoutError PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
     "fused.all_gather": "all_gather all_gather_v",
     "fused.all_reduce": "all_reduce",
     "fused.all_to_all": "all_to_all_v",

@@ -1,8 +1,8 @@
 """Every error thinwire raises on purpose.
 
 Each derives from :class:`ThinwireError` and from the nearest builtin, so that callers may catch either. Each message
-says what was wrong, where, and what would be accepted. All but :class:`PeerTimeout` are raised before any row is sent;
-what depends on a peer's counts is raised after those were exchanged.
+says what was wrong, where, and what would be accepted. All but :class:`PeerTimeout` and :class:`IntegrityError`
+are raised before any row is sent; what depends on a peer's counts is raised after those were exchanged.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "ConfigMismatch",
     "CountsError",
+    "IntegrityError",
     "LaneError",
     "LayoutError",
     "PeerTimeout",
@@ -92,6 +93,22 @@ class PeerTimeout(ThinwireError, TimeoutError):
         self.lane = lane
         self.epoch = epoch
         self.phase = phase
+
+
+class IntegrityError(ThinwireError, RuntimeError):
+    """What arrived is not what was sent, by its checksums; only with `integrity="checksum"`.
+
+    Nothing was returned of it. What raised this, a communicator, cannot be used any more.
+
+    Attributes:
+        rank: the sender; the lowest one, where several are concerned.
+        rows: of its rows the stretches that differ, and may hold some that do not; bytes, where a message has no rows.
+        call: the number of the message among those from that rank.
+    """
+
+    def __init__(self, message: str, *, rank: int, rows: Iterable[range], call: int) -> None:
+        super().__init__(message)
+        self.rank, self.rows, self.call = rank, tuple(rows), call
 
 
 class TransportUnavailable(ThinwireError, RuntimeError):

@@ -20,7 +20,7 @@ from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
-from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import all_to_all_v, checksum, collective, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -47,7 +47,7 @@ READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_ro
 COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
-CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
+CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
 #: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
@@ -156,6 +156,9 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         return _collective_launcher(case)
     if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS:
         return _round_launcher(case)
+    if case.kernel == "checksums":
+        octets = torch.empty(5 * case.hidden, dtype=torch.uint8)
+        return checksum.row_checksums, (octets, case.hidden, 1, 0, torch.empty(5, 2, dtype=torch.int64)), 0
     if case.kernel not in CODEC_KERNELS:
         return _channel_launcher(case)
     wire = WireFormat.parse(case.wire)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
-from thinwire.comm.communicator import shared_split
 from thinwire.comm.groups import keeps_order
 from thinwire.comm.layout import Layout
+from thinwire.comm.shared_split import shared_split
 from thinwire.errors import ConfigMismatch, LayoutError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks

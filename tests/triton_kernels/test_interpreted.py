@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import codec, pack, sums
+from thinwire.triton_kernels import checksum, codec, pack, sums
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -125,6 +125,17 @@ def _check_combine(spec: str, hidden: int) -> None:
         assert_same_bits(spec, sums.sum_records_reference(expected, record_index, wire, hidden, target), out)
 
 
+def _checksums(comm: Communicator) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for count, row_bytes in ((0, 5), (1, 1), (41, 41), (3000, 96), (3001, 1500), (5000, 4096)):
+        data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        seed, rows = checksum.seed_of(count, 3), -(-count // row_bytes)
+        got = torch.full((rows + 1, 2), 7)
+        checksum.row_checksums(data, row_bytes, seed, 2**33, got[:rows])
+        assert torch.equal(got[:rows], checksum.row_checksums_reference(data, row_bytes, seed, 2**33)), row_bytes
+        assert (got[rows] == 7).all(), "behind the sums was written"
+
+
 def test_the_codec_equals_the_reference() -> None:
     run_ranks(_codec_properties, 1, env=INTERPRETED, timeout=300)
 
@@ -140,3 +151,7 @@ def test_pack_and_unpack_equal_their_references() -> None:
 
 def test_combine_equals_its_reference() -> None:
     run_ranks(_combine, 1, env=INTERPRETED, timeout=300)
+
+
+def test_checksums_equal_their_reference() -> None:
+    run_ranks(_checksums, 1, env=INTERPRETED, timeout=300)

@@ -29,9 +29,17 @@ from thinwire.triton_kernels.cpu.lane import (
     token_count,
 )
 from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
+from thinwire.triton_kernels.cpu.round_checksum import (
+    combined_fits,
+    combined_sums,
+    epoch_of,
+    lines_fit,
+    planes_fit,
+    put,
+)
 from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
-from thinwire.triton_kernels.round_layout import SIGNAL_HAS_SUMS, Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, SIGNAL_HAS_SUMS, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
@@ -51,12 +59,14 @@ def terms_within(positions, lane, row_count, chosen):
 
 @kernel
 def send_sums_kernel(
-    numbers, buffer_ptrs, control, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
+    numbers, buffer_ptrs, control, report, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
     fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """Sums to their homes, then the combine line and its flag. `row_stride` is in bytes."""
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
         return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
         return MIXED_DTYPES
@@ -81,7 +91,12 @@ def send_sums_kernel(
                 continue
             factors = weights + 4 * first
             total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, lane.hidden, parts)
-            pack_sum_row(total, lane.dtype, sums + (token * lane.slots + ordinal) * lane.sum_bytes, layout)
+            place = token * lane.slots + ordinal
+            record = sums + place * lane.sum_bytes
+            pack_sum_row(total, lane.dtype, record, layout)
+            if lane.checksums:
+                pair = combined_sums(record, lane, epoch_of(control), lane.rank, place)
+                put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
     publish_sums(buffer_ptrs, lane, control, 1)
     return WRITTEN
 
@@ -98,18 +113,23 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
     scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K))
-    memory = addresses(lane, "buffer_ptrs", "control", "positions", "weights")
+    memory = addresses(lane, "buffer_ptrs", "control", "report", "positions", "weights")
     rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     result = send_sums_kernel(numbers.address, *memory, *rows, dtype_code(expert_out.dtype), scratch)
     check_dtype(result, "dtype", dtype)
 
 
 @kernel
-def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scratch, fingerprint=FINGERPRINT):
+def sum_home_kernel(numbers, buffer_ptrs, control, report, out, out_stride, tokens, scratch, fingerprint=FINGERPRINT):
     """Adds up what came home into the rows at `out`. `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return POISONED
+    for phase in range(DISPATCH, COMBINE + 1):
+        # Of the dispatch lines only the own one is not written to by now: peers may be a phase ahead.
+        first, stop = (lane.rank, lane.rank + 1) if phase == DISPATCH else (0, lane.world)
+        if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
+            return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
         return MIXED_DTYPES
     if tokens != token_count(buffer_ptrs, lane, lane.rank):
@@ -119,12 +139,17 @@ def sum_home_kernel(numbers, buffer_ptrs, control, out, out_stride, tokens, scra
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     for token in range(tokens):
+        if lane.checksums and not planes_fit(buffer_ptrs, lane, control, report, lane.rank, token):
+            return POISONED
         count = destinations(first_ids + 4 * token * lane.top_k, lane, ranks)
         for j in range(count):
             # The list of ranks becomes one of records, in place.
-            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, load_int64(ranks + 8 * j))
+            source, place = load_int64(ranks + 8 * j), token * lane.slots + j
+            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, source)
             has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
-            store_int64(ranks + 8 * j, token * lane.slots + j if has_sums else -1)
+            if has_sums and lane.checksums and not combined_fits(buffer_ptrs, lane, control, report, source, place):
+                return POISONED
+            store_int64(ranks + 8 * j, place if has_sums else -1)
         row = out + token * out_stride
         sum_record_row(own + lane.sums, lane.sum_bytes, ranks, count, lane.dtype, layout, row, scratch)
     return WRITTEN
@@ -143,7 +168,8 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     numbers = numbers_that_fit(lane, out.dtype)
     scratch = scratch_of(lane, scratch_bytes(layout.HIDDEN, layout.SLOTS))
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
-    result = sum_home_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), *rows, scratch)
+    memory = addresses(lane, "buffer_ptrs", "control", "report")
+    result = sum_home_kernel(numbers.address, *memory, *rows, scratch)
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

@@ -34,6 +34,15 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
 )
 from thinwire.triton_kernels.cpu.launch import addresses
+from thinwire.triton_kernels.cpu.round_checksum import (
+    epoch_of,
+    lines_fit,
+    next_epoch,
+    plane_sums,
+    put,
+    put_line_sums,
+    record_sums,
+)
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
@@ -108,29 +117,42 @@ def send_tokens_kernel(
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
     layout = record_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
+    epoch = next_epoch(control)
     for token in range(tokens):
         first = token * lane.top_k
         ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
         if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
             store_int32(report + 4 * REPORT_BAD_IDS, 1)
+        slot = first_slot + token
+        if lane.checksums:
+            pair = plane_sums(ids, weights, lane, epoch, lane.rank, slot)
+            put(own + lane.plane_checksums + 16 * slot, pair)
         count = destinations(ids, lane, ranks)
         if count == 0:
             continue
-        record = lane.records + (first_slot + token) * lane.record_bytes
+        record = lane.records + slot * lane.record_bytes
         written = load_int64(buffer_ptrs + 8 * load_int64(ranks)) + record
         quantize_row(x + token * x_stride, lane.dtype, written, layout)
         for j in range(1, count):
             copy_bytes(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + record, written, lane.record_row_bytes)
+        if lane.checksums:
+            pair = record_sums(written, lane, epoch, lane.rank, slot)
+            for j in range(count):
+                put(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
     plane_bytes = 4 * max(tokens, 0) * lane.top_k
     for peer in range(lane.world):
         base = load_int64(buffer_ptrs + 8 * peer)
         if peer != lane.rank:
             copy_bytes(base + ids_plane, own + ids_plane, plane_bytes)
             copy_bytes(base + weights_plane, own + weights_plane, plane_bytes)
+            if lane.checksums:
+                sums = lane.plane_checksums + 16 * first_slot
+                copy_bytes(base + sums, own + sums, 16 * max(tokens, 0))
         line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
         store_int32(line + 4 * SIGNAL_TOKENS, tokens)
         store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word)
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH)) + 1
+        if lane.checksums:
+            put_line_sums(base, line, lane, DISPATCH, epoch, lane.rank)
     store_int32(control + 4 * CONTROL_EPOCH, epoch)
     publish(buffer_ptrs, lane.world, lane.rank, lane.signals, epoch)
 
@@ -177,7 +199,10 @@ def refuse(lane: Lane) -> None:
 def publish_sums(buffer_ptrs, lane, control, has_sums):
     """Signals the combine phase of the open round, with sums or without, to all ranks."""
     for peer in range(lane.world):
-        store_int32(signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank) + 4 * SIGNAL_HAS_SUMS, has_sums)
+        line = signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank)
+        store_int32(line + 4 * SIGNAL_HAS_SUMS, has_sums)
+        if lane.checksums:
+            put_line_sums(load_int64(buffer_ptrs + 8 * peer), line, lane, COMBINE, epoch_of(control), lane.rank)
     publish(buffer_ptrs, lane.world, lane.rank, lane.combine_signals, load_int32(control + 4 * CONTROL_EPOCH))
 
 
@@ -220,6 +245,8 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, limit, f
     ended = wait_or_give_up(
         buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, limit, report
     )
+    if ended == ARRIVED and lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, 0, lane.world):
+        return ended
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
     if ended == ARRIVED and phase == DISPATCH and not lines_agree(buffer_ptrs, lane, report):
         status = MISMATCHED

@@ -33,6 +33,7 @@ RANKS_BYTES = 8 * MAX_WORLD
 _OF_LAYOUT = (
     "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
     "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums",
+    "checksums", "line_checksums", "plane_checksums", "sum_checksums",
 )  # fmt: skip
 
 #: All that is the same in every round of a lane.

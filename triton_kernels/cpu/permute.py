@@ -38,7 +38,8 @@ from thinwire.triton_kernels.cpu.lane import (
     token_count,
 )
 from thinwire.triton_kernels.cpu.launch import addresses
-from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
+from thinwire.triton_kernels.cpu.round_checksum import lines_fit, planes_fit, record_fits
+from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `gather_kernel` returns, beside what other kernels do: the index or the offsets are not what routing wrote.
@@ -129,13 +130,29 @@ def clear_rows(lane, rows, cleared, index, counts, offsets):
         store_int64(index + 8 * row, -1)
 
 
+@device
+def all_fit(buffer_ptrs, lane, control, report):
+    """Whether all that routing reads fits its checksums; if not, the lane has ended."""
+    if not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
+        return False
+    for source in range(lane.world):
+        for token in range(token_count(buffer_ptrs, lane, source)):
+            if not planes_fit(buffer_ptrs, lane, control, report, source, token):
+                return False
+    return True
+
+
 @kernel
-def route_kernel(numbers, buffer_ptrs, control, index, counts, offsets, positions, weights, fingerprint=FINGERPRINT):
+def route_kernel(
+    numbers, buffer_ptrs, control, report, index, counts, offsets, positions, weights, fingerprint=FINGERPRINT
+):
     """Fills a lane's index, expert_counts, expert_offsets, positions and weights, whose addresses these are."""
     lane = numbers_at(numbers)
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     token_counts = stack_buffer(RANKS_BYTES)
     running = load_int32(control + 4 * CONTROL_STATUS) == RUNNING
+    if running and lane.checksums:
+        running = all_fit(buffer_ptrs, lane, control, report)
     # Only what the last round left in `positions` and in `index` is cleared, or a decode step would pay for slots that
     # only a prefill fills.
     cleared = np.int64(load_int32(control + 4 * CONTROL_TOKENS))
@@ -163,7 +180,7 @@ def route(lane: Lane) -> None:
     """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used."""
     numbers = numbers_of(lane)
     rows = addresses(lane, "index", "expert_counts", "expert_offsets", "positions", "weights")
-    route_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), *rows)
+    route_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control", "report"), *rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,12 +189,14 @@ def route(lane: Lane) -> None:
 
 @kernel
 def gather_kernel(
-    numbers, buffer_ptrs, control, index, offsets, out, out_stride, capacity, overflow, fingerprint=FINGERPRINT
+    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, overflow, fingerprint=FINGERPRINT
 ):
     """Rows of the experts' input out of the records, at the address `out`; `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     store_int8(overflow, 0)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, lane.rank, lane.rank + 1):
         return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.record_kind):
         return MIXED_DTYPES
@@ -195,6 +214,8 @@ def gather_kernel(
             return _OVERWRITTEN
         if record < 0:
             zero_bytes(out + row * out_stride, lane.hidden * element_bytes(lane.dtype))
+        elif lane.checksums and not record_fits(buffer_ptrs, lane, control, report, record):
+            return POISONED
         else:
             dequantize_row(records + record * lane.record_bytes, out + row * out_stride, lane.dtype, layout)
     return WRITTEN
@@ -213,7 +234,7 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     numbers = numbers_of(lane, out.dtype)
-    memory = addresses(lane, "buffer_ptrs", "control", "index", "expert_offsets")
+    memory = addresses(lane, "buffer_ptrs", "control", "report", "index", "expert_offsets")
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
     result = gather_kernel(numbers.address, *memory, *rows, overflow.data_ptr())
     check_dtype(result, "out", out.dtype)

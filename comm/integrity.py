@@ -1,0 +1,103 @@
+"""Whether what arrives is what was sent: the option `integrity`, and the sums of what travels through an exchange.
+
+What is compared with its sums are *blocks*: whole rows of a message, as many as have `BLOCK_BYTES`, and at least one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from thinwire.errors import ArgumentError, ConfigMismatch
+from thinwire.triton_kernels import checksum
+from thinwire.triton_kernels.cpu import HAS_NUMBA
+
+#: What `integrity=` accepts.
+MODES = ("none", "checksum")
+VARIABLE = "THINWIRE_INTEGRITY"
+
+BLOCK_BYTES = 4096
+
+
+class Rows(NamedTuple):
+    """What a message is made of, for errors that name a part of it.
+
+    Attributes:
+        num_bytes: of a row; 1 where the message has no rows.
+        first: the number of its first row.
+    """
+
+    num_bytes: int = 1
+    first: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that have two sums together."""
+        return self.num_bytes * max(1, BLOCK_BYTES // self.num_bytes)
+
+    def name(self, blocks: Iterable[int], message_bytes: int) -> tuple[range, ...]:
+        """The rows of blocks of one message, as stretches, ascending."""
+        per_block, total = self.block_bytes // self.num_bytes, -(-message_bytes // self.num_bytes)
+        stretches: list[range] = []
+        for block in blocks:
+            start, stop = self.first + block * per_block, self.first + min((block + 1) * per_block, total)
+            if stretches and stretches[-1].stop == start:
+                start = stretches.pop().start
+            stretches.append(range(start, stop))
+        return tuple(stretches)
+
+
+def resolve_integrity(integrity: str | None) -> str:
+    """The mode, for None that of the environment, else "none".
+
+    Raises:
+        ArgumentError: something else than a mode, there or here.
+    """
+    value, source = integrity, "integrity"
+    if integrity is None:
+        value, source = os.environ.get(VARIABLE) or MODES[0], f"{VARIABLE} in the environment"
+    if not isinstance(value, str) or value not in MODES:
+        raise ArgumentError(f"{source} is {value!r}, expected one of: {', '.join(MODES)}")
+    return value
+
+
+def agreed_mode(modes: list[int], own: int) -> str:
+    """The mode of all ranks, of which each has told the number of its own in MODES; or ConfigMismatch."""
+    if set(modes) == {own}:
+        return MODES[own]
+    told = (f"{dict(enumerate(MODES)).get(mode, mode)!r} on rank {rank}" for rank, mode in enumerate(modes))
+    raise ConfigMismatch(f"Communicator: the ranks' settings differ\n  integrity: {'; '.join(told)}")
+
+
+def checksums(message: torch.Tensor, rows: Rows, seed: int) -> torch.Tensor:
+    """The sums of a message's blocks, uint8 [blocks * 16], where the message is, by whichever kernel there is for it.
+
+    Args:
+        message: uint8 [bytes], contiguous.
+        seed: see `thinwire.triton_kernels.checksum.seed_of`.
+    """
+    block_bytes = rows.block_bytes
+    if message.device.type == "cpu" and not HAS_NUMBA:
+        sums = checksum.row_checksums_reference(message, block_bytes, seed, rows.first)
+    else:
+        sums = message.new_empty(-(-message.numel() // block_bytes), 2, dtype=torch.int64)
+        if message.device.type == "cpu":
+            # Here, not above: loading numba takes a while, and most ranks do without it.
+            from thinwire.triton_kernels.cpu.checksum import row_checksums
+
+            row_checksums(message, block_bytes, seed, rows.first, sums)
+        else:
+            checksum.row_checksums(message, block_bytes, seed, rows.first, sums)
+    return sums.view(-1).view(torch.uint8)
+
+
+def differing_blocks(sums: torch.Tensor, others: torch.Tensor) -> list[int]:
+    """The numbers of blocks whose sums, as `checksums` gives them, are not the same. Waits for the device."""
+    if torch.equal(sums, others):
+        return []
+    pairs = (found.view(torch.int64).view(-1, 2) for found in (sums, others))
+    differs: torch.Tensor = torch.ne(*pairs).any(1)
+    return differs.nonzero()[:, 0].tolist()

@@ -1,0 +1,147 @@
+"""Sums by which a receiver knows that a row is the one that was sent: two of 64 bits for each row.
+
+Of a row of n little-endian words of 64 bits, the last one padded with zeros, w_0 ... w_{n-1}::
+
+    a = sum of w_i + s            b = sum of (i + 1) * w_i + t            all modulo 2**64
+
+s and t come from a seed, which says which call, sender and kind of row it is, and from the row's number: a row of an
+earlier call, or one in another's place, is consistent with itself and yet wrong. s is odd, so that zeroed memory,
+sums included, never fits.
+
+a sees every change of one word, b words that changed places. What both miss is in docs/reliability.md, "Integrity".
+Nothing here is cryptographic: who wants to can make a row that fits.
+
+Source: splitmix64 is Vigna's, from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.triton_kernels.compat import tl, triton
+
+#: Bytes of a row's two sums.
+SUM_BYTES = 16
+
+
+def _signed(word: int) -> int:
+    """The number of the same 64 bits that int64 holds."""
+    return (word & 0xFFFFFFFFFFFFFFFF) - ((word & 0x8000000000000000) << 1)
+
+
+#: splitmix64's: the step of its counter, and for each of its three stages the shift and the factor.
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+STAGES = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_SHIFT_0, _FACTOR_0 = (tl.constexpr(value) for value in STAGES[0])
+_SHIFT_1, _FACTOR_1 = (tl.constexpr(value) for value in STAGES[1])
+_SHIFT_2 = tl.constexpr(STAGES[2][0])
+# int64 shifts its sign in; these take it out again.
+_MASK_0, _MASK_1, _MASK_2 = (tl.constexpr((1 << (64 - shift)) - 1) for shift, _ in STAGES)
+_BLOCK = 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
+
+
+def seed_of(*words: int) -> int:
+    """One number, an int64, from several, such as a call's number and its sender's rank.
+
+    >>> seed_of(1, 2) != seed_of(2, 1)
+    True
+    """
+    seed = 0
+    for word in words:
+        z = (seed ^ word) + GOLDEN & 0xFFFFFFFFFFFFFFFF
+        for shift, factor in STAGES:
+            z = (z ^ z >> shift) * factor & 0xFFFFFFFFFFFFFFFF
+        seed = z
+    return _signed(seed)
+
+
+def _mix_reference(words: torch.Tensor) -> torch.Tensor:
+    """One step of splitmix64 from each state, int64."""
+    z = words + GOLDEN
+    for shift, factor in STAGES:
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor  # int64 shifts its sign in
+    return z
+
+
+@triton.jit
+def mix(word):
+    """One step of splitmix64 from a state, int64."""
+    z = word + _GOLDEN
+    z = (z ^ ((z >> _SHIFT_0) & _MASK_0)) * _FACTOR_0
+    z = (z ^ ((z >> _SHIFT_1) & _MASK_1)) * _FACTOR_1
+    return z ^ ((z >> _SHIFT_2) & _MASK_2)
+
+
+@triton.jit
+def row_seed(seed, number):
+    """s of a row; t is `mix` of it. Both int64."""
+    return mix(seed ^ number) | 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums
+
+
+@triton.jit
+def element_sums(bits, offsets):
+    """What elements add to a and b: their bits, without a sign, as int64, and their places in the row, in bytes.
+
+    Elements have 1, 2, 4 or 8 bytes and lie at multiples of that; what is masked has the bits 0.
+    """
+    words = bits << ((offsets & 7) * 8).to(tl.int64)
+    return tl.sum(words), tl.sum(words * ((offsets >> 3) + 1).to(tl.int64))
+
+
+@triton.jit
+def row_checksums_kernel(data_ptr, num_bytes, row_bytes, seed, first, sums_ptr, BLOCK: tl.constexpr):
+    """The sums of one row, a program each."""
+    row = tl.program_id(0).to(tl.int64)
+    start = row * row_bytes
+    size = tl.minimum(num_bytes - start, row_bytes)
+    a = row_seed(seed, row + first)
+    b = mix(a)
+    for begin in range(0, row_bytes, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        octets = tl.load(data_ptr + start + offsets, mask=offsets < size, other=0)
+        more_a, more_b = element_sums(octets.to(tl.int64) & 0xFF, offsets)
+        a, b = a + more_a, b + more_b
+    tl.store(sums_ptr + 2 * row, a)
+    tl.store(sums_ptr + 2 * row + 1, b)
+
+
+def row_checksums(data: torch.Tensor, row_bytes: int, seed: int, first: int, sums: torch.Tensor) -> None:
+    """The sums of each row.
+
+    Args:
+        data: uint8 [bytes], contiguous; the last row may be short.
+        row_bytes: of each row, at least 1.
+        seed: see `seed_of`.
+        first: the number of the first row.
+        sums: int64 [rows, 2], contiguous: a and b of each row.
+    """
+    if not sums.shape[0]:
+        return
+    with torch.cuda.device_of(data):  # Triton launches on the current device
+        row_checksums_kernel[(sums.shape[0],)](
+            data.view(torch.int8), data.numel(), row_bytes, seed, first, sums, BLOCK=_BLOCK, num_warps=4
+        )
+
+
+def row_checksums_reference(data: torch.Tensor, row_bytes: int, seed: int, first: int) -> torch.Tensor:
+    """`row_checksums` in plain torch: int64 [rows, 2]."""
+    rows, row_words = -(-data.numel() // row_bytes), -(-row_bytes // 8)
+    whole = data.new_zeros(rows * row_bytes)
+    whole[: data.numel()] = data
+    padded = data.new_zeros(rows, row_words * 8)
+    padded[:, :row_bytes] = whole.view(rows, row_bytes)
+    words = padded.view(torch.int64)
+    factors = torch.arange(1, row_words + 1, device=data.device)
+    numbers = torch.arange(first, first + rows, device=data.device)
+    s = _mix_reference(seed ^ numbers) | 1
+    return torch.stack((words.sum(1) + s, (words * factors).sum(1) + _mix_reference(s)), 1)

@@ -1,0 +1,162 @@
+"""The sums of a round on the CPU: put beside what travels, and compared where it is read, row by row.
+
+What is compared is in this core's cache when it is used. The first row that does not fit ends the lane.
+"""
+
+from __future__ import annotations
+
+from thinwire.triton_kernels.cpu.checksum import row_sums, word_sums
+from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.ir.atomics import store_release
+from thinwire.triton_kernels.cpu.ir.checksum import mix
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
+from thinwire.triton_kernels.cpu.signal import poison, signal_line
+from thinwire.triton_kernels.round_layout import (
+    CHECKED_COMBINE_LINE,
+    CHECKED_LINE,
+    CHECKED_PLANES,
+    CHECKED_RECORD,
+    CHECKED_SUM,
+    COMBINE,
+    DISPATCH,
+    REPORT_CHECKED,
+    REPORT_ROW,
+    REPORT_SOURCE,
+)
+from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
+    CORRUPTED,
+    SIGNAL_STUCK_EPOCH,
+    SIGNAL_STUCK_ON_YOU,
+    SIGNAL_STUCK_PHASE,
+)
+
+_LINE_BYTES = 8  # behind a line's flag
+
+
+@device
+def round_seed(kind, epoch, source):
+    """The seed of rows of one kind, which a rank sends in one round; all int64."""
+    return mix(mix(mix(kind) ^ epoch) ^ source)
+
+
+@device
+def epoch_of(control):
+    """The number of the round under way."""
+    return load_int32(control + 4 * CONTROL_EPOCH) + 0  # an int64
+
+
+@device
+def next_epoch(control):
+    """The number of the round that comes next, across the wrap too."""
+    return ((epoch_of(control) + 1 + (1 << 31)) & ((1 << 32) - 1)) - (1 << 31)
+
+
+@device
+def put(sums, pair):
+    """Writes a row's two sums."""
+    a, b = pair
+    store_int64(sums, a)
+    store_int64(sums + 8, b)
+
+
+@device
+def fits(sums, pair):
+    """Whether these are a row's two sums."""
+    a, b = pair
+    return load_int64(sums) == a and load_int64(sums + 8) == b
+
+
+@device
+def record_sums(record, lane, epoch, source, slot):
+    """Of a dispatched record, by its slot at the receiver."""
+    return row_sums(record, lane.record_row_bytes, round_seed(CHECKED_RECORD, epoch, source), slot)
+
+
+@device
+def combined_sums(record, lane, epoch, source, place):
+    """Of a combined record, by its place at home."""
+    return row_sums(record, lane.sum_row_bytes, round_seed(CHECKED_SUM, epoch, source), place)
+
+
+@device
+def plane_sums(ids, weights, lane, epoch, source, slot):
+    """Of a token's ids and weights, as if the weights' words stood behind those of the ids."""
+    s = mix(round_seed(CHECKED_PLANES, epoch, source) ^ slot) | 1
+    a, b = word_sums(ids, 4 * lane.top_k)
+    more_a, more_b = word_sums(weights, 4 * lane.top_k)
+    return a + more_a + s, b + more_b + (lane.top_k + 1) // 2 * more_a + mix(s)
+
+
+@device
+def put_line_sums(base, line, lane, phase, epoch, source):
+    """Of what a line publishes, written at the rank whose buffer begins at `base`."""
+    kind = CHECKED_LINE if phase == DISPATCH else CHECKED_COMBINE_LINE
+    number = phase * lane.world + source
+    pair = row_sums(line + 4, _LINE_BYTES, round_seed(kind, epoch, source), number)
+    put(base + lane.line_checksums + 16 * number, pair)
+
+
+@device
+def lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
+    """Whether the lines of ranks first ... stop - 1, of a phase, fit their sums; if not, the lane has ended."""
+    own, epoch = load_int64(buffer_ptrs + 8 * lane.rank), epoch_of(control)
+    kind, lines = (CHECKED_LINE, lane.signals) if phase == DISPATCH else (CHECKED_COMBINE_LINE, lane.combine_signals)
+    for source in range(first, stop):
+        line, number = signal_line(buffer_ptrs, lane.rank, lines, source), phase * lane.world + source
+        pair = row_sums(line + 4, _LINE_BYTES, round_seed(kind, epoch, source), number)
+        if not fits(own + lane.line_checksums + 16 * number, pair):
+            end_lane(buffer_ptrs, lane, control, report, kind, source, 0)
+            return False
+    return True
+
+
+@device
+def planes_fit(buffer_ptrs, lane, control, report, source, token):
+    """The same for the ids and weights of a token of a rank."""
+    own, slot = load_int64(buffer_ptrs + 8 * lane.rank), source * lane.max_tokens + token
+    first = 4 * slot * lane.top_k
+    pair = plane_sums(own + lane.ids + first, own + lane.weights + first, lane, epoch_of(control), source, slot)
+    if fits(own + lane.plane_checksums + 16 * slot, pair):
+        return True
+    end_lane(buffer_ptrs, lane, control, report, CHECKED_PLANES, source, token)
+    return False
+
+
+@device
+def record_fits(buffer_ptrs, lane, control, report, slot):
+    """The same for a dispatched record."""
+    own, source = load_int64(buffer_ptrs + 8 * lane.rank), slot // lane.max_tokens
+    pair = record_sums(own + lane.records + slot * lane.record_bytes, lane, epoch_of(control), source, slot)
+    if fits(own + lane.checksums + 16 * slot, pair):
+        return True
+    end_lane(buffer_ptrs, lane, control, report, CHECKED_RECORD, source, slot % lane.max_tokens)
+    return False
+
+
+@device
+def combined_fits(buffer_ptrs, lane, control, report, source, place):
+    """The same for a combined record that a rank sent home."""
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    pair = combined_sums(own + lane.sums + place * lane.sum_bytes, lane, epoch_of(control), source, place)
+    if fits(own + lane.sum_checksums + 16 * place, pair):
+        return True
+    end_lane(buffer_ptrs, lane, control, report, CHECKED_SUM, source, place // lane.slots)
+    return False
+
+
+@device
+def end_lane(buffer_ptrs, lane, control, report, kind, source, row):
+    """Poisons the lane, and tells the peers that this rank gave up, so that they do not wait for it."""
+    epoch = epoch_of(control)
+    phase = COMBINE if kind in (CHECKED_COMBINE_LINE, CHECKED_SUM) else DISPATCH
+    for peer in range(lane.world):
+        line = signal_line(buffer_ptrs, peer, lane.stuck, lane.rank)
+        store_int32(line + 4 * SIGNAL_STUCK_EPOCH, epoch)
+        store_int32(line + 4 * SIGNAL_STUCK_PHASE, phase)
+        store_int32(line + 4 * SIGNAL_STUCK_ON_YOU, 0)
+        store_release(line, 1)
+    store_int32(report + 4 * REPORT_CHECKED, kind)
+    store_int32(report + 4 * REPORT_SOURCE, source)
+    store_int32(report + 4 * REPORT_ROW, row)
+    poison(control, report, CORRUPTED, epoch, phase)
