@@ -29,7 +29,7 @@ from torch import Tensor
 from thinwire.comm.integrity import MODES, Rows, checksums, differing_blocks
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.errors import IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.triton_kernels.checksum import seed_of
+from thinwire.triton_kernels.checksum_seed import seed_of
 
 #: One entry a rank.
 Buffers = Sequence[Tensor | None]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ArgumentError, ConfigMismatch
-from thinwire.triton_kernels import checksum
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 #: What `integrity=` accepts.
@@ -77,20 +76,21 @@ def checksums(message: torch.Tensor, rows: Rows, seed: int) -> torch.Tensor:
 
     Args:
         message: uint8 [bytes], contiguous.
-        seed: see `thinwire.triton_kernels.checksum.seed_of`.
+        seed: see `thinwire.triton_kernels.checksum_seed.seed_of`.
     """
-    block_bytes = rows.block_bytes
-    if message.device.type == "cpu" and not HAS_NUMBA:
-        sums = checksum.row_checksums_reference(message, block_bytes, seed, rows.first)
-    else:
-        sums = message.new_empty(-(-message.numel() // block_bytes), 2, dtype=torch.int64)
-        if message.device.type == "cpu":
-            # Here, not above: loading numba takes a while, and most ranks do without it.
-            from thinwire.triton_kernels.cpu.checksum import row_checksums
+    block_bytes, on_cpu = rows.block_bytes, message.device.type == "cpu"
+    # In here, not above: loading numba or Triton takes a while, and most ranks do without them.
+    if on_cpu and not HAS_NUMBA:
+        from thinwire.triton_kernels.checksum import row_checksums_reference
 
-            row_checksums(message, block_bytes, seed, rows.first, sums)
+        sums = row_checksums_reference(message, block_bytes, seed, rows.first)
+    else:
+        if on_cpu:
+            from thinwire.triton_kernels.cpu.checksum import row_checksums
         else:
-            checksum.row_checksums(message, block_bytes, seed, rows.first, sums)
+            from thinwire.triton_kernels.checksum import row_checksums
+        sums = message.new_empty(-(-message.numel() // block_bytes), 2, dtype=torch.int64)
+        row_checksums(message, block_bytes, seed, rows.first, sums)
     return sums.view(-1).view(torch.uint8)
 
 

@@ -11,27 +11,15 @@ sums included, never fits.
 a sees every change of one word, b words that changed places. What both miss is in docs/reliability.md, "Integrity".
 Nothing here is cryptographic: who wants to can make a row that fits.
 
-Source: splitmix64 is Vigna's, from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+The numbers of a seed are in `thinwire.triton_kernels.checksum_seed`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from thinwire.triton_kernels.checksum_seed import GOLDEN, STAGES
 from thinwire.triton_kernels.compat import tl, triton
-
-#: Bytes of a row's two sums.
-SUM_BYTES = 16
-
-
-def _signed(word: int) -> int:
-    """The number of the same 64 bits that int64 holds."""
-    return (word & 0xFFFFFFFFFFFFFFFF) - ((word & 0x8000000000000000) << 1)
-
-
-#: splitmix64's: the step of its counter, and for each of its three stages the shift and the factor.
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-STAGES = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _SHIFT_0, _FACTOR_0 = (tl.constexpr(value) for value in STAGES[0])
@@ -44,21 +32,6 @@ _BLOCK = 1024
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Seeds
-
-
-def seed_of(*words: int) -> int:
-    """One number, an int64, from several, such as a call's number and its sender's rank.
-
-    >>> seed_of(1, 2) != seed_of(2, 1)
-    True
-    """
-    seed = 0
-    for word in words:
-        z = (seed ^ word) + GOLDEN & 0xFFFFFFFFFFFFFFFF
-        for shift, factor in STAGES:
-            z = (z ^ z >> shift) * factor & 0xFFFFFFFFFFFFFFFF
-        seed = z
-    return _signed(seed)
 
 
 def _mix_reference(words: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.checksum import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 

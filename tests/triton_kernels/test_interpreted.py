@@ -17,6 +17,7 @@ from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import checksum, codec, pack, sums
+from thinwire.triton_kernels.checksum_seed import seed_of
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -129,7 +130,7 @@ def _checksums(comm: Communicator) -> None:
     generator = torch.Generator().manual_seed(2)
     for count, row_bytes in ((0, 5), (1, 1), (41, 41), (3000, 96), (3001, 1500), (5000, 4096)):
         data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        seed, rows = checksum.seed_of(count, 3), -(-count // row_bytes)
+        seed, rows = seed_of(count, 3), -(-count // row_bytes)
         got = torch.full((rows + 1, 2), 7)
         checksum.row_checksums(data, row_bytes, seed, 2**33, got[:rows])
         assert torch.equal(got[:rows], checksum.row_checksums_reference(data, row_bytes, seed, 2**33)), row_bytes

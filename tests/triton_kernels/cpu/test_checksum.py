@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.triton_kernels.checksum import row_checksums_reference, seed_of
+from thinwire.triton_kernels.checksum import row_checksums_reference
+from thinwire.triton_kernels.checksum_seed import seed_of
 from thinwire.triton_kernels.cpu.checksum import row_checksums
 
 POISON = 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.checksum import GOLDEN, STAGES
+from thinwire.triton_kernels.checksum_seed import GOLDEN, STAGES
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
 from thinwire.triton_kernels.cpu.ir.control import loop
 from thinwire.triton_kernels.cpu.ir.vectors import broadcast, constant, filled, integers, load, store
