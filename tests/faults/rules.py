@@ -148,6 +148,11 @@ def known_defect(cell: Cell) -> str | None:
             "the direct transport agrees on who is lost by its signals alone, and operations of different memories do "
             "not see each other's: the ranks name each other, and rebuild may leave some behind"
         )
+    if cell.fault == STOPPED and cell.transport == DIRECT and cell.victim == 0:
+        return (
+            "a rank 0 that wakes when the others have gone on without it, and none of their standby stores answers, "
+            "finds nobody who could tell it so, and goes on alone"
+        )
     return None
 
 
