@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -220,7 +221,7 @@ class _Part:
         """Calls until a peer is missed, and goes on without it."""
         time.sleep(self.late)
         for number in range(_CALLS):
-            self.report.calls.append(self.called(lambda number=number: self.operation.call(number)))  # type: ignore
+            self.report.calls.append(self.called(functools.partial(self.operation.call, number)))
             if self.report.calls[-1].error:
                 break
         if self.report.calls[-1].error:
@@ -304,7 +305,7 @@ class _Part:
         else:
             self.link.wait_for(f"{self.index} went on")
         for number in range(_CALLS):
-            self.report.calls.append(self.called(lambda number=number: self.operation.call(number)))  # type: ignore
+            self.report.calls.append(self.called(functools.partial(self.operation.call, number)))
             if self.report.calls[-1].error:
                 break
             if not self.cell.threads and number == 0:
