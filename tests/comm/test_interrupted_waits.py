@@ -23,6 +23,7 @@ import thinwire as tw
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
+from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
 from thinwire.errors import PeerTimeout
 from thinwire.testing import run_ranks
@@ -246,3 +247,23 @@ def test_ctrl_c_ends_a_process_in_an_orderly_way() -> None:
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_what_a_wait_gives_or_raises_is_told_however_often_it_is_asked() -> None:
+    waiter, calls = Waiter(), []
+
+    def call() -> int:
+        calls.append(1)
+        return 1 // (2 - len(calls))  # the second call raises
+
+    for outcome in ("gives", "raises"):
+        waiting = Waiting(call)
+        for _ in range(2):
+            if outcome == "gives":
+                assert waiting.result(waiter) == 1
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    waiting.result(waiter)
+            assert waiting.done
+    assert len(calls) == 2
+    waiter.close()
