@@ -50,6 +50,7 @@ class HostChannel(Channel):
         self._brought, self._brought_at = struct.Struct(f"{scalars - first + 4 * world}q"), 8 * first
         self._expects_anything = (-1,) * world + (0,) * world
         self._zeros = (0,) * world
+        self._spare: Transfer | None = None  # of `send_plainly`
         self._plainly = kernels.CHECK | kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
@@ -179,13 +180,20 @@ class HostChannel(Channel):
         details = ("send_counts", send_counts[:], "recv_counts", recv_counts[:])  # the caller may change its lists
         call = recorder.begin("all_to_all_v", shape, dtype, wire, "direct", details)
         with call:
-            # Whatever interrupts this, the next call finds what there is to end.
-            nowhere, step = _PLACED_BY_THE_KERNEL, row_format.step
-            transfer = Transfer(self, row_format, x, step, nowhere, RecvBuffer(nowhere, out))
+            # Whatever interrupts this, the next call finds what there is to end. One that ended as it should serves the
+            # next call too; it is nobody else's.
+            transfer, self._spare = self._spare, None
+            recv_buffer = RecvBuffer(_PLACED_BY_THE_KERNEL, out)
+            if transfer is None:
+                transfer = Transfer(self, row_format, x, row_format.step, _PLACED_BY_THE_KERNEL, recv_buffer)
+            else:
+                transfer.row_format, transfer.x = row_format, x
+                transfer.step, transfer.recv_buffer = row_format.step, recv_buffer
             self._under_way = transfer
             status = self._kernel(self._call, self._peers, self._plainly)
             if status == RUNNING:
-                self._under_way = None
+                self._under_way = transfer.x = transfer.recv_buffer = None  # it shall hold no tensors
+                self._spare = transfer
                 return out
             if status == self._kernels.REFUSED:
                 self._under_way = None

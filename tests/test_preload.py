@@ -111,6 +111,7 @@ def interpreted(comm):
     return os.environ["TRITON_INTERPRET"], kernels.INTERPRETED
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_of_tests_interpret_triton_where_they_are_told_to():
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")
     assert run_ranks(interpreted, 2, env={"TRITON_INTERPRET": "1"}) == [("1", True)] * 2

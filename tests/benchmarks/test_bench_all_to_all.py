@@ -13,6 +13,7 @@ from thinwire.wire import WireFormat
 HIDDEN = 96
 
 
+@pytest.mark.exhaustive
 def test_it_runs_from_one_row_on_and_what_arrives_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "all_to_all.json"
     sizes = ["--ranks", "2", "3", "--rows", "1", "7", "--hidden", str(HIDDEN)]

@@ -150,6 +150,7 @@ def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("linked")
+@pytest.mark.exhaustive
 def test_what_the_kernel_refuses_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(link, "_LATENCY", "long")
     bench_link.main(["--rate", "1gbit"])

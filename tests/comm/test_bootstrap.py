@@ -100,6 +100,7 @@ def is_free(port):
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.exhaustive
 def test_slurms_variables_alone_are_enough_to_meet():
     job = next(job for job in random.sample(range(10_000), 100) if is_free(20_000 + job))  # its port follows from it
     loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))

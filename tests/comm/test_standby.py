@@ -126,6 +126,7 @@ def other_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.communicate()
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_is_stopped_before_or_during_the_vote_holds_nobody_up(
     other_process: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def _exact(comm: Communicator) -> None:
     _check(comm, [[0, 0], [0, 0]], (4,), torch.float64, "none", known=False)
 
 
+@pytest.mark.exhaustive
 def test_exact_rows_of_any_dtype_arrive_as_they_are() -> None:
     run_ranks(_exact, 2, env=INTERPRETED, timeout=300)
 

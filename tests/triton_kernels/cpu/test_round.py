@@ -819,6 +819,7 @@ def scripts_of(lanes: list[Lane], seed: int) -> list[tuple[list[Sent], tuple[int
     return scripts
 
 
+@pytest.mark.exhaustive
 def test_ranks_on_threads_of_their_own_never_read_a_stale_byte() -> None:
     shape = RANKS, 7, 3, 1040, 24, 4  # rows that take a while
     scripts = scripts_of(make_lanes(*shape), seed=14)
