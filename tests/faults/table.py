@@ -28,13 +28,16 @@ def table(ran: dict[str, Any]) -> str:
             counted = [_counted([cell for cell in found if cell["transport"] == name]) for name in TRANSPORTS]
             lines.append(f"| {fault}{where} | {outcome} | {' | '.join(counted)} |")
     held, runs = (sum(cell[key] for cell in ran["cells"]) for key in ("held", "runs"))
+    counts = {cell["runs"] for cell in ran["cells"]}
+    times = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
+    commits = ", ".join(f"{run['commit']} {run['repeats']}" for run in ran["runs"])
     slowest = max(cell["slowest"] for cell in ran["cells"])
     lines += [
         "",
         _paragraph(
-            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run; runs of each: "
-            f"{ran['repeats']}. "
-            f"{held} of {runs} runs held; the slowest call of a rank that was left took {slowest:.1f} s."
+            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run, {times} times each; {held} "
+            f"of {runs} runs held. Repeats by commit: {commits}. The slowest call of a rank that was left took "
+            f"{slowest:.1f} s."
         ),
         "",
         *(
