@@ -78,7 +78,7 @@ class Memories:
     def change(self, rng: random.Random, rank: int) -> None:
         """Something of what a rank has there becomes something else, in one place or in several."""
         octets = rng.choice(self.of[rank]).local
-        written = octets.view(torch.int64).nonzero()[:, 0] * 8
+        written = octets.clone().view(torch.int64).nonzero()[:, 0] * 8  # a copy, as kernels may be writing
         for _ in range(rng.choice((1, 3, 10))):
             anywhere = rng.random() < 0.1 or not len(written)
             start = rng.randrange(len(octets) // 8) * 8 if anywhere else int(written[rng.randrange(len(written))])

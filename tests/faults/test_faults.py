@@ -120,7 +120,8 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
 
     def run(chosen: list[Cell], repeat: int, at_a_time: int) -> list[worlds.Result]:
         played.append(repeat)
-        return [worlds.Result(each, ["it is wrong"] if repeat == 2 else [], 0.5 + repeat) for each in chosen]
+        wrong, late = ["it is wrong"] if repeat in (2, 3) else [], 9.0 if repeat == 3 else 0.0
+        return [worlds.Result(each, wrong, 0.5 + repeat, late) for each in chosen]
 
     def add(repeats: int, only: str = cell) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr("sys.argv", ["f", "--only", only, "--repeats", str(repeats), "--add", "--json", str(path)])
@@ -132,7 +133,8 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     assert add(2)[0] == 0
     status, record = add(3)
     assert played == [0, 1, 2, 3, 4] and status == 1
-    assert (record["runs"], record["held"], record["slowest"]) == (5, 4, 4.5)
+    assert (record["runs"], record["held"], record["slowest"]) == (4, 3, 4.5)
+    assert (record["late"], record["late_held"]) == (1, 0)
     assert record["problems"] == ["repeat 2: it is wrong"]
     written = json.loads(path.read_text())
     assert written["failures"] == 1 and [run["repeats"] for run in written["runs"]] == [2, 3]
