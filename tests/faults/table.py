@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from tests.faults.rules import FAULTS, OPERATIONS, TRANSPORTS
+from tests.proofs import PAGE, ROOT, between
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
 RUN = ROOT / "benchmarks" / "results" / "cpu" / "faults.json"
 BEGIN, END = "<!-- faults: begin, made by python -m tests.faults.table -->\n", "<!-- faults: end -->\n"
 
@@ -69,9 +67,7 @@ def _counted(cells: list[dict[str, Any]]) -> str:
 
 def page(text: str, ran: dict[str, Any]) -> str:
     """The page with the table of this run between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(ran)}\n{END}{after}"
+    return between(text, BEGIN, END, table(ran))
 
 
 def main() -> None:
