@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-__all__ = ["between", "section"]
+__all__ = ["between", "by_commit", "section"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -35,18 +35,19 @@ def section() -> str:
     items = (
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
-        f"{len(words['failures'])} did anything else. {_commits(words, 'rounds')}",
+        f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",
         f'Memory that becomes something else under `integrity="checksum"`, in {", ".join(sorted(checked["cases"]))}: '
         f"{checked['rounds']} cases, of which {checked['returned']} gave right results, {seen} `IntegrityError`, and "
         f"{checked['raised_named_errors'] - seen} another error; {checked['wrong']} gave a wrong result, and "
-        f"{len(checked['failures']) - checked['wrong']} did anything else.{refused} {_commits(checked, 'rounds')}",
+        f"{len(checked['failures']) - checked['wrong']} did anything else.{refused} {by_commit(checked, 'rounds')}",
         f"Hostile bytes and text, for {len(parsers['targets'])} parsers: {executions} inputs in "
-        f"{seconds / 60:.0f} minutes, which showed {defects} defects. {_commits(parsers, 'executions')}",
+        f"{seconds / 60:.0f} minutes, which showed {defects} defects. {by_commit(parsers, 'executions')}",
     )
     return "\n".join(textwrap.fill(f"- {item}", 120, subsequent_indent="  ") for item in items) + "\n"
 
 
-def _commits(ran: dict[str, Any], amount: str) -> str:
+def by_commit(ran: dict[str, Any], amount: str) -> str:
+    """How much was run of which commit, in words."""
     of: dict[str, int] = {}
     for run in ran["runs"]:
         of[run["commit"]] = of.get(run["commit"], 0) + run[amount]
