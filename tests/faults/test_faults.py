@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,10 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     written["cells"][0]["expected"] = "something else"
     path.write_text(json.dumps(written))
     assert add(1)[1]["runs"] == 1 and played[-1] == 0
+
+
+def test_no_world_begins_behind_the_end() -> None:
+    assert not list(worlds.run(list(FEW[:3]), 0, end=time.monotonic()))
 
 
 def test_the_table_in_the_documentation_is_that_of_the_run() -> None:
