@@ -16,20 +16,13 @@ if not hasattr(os, "pidfd_open"):
 from tests.faults import worlds
 from tests.faults.ranks import Called, Report
 from tests.faults.rules import (
-    ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
     BARRIER,
     DIRECT,
     FAULTS,
-    KILLED_DURING,
     OPERATIONS,
-    OTHER_SIZES,
     RAISES,
-    ROUND,
     STAGED,
-    STAGED_THREADS,
-    STOPPED,
     TRANSPORTS,
     VICTIMS,
     Cell,
@@ -41,13 +34,6 @@ from tests.faults.rules import (
 from tests.faults.table import PAGE, RUN, page
 from tests.files import open_files
 from thinwire import testing
-
-FEW = (
-    Cell(DIRECT, ROUND, KILLED_DURING, 0),
-    Cell(STAGED, ALL_TO_ALL, STOPPED, 0),
-    Cell(DIRECT, ALL_GATHER, OTHER_SIZES, 2),
-    Cell(STAGED_THREADS, BARRIER, STOPPED, 0),
-)
 
 
 def check(chosen: list[Cell]) -> None:
@@ -64,10 +50,6 @@ def check(chosen: list[Cell]) -> None:
     assert not problems, "\n".join(problems)
     assert not worlds.ranks_left()
     assert len(open_files()) <= before, open_files()
-
-
-def test_a_few_cells_hold() -> None:
-    check(list(FEW))
 
 
 @pytest.mark.exhaustive

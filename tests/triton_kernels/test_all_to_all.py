@@ -167,6 +167,7 @@ def _flat(comm: Communicator) -> None:
         _check(comm, [[1, 5000], [1024, 0]], (), dtype, spec, known=number < 2, spread=True, seed=number)
 
 
+@pytest.mark.exhaustive
 def test_segments_of_a_flat_tensor_end_anywhere_in_a_row() -> None:
     run_ranks(_flat, 2, env=INTERPRETED, timeout=300)
 
@@ -263,6 +264,7 @@ def _disagree(comm: Communicator) -> str:
     return told
 
 
+@pytest.mark.exhaustive
 def test_where_the_host_looks_ranks_that_disagree_are_told_and_go_on() -> None:
     told = run_ranks(_disagree, 2, env=INTERPRETED, timeout=120)
     whole = "WireFormat(name='none', group=0, alignment=32)"
