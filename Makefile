@@ -25,15 +25,17 @@ test-all: test
 
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.soak --rounds 100000 --json benchmarks/results/cpu/soak.json
-	$(RUN) -m tests.faults --repeats 20 --json benchmarks/results/cpu/faults.json
+	$(RUN) -m tests.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
 	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
 
 # Corrupted memory for an hour or two, and ten minutes of hostile bytes for each parser.
 fuzz: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
-	$(RUN) -m tests.corruption --rounds 300000 --json benchmarks/results/cpu/fuzz.json
-	$(RUN) -m tests.fuzz --seconds 600 --json benchmarks/results/cpu/fuzz_parsers.json
+	$(RUN) -m tests.corruption --rounds 300000 --processes 2 --json benchmarks/results/cpu/fuzz.json
+	$(RUN) -m tests.corruption --rounds 2000 --processes 2 --integrity checksum \
+		--json benchmarks/results/cpu/fuzz_integrity.json
+	$(RUN) -m tests.fuzz --seconds 600 --add --json benchmarks/results/cpu/fuzz_parsers.json
 
 protocol: $(VENV)/ready
 	$(RUN) -m tests.protocol.check

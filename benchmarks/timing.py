@@ -302,7 +302,7 @@ def write_json(path: str | Path, **content: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     origin = {
         "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
     }
     target.write_text(json.dumps(origin | content, indent=1) + "\n")
 
@@ -318,15 +318,24 @@ def read_json(path: str | Path | None, **same: Any) -> dict[str, Any]:
     if path is None or not Path(path).exists():
         return {}
     found: dict[str, Any] = json.loads(Path(path).read_text())
-    commits = {str(commit).removesuffix("-dirty") for commit in (found.get("commit"), _commit())}
+    commits = {str(commit).removesuffix("-dirty") for commit in (found.get("commit"), commit())}
     return found if len(commits) == 1 and all(found.get(key) == value for key, value in same.items()) else {}
 
 
-def _commit() -> str | None:
-    """The checkout's commit, marked when files differ from it; None outside of a checkout or without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+def commit() -> str | None:
+    """The checkout's commit, marked when tracked files differ from it, but for results, which runs themselves write.
+
+    None outside of a checkout or without git.
+    """
+    describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*"]
+    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        name, changes = (
+            subprocess.run(
+                command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for command in (describe, status)
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return name + ("-dirty" if changes else "")

@@ -10,6 +10,7 @@ import torch
 
 PAGE = mmap.PAGESIZE
 _NOTHING = 0  # PROT_NONE
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(shape: Sequence[int], dtype: torch.dtype = torch.uint8, fill: int = 0, first: bool = False) -> torch.Tensor:
@@ -22,7 +23,7 @@ def guarded(shape: Sequence[int], dtype: torch.dtype = torch.uint8, fill: int = 
     octets = torch.frombuffer(memory, dtype=torch.uint8)  # it keeps the mapping
     octets[PAGE:-PAGE].fill_(fill)
     for page in (octets.data_ptr(), octets.data_ptr() + (pages + 1) * PAGE):
-        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), _NOTHING):
+        if _LIBC.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), _NOTHING):
             raise OSError(ctypes.get_errno(), "mprotect")
     start = PAGE if first else PAGE * (pages + 1) - size
     return octets[start : start + size].view(dtype).view(tuple(shape))

@@ -69,14 +69,14 @@ def ranks(
         folder: empty, for these ranks alone.
         timeout: seconds after which their waits end.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     modules = [*testing._PRELOAD, *testing._preloaded]
     testing._prepare_server(testing._preloaded, dict(os.environ))
     processes = []
+    kept = socket.socket()  # bound to the port for as long as the case lasts, so that no other case is given it
     try:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that rank 0 can listen there
+        kept.bind(("127.0.0.1", 0))
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.getsockname()[1])}
         with testing._without_main():
             for rank in range(size):
                 told = (rank, size, folder, environ, timeout, function, arguments)
@@ -85,6 +85,7 @@ def ranks(
                 processes.append(process)
         yield Ranks(processes, folder)
     finally:
+        kept.close()
         for process in processes:
             process.kill()
             process.join()

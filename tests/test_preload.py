@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import popen_forkserver
 
 import pytest
 
 from tests.test_testing import HANG_BOUND, assert_all_end, die_on, say_hello, wait_for_ever_unless
 from thinwire import testing
+from thinwire._rank_server import ServedProcess
 from thinwire.errors import ThinwireError
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 
@@ -115,3 +121,28 @@ def interpreted(comm):
 def test_the_ranks_of_tests_interpret_triton_where_they_are_told_to():
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")
     assert run_ranks(interpreted, 2, env={"TRITON_INTERPRET": "1"}) == [("1", True)] * 2
+
+
+def test_two_threads_that_look_at_a_process_at_once_see_the_same_exit_status(monkeypatch):
+    """As where one waits for its own and another starts one, in which multiprocessing looks at all that there are."""
+    testing._prepare_server(testing._preloaded, dict(os.environ))
+    process = ServedProcess([*testing._PRELOAD, *testing._preloaded], os.environ, target=int)
+    with testing._without_main():
+        process.start()
+    assert multiprocessing.connection.wait([process.sentinel], HANG_BOUND)
+    read, first_reads = popen_forkserver.forkserver.read_signed, threading.Event()
+
+    def slowly(sentinel):
+        status = read(sentinel)
+        assert multiprocessing.connection.wait([sentinel], HANG_BOUND)  # its end
+        first_reads.set()
+        time.sleep(0.2)
+        return status
+
+    monkeypatch.setattr(popen_forkserver.forkserver, "read_signed", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: process.exitcode)
+        first_reads.wait(HANG_BOUND)
+        second = pool.submit(lambda: process.exitcode)
+        assert (first.result(), second.result()) == (0, 0)
+    process.close()

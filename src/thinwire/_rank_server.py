@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import context, popen_forkserver, reduction, spawn, util
+from multiprocessing import connection, context, popen_forkserver, reduction, spawn, util
 from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -79,8 +80,16 @@ class _Popen(popen_forkserver.Popen):
     """As its base class, which knows only the one fork server of multiprocessing."""
 
     def __init__(self, process: BaseProcess, server: ForkServer) -> None:
-        self._server = server
+        self._server, self._reading = server, threading.Lock()
         super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """The exit status, once there is one; with another flag, it waits for it."""
+        # It can be read once, and whoever starts a process looks at all that there are, in whichever thread.
+        if self.returncode is None and connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+            with self._reading:
+                super().poll()
+        return self.returncode
 
     def _launch(self, process: BaseProcess) -> None:
         sent = io.BytesIO()

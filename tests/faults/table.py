@@ -27,14 +27,20 @@ def table(ran: dict[str, Any]) -> str:
             where = "" if {*operations} == every else f" ({', '.join(operations)})"
             counted = [_counted([cell for cell in found if cell["transport"] == name]) for name in TRANSPORTS]
             lines.append(f"| {fault}{where} | {outcome} | {' | '.join(counted)} |")
-    held, runs = (sum(cell[key] for cell in ran["cells"]) for key in ("held", "runs"))
+    held, runs, late, late_held = (
+        sum(cell[key] for cell in ran["cells"]) for key in ("held", "runs", "late", "late_held")
+    )
+    counts = {cell["runs"] for cell in ran["cells"]}
+    times = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
+    commits = ", ".join(f"{run['commit']} {run['repeats']}" for run in ran["runs"])
     slowest = max(cell["slowest"] for cell in ran["cells"])
     lines += [
         "",
         _paragraph(
-            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run; runs of each: "
-            f"{ran['repeats']}. "
-            f"{held} of {runs} runs held; the slowest call of a rank that was left took {slowest:.1f} s."
+            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run, {times} times each; {held} "
+            f"of {runs} runs held. {late} more do not count, as the machine kept a thread waiting for over "
+            f"{ran['most_late']:g} s; of those {late_held} held. Repeats by commit: {commits}. The slowest call of a "
+            f"rank that was left took {slowest:.1f} s."
         ),
         "",
         *(

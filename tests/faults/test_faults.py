@@ -6,6 +6,8 @@ import json
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 if not hasattr(os, "pidfd_open"):
     pytest.skip("needs Linux's signals and /proc", allow_module_level=True)
 
+from tests.faults import __main__ as faults
 from tests.faults import worlds
 from tests.faults.ranks import Called, Report
 from tests.faults.rules import (
@@ -90,6 +93,38 @@ def test_what_is_against_the_rules_is_a_problem(change: dict[str, object], told:
     if told is not None:
         with pytest.raises(AssertionError, match=told):
             raise AssertionError("\n".join(result.problems))
+
+
+def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, played, cell = tmp_path / "faults.json", list[int](), str(FEW[-1])
+
+    def run(chosen: list[Cell], repeat: int, at_a_time: int) -> list[worlds.Result]:
+        played.append(repeat)
+        wrong, late = ["it is wrong"] if repeat in (2, 3) else [], 9.0 if repeat == 3 else 0.0
+        return [worlds.Result(each, wrong, 0.5 + repeat, late) for each in chosen]
+
+    def add(repeats: int, only: str = cell) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr("sys.argv", ["f", "--only", only, "--repeats", str(repeats), "--add", "--json", str(path)])
+        status = faults.main()
+        (record,) = json.loads(path.read_text())["cells"]
+        return status, record
+
+    monkeypatch.setattr(faults, "run", run)
+    assert add(2)[0] == 0
+    status, record = add(3)
+    assert played == [0, 1, 2, 3, 4] and status == 1
+    assert (record["runs"], record["held"], record["slowest"]) == (4, 3, 4.5)
+    assert (record["late"], record["late_held"]) == (1, 0)
+    assert record["problems"] == ["repeat 2: it is wrong"]
+    written = json.loads(path.read_text())
+    assert written["failures"] == 1 and [run["repeats"] for run in written["runs"]] == [2, 3]
+    with pytest.raises(SystemExit, match="holds 1 cells, which are not the 1 of this run"):
+        add(1, str(FEW[0]))
+    written["cells"][0]["expected"] = "something else"
+    path.write_text(json.dumps(written))
+    assert add(1)[1]["runs"] == 1 and played[-1] == 5
 
 
 def test_the_table_in_the_documentation_is_that_of_the_run() -> None:

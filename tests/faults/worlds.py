@@ -9,9 +9,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,12 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import ThinwireError
 from thinwire.testing import RankError, run_ranks
 
+#: Seconds that a thread may wait for a core in a run that counts: with twice that, ranks that do all that they should
+#: miss the shortest timeout.
+MOST_LATE = THREADS_TIMEOUT / 2
 SPARE = 2.0  # seconds that may pass after the timeout until a call ends
 AT_A_TIME = 3  # worlds, which mostly wait
+_PULSE = 0.005  # seconds
 _SOON = 20.0  # seconds within which what waits for nothing must have happened, on a busy machine
 _MOST_PRINTED = 2000  # characters of what a rank printed
 #: How processes end that a fault ends.
@@ -66,18 +70,59 @@ class Result:
     Attributes:
         problems: what was against the rules; empty if it held.
         seconds: that the slowest call of a rank which was left took until it ended.
+        late: seconds that the machine, meanwhile, kept a thread waiting that had something to do, at most.
     """
 
     cell: Cell
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    late: float = 0.0
 
 
-def run(cells: Iterable[Cell], repeat: int, at_a_time: int = AT_A_TIME) -> Iterator[Result]:
+def run(cells: Collection[Cell], repeat: int, at_a_time: int = AT_A_TIME) -> Iterator[Result]:
     """Runs every cell once, several worlds at a time, and gives results as they come."""
-    with ThreadPoolExecutor(at_a_time) as pool:
-        for results in pool.map(lambda world: _run_world(world, repeat), worlds(cells)):
+    if any(cell.threads for cell in cells):
+        # Kernels are loaded, which takes seconds, so that no rank is late for their sake.
+        importlib.import_module("tests.warm")
+    with ThreadPoolExecutor(at_a_time) as pool, _Pulse() as pulse:
+
+        def one(world: list[Cell]) -> list[Result]:
+            start = time.monotonic()
+            results = _run_world(world, repeat)
+            late = pulse.most_late(start)
+            return [replace(result, late=late) for result in results]
+
+        for results in pool.map(one, worlds(cells)):
             yield from results
+
+
+class _Pulse:
+    """A thread that wakes every few milliseconds, and notes when that was late."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> _Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        due = time.monotonic() + _PULSE
+        while not self._over.wait(_PULSE):
+            now = time.monotonic()
+            if now - due > _PULSE:
+                self._late.append((now, now - due))
+            due = now + _PULSE
+
+    def most_late(self, since: float) -> float:
+        """The most of all that ended after that time."""
+        return max((late for at, late in self._late if at > since), default=0.0)
 
 
 def worlds(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -204,8 +249,6 @@ class _RankLink:
 
 
 def _run_threads(results: list[Result], repeat: int) -> None:
-    # Here, as it takes seconds: kernels are loaded, so that no rank is late for their sake.
-    importlib.import_module("tests.warm")
     cells, link = [result.cell for result in results], _ThreadLink()
 
     def body(comm: Communicator) -> None:

@@ -6,6 +6,9 @@ Calls run in a process of their own, between pages that nobody may touch (`tests
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,10 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
-from tests.corruption import INT32, INT64, TIMEOUT, memories
+from tests.corruption import checked
+from tests.corruption.__main__ import Report, Worker
+from tests.corruption.words import INT32, INT64, TIMEOUT, memories
+from tests.faults.rules import ROUND
 from tests.guarded import PAGE, guarded
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
@@ -157,9 +163,56 @@ def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, round
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_ended_whatever_the_commit(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    for rounds in (2, 5):
+    for rounds in (2, 7):
         command = [sys.executable, "-m", "tests.corruption", "--rounds", str(rounds), "--seed", "40"]
-        subprocess.run([*command, "--json", str(path)], check=True, capture_output=True, timeout=300)
-        assert json.loads(path.read_text())["rounds"] == rounds
+        subprocess.run(
+            [*command, "--processes", "2", "--json", str(path)], check=True, capture_output=True, timeout=300
+        )
+        report = json.loads(path.read_text())
+        assert report["rounds"] == rounds
+        report["runs"][0]["commit"] = "0123456789ab"
+        path.write_text(json.dumps(report))
+    assert [run["rounds"] for run in report["runs"]] == [2, 5]
+    alone = tmp_path / "alone.json"
+    command = [sys.executable, "-m", "tests.corruption", "--rounds", "7", "--seed", "40", "--json", str(alone)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    assert json.loads(alone.read_text())["cases"].keys() == report["cases"].keys()
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_ends_in_a_case_is_told_and_followed_by_another() -> None:
+    worker = Worker("numba", "none")
+    try:
+        os.kill(worker._process.pid, signal.SIGSEGV)
+        worker._process.wait()
+        report = Report(1, "numba", "none", None)
+        report.add(1, *worker.run(1))
+        report.add(2, *worker.run(2))
+    finally:
+        worker.close()
+    assert report.outcomes["out_of_bounds"] == 1 == len(report.failures) and report.done == 2, report.content()
+
+
+def test_a_changed_memory_gives_wrong_results_without_checksums_and_none_with_them() -> None:
+    outcomes = {
+        integrity: {
+            checked.run_case(random.Random(seed), [ROUND], integrity)[1].partition(":")[0] for seed in range(12)
+        }
+        for integrity in ("none", "checksum")
+    }
+    assert "wrong" in outcomes["none"] and "IntegrityError" not in outcomes["none"], outcomes
+    assert "wrong" not in outcomes["checksum"] and "IntegrityError" in outcomes["checksum"], outcomes
+
+
+@pytest.mark.exhaustive
+def test_no_change_of_memory_gives_a_wrong_result_with_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.corruption", "--rounds", "300", "--integrity", "checksum"]
+    done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["rounds"] == 300 == report["returned"] + report["raised_named_errors"]
+    assert report["outcomes"]["IntegrityError"] > 30 and ROUND in report["cases"]
+    assert {*report["cases"], *report["refused"]} == {*checked.OPERATIONS}

@@ -1,12 +1,12 @@
 """Coverage-guided fuzzing, with atheris, of everything of thinwire that reads bytes or text of others.
 
-    python -m tests.fuzz [TARGET ...] --seconds 600 --json FILE
+    python -m tests.fuzz [TARGET ...] --seconds 600 --add --json FILE
 
 Targets are those of `tests/fuzz/targets.py`; without any, all of them. Each has a process of its own, which may take
 1 GiB more than it has when it begins, and 10 s for an input. It starts from the inputs in `tests/fuzz/corpus`, and
 keeps those that led it further in build/fuzz, from where the next run goes on. An input that shows a defect is left
-there as well, and ends its target; `python -m tests.fuzz TARGET --input PATH` runs it alone. FILE adds up what was run
-on one commit.
+there as well, and ends its target; `python -m tests.fuzz TARGET --input PATH` runs it alone. With `--add`, seconds and
+executions of a target are added to those that FILE holds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.timing import machine, read_json, write_json
+from tests.runs import Runs
 
 CORPUS = Path(__file__).parent / "corpus"
 WORK = Path(__file__).parents[2] / "build" / "fuzz"
@@ -65,7 +63,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", metavar="TARGET", nargs="*", help=f"of {', '.join(names)}")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target")
-    parser.add_argument("--json", help="write what was run there, added to what it has of this commit")
+    parser.add_argument("--json", type=Path, help="write what was run there")
+    parser.add_argument("--add", action="store_true", help="to what is there")
     parser.add_argument("--input", type=Path, help="run this one alone")
     arguments = parser.parse_args()
     unknown = [target for target in arguments.targets if target not in names]
@@ -81,11 +80,13 @@ def main() -> int:
         fuzzer = f"atheris {metadata.version('atheris')}"
     except metadata.PackageNotFoundError:
         parser.error("atheris is not installed: pip install 'thinwire[fuzz]'")
-    stored: dict[str, Any] = read_json(arguments.json, fuzzer=fuzzer).get("targets", {})
-    bad = 0
+    runs = Runs("tests.fuzz", arguments.json, arguments.add, fuzzer=fuzzer)
+    stored: dict[str, Any] = runs.stored.get("targets", {})
+    bad = executions = 0
     for target in arguments.targets or names:
         figures, before = fuzz(target, arguments.seconds), stored.get(target, {})
         bad += len(figures["defects"]) + figures["ended_badly"]
+        executions += figures["executions"]
         print(
             f"{target}: {figures['executions']} executions in {figures['seconds']} s, {len(figures['defects'])} defects"
         )
@@ -93,10 +94,7 @@ def main() -> int:
             key: before[key] + figures[key] for key in ("seconds", "executions", "defects", "ended_badly") if before
         }
         stored[target] = figures | added
-        if arguments.json:
-            command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
-            where = machine(torch.device("cpu"))
-            write_json(arguments.json, command=command, machine=where, fuzzer=fuzzer, targets=stored)
+        runs.write({"executions": executions}, targets=stored)
     return 1 if bad else 0
 
 

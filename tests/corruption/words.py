@@ -1,48 +1,26 @@
 """Words that no honest peer writes, at random: headers, lines, planes and records of the direct transport on the CPU.
 
-    python -m tests.corruption --rounds 300000 --seed 1 --json FILE
-
-Every buffer and every tensor lies between pages that nobody may touch (`tests/guarded.py`), and the calls run in a
-process of their own, so what is read or written elsewhere is seen. A call may return, since some words are only other
-data, or raise an error of thinwire's. Case i has the seed S + i; a run whose FILE is there goes on where it ended, on
-the same commit. What failed is printed as the command that repeats it.
-
-    --seconds N         ends after so long, to go on another time
-    --kernels triton    the same for Triton's kernels, under its interpreter: a thousand times slower
+Every buffer and every tensor lies between pages that nobody may touch (`tests/guarded.py`), so what is read or written
+elsewhere is seen. A call may return, since some words are only other data, or raise an error of thinwire's.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import json
-import os
 import random
-import select
-import shlex
-import subprocess
-import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.timing import machine, read_json, write_json
 from tests.guarded import guarded, guarded_copy
 from thinwire.errors import ThinwireError
 from thinwire.wire import WireFormat
 
 WORLD = 3
 TIMEOUT, GRACE = 0.002, 0.001
-#: Seconds after which a call has not returned in time; many times what it is given, as the machine may be busy.
-MOST_SECONDS = 20.0
-SILENCE = 90.0  # of a worker, that is then taken to hang
 INT32 = (-1, -2, 0, 1, 2, 3, 7, 255, 2**31 - 1, -(2**31), 2**30, 2**16, 0x7FC00000, -0x400000)
 INT64 = (*INT32, 2**63 - 1, -(2**63), 2**62, 2**53, 2**40, 2**33, -(2**40))
 
@@ -291,151 +269,19 @@ def moe_round(rng: random.Random, triton: bool) -> None:
 CASES = (all_to_all, collective, moe_round)
 
 
-def run_case(seed: int, triton: bool) -> str:
-    """What becomes of a case: "returned", the name of an error, or what must not be."""
-    rng = random.Random(seed)
-    case, start = rng.choice(CASES), time.monotonic()
-    try:
-        case(rng, triton)
-        outcome = "returned"
-    except ThinwireError as error:
-        outcome = type(error).__name__
-    except Exception as error:
-        where = error.__traceback__
-        while where is not None and where.tb_next is not None:
-            where = where.tb_next
-        place = "" if where is None else f" at {where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
-        outcome = f"unexpected {case.__name__}: {type(error).__name__}: {error}{place}".replace("\n", " ")
-    if time.monotonic() - start > MOST_SECONDS:
-        outcome = f"late {case.__name__}: {time.monotonic() - start:.1f} s"
-    return outcome
-
-
-def work(seed: int, rounds: int, triton: bool) -> None:
-    """A worker: one line for each case, before it the seed alone."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    for number in range(0 if triton else 8):  # or who comes first would be late by what compiling takes
+def warm_up(triton: bool) -> None:
+    """Compiles or loads what the cases need, or who comes first would be late by it."""
+    for number in range(0 if triton else 8):
         for case in CASES:
             with suppress(ThinwireError):
                 case(random.Random(number), triton)
-    for number in range(seed, seed + rounds):
-        print(f"{number} begun", flush=True)
-        print(f"{number} {run_case(number, triton)}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The process that watches
-
-
-class Report:
-    """What came of the cases so far."""
-
-    def __init__(self, seed: int, kernels: str, path: Path | None) -> None:
-        self.seed, self.kernels, self.path = seed, kernels, path
-        stored = read_json(path, seed=seed, kernels=kernels)
-        self.done, self.seconds = stored.get("rounds", 0), stored.get("seconds", 0.0)
-        self.outcomes, self.failures = Counter[str](stored.get("outcomes", {})), list(stored.get("failures", ()))
-        self._start = time.monotonic() - self.seconds
-
-    def add(self, number: int, outcome: str) -> None:
-        """One case. What must not be begins with a word in lower case, but for "returned"."""
-        kind = outcome.split(" ")[0]
-        self.done += 1
-        self.outcomes[kind] += 1
-        if kind == "returned" or kind[0].isupper():
-            return
-        triton = "" if self.kernels == "numba" else f" --kernels {self.kernels}"
-        command = f"python -m tests.corruption --rounds 1 --seed {number}{triton}"
-        self.failures.append({"reproduce": command, "outcome": outcome})
-        print(f"{command}  # {outcome}", flush=True)
-
-    def content(self) -> dict[str, Any]:
-        """As JSON."""
-        named = sum(count for kind, count in self.outcomes.items() if kind[0].isupper())
-        return {
-            "seed": self.seed,
-            "kernels": self.kernels,
-            "rounds": self.done,
-            "seconds": round(self.seconds, 1),
-            "raised_named_errors": named,
-            "returned": self.outcomes["returned"],
-            "in_time": self.done - self.outcomes["late"] - self.outcomes["hung"],
-            "late": self.outcomes["late"],
-            "unexpected": self.outcomes["unexpected"],
-            "crashed": self.outcomes["crashed"],
-            "hung": self.outcomes["hung"],
-            "out_of_bounds": self.outcomes["out_of_bounds"],
-            "outcomes": dict(sorted(self.outcomes.items())),
-            "failures": self.failures,
-        }
-
-    def write(self) -> None:
-        """To its file, if it has one."""
-        self.seconds = time.monotonic() - self._start
-        if self.path is not None:
-            command = shlex.join(["python", "-m", "tests.corruption", *sys.argv[1:]])
-            write_json(self.path, command=command, machine=machine(torch.device("cpu")), **self.content())
-
-
-def watch(report: Report, rounds: int, seconds: float) -> None:
-    """Has workers run the cases; one that dies is followed by another, which begins behind the case that it died in."""
-    environ, end = dict(os.environ), time.monotonic() + seconds
-    if report.kernels == "triton":
-        environ |= {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
-    while report.done < rounds:
-        first = report.seed + report.done
-        command = [sys.executable, "-m", "tests.corruption", "--worker", "--seed", str(first)]
-        command += ["--rounds", str(rounds - report.done), "--kernels", report.kernels]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as worker:
-            assert worker.stdout is not None
-            last, pending, begun = None, b"", False
-            while True:
-                if not select.select([worker.stdout], [], [], SILENCE)[0]:
-                    worker.kill()
-                    last = "hung"
-                    break
-                read = os.read(worker.stdout.fileno(), 1 << 16)
-                if not read:
-                    break
-                *lines, pending = (pending + read).split(b"\n")
-                for line in lines:
-                    number, _, outcome = line.decode().partition(" ")
-                    begun = outcome == "begun"
-                    if not begun:
-                        report.add(int(number), outcome)
-                        if report.done % 1000 == 0:
-                            report.write()
-                if time.monotonic() > end:
-                    worker.kill()
-                    break
-        if report.done >= rounds or time.monotonic() > end:
-            break
-        if not begun:
-            raise SystemExit(f"a worker ended with {worker.returncode} outside of any case")
-        segmentation = worker.returncode in (-7, -11)  # SIGBUS, SIGSEGV
-        outcome = last or ("out_of_bounds" if segmentation else "crashed")
-        report.add(report.seed + report.done, f"{outcome} (exit status {worker.returncode})")
-    report.write()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first case")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--kernels", choices=("numba", "triton"), default="numba")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments.seed, arguments.rounds, arguments.kernels == "triton")
-        return 0
-    report = Report(arguments.seed, arguments.kernels, arguments.json)
-    watch(report, arguments.rounds, arguments.seconds)
-    print(json.dumps(report.content(), indent=1))
-    return 1 if report.failures else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run_case(rng: random.Random, triton: bool) -> tuple[str, str]:
+    """Draws a case and runs it: which it was, and "returned" or the name of an error of thinwire's."""
+    case = rng.choice(CASES)
+    try:
+        case(rng, triton)
+    except ThinwireError as error:
+        return case.__name__, type(error).__name__
+    return case.__name__, "returned"
