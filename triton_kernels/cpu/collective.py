@@ -146,7 +146,7 @@ def begin_epoch(buffer_ptrs, control, job, epoch):
     for step in range(1, job.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
         line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
-        publish_header(line, epoch, 0, 0, signature_of(job))
+        publish_header(line, epoch, job.rank, 0, 0, signature_of(job), False)
 
 
 @device
