@@ -37,7 +37,7 @@ def open_channel(
     def new() -> Channel | Refusal:
         if wire is not None and wire.quantized:
             select_backend(comm.device, wire)
-        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
+        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda", comm.integrity != "none")
         settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
         kind = DeviceChannel if uses_triton(comm) else HostChannel
@@ -45,7 +45,7 @@ def open_channel(
         def make(memory: SymmetricMemory) -> Channel:
             return kind(memory, layout, comm.rank, comm.timeout)
 
-        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba",))
 
     return comm.attached(_KEY, new)
 

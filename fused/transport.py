@@ -21,14 +21,22 @@ from thinwire.comm.host_collectives import Attachment, Setting
 from thinwire.comm.plain import MOST_TEXT
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
-from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import CapacityError, IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
+from thinwire.triton_kernels.exchange_layout import (
+    REPORT_FIRST,
+    REPORT_ROWS,
+    REPORT_SOURCE,
+    SIGNATURE_WORDS,
+    Endpoint,
+    ExchangeLayout,
+)
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
+    CORRUPTED,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
@@ -330,6 +338,8 @@ class DirectTransport(Attachment):
 
 def _with_text(error: ThinwireError, text: str) -> ThinwireError:
     """An error of the same kind, about the same peers."""
+    if isinstance(error, IntegrityError):
+        return IntegrityError(text, rank=error.rank, rows=error.rows, call=error.call)
     if isinstance(error, PeerTimeout):
         return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
     return type(error)(text)
@@ -365,6 +375,25 @@ class ExchangeTransport(DirectTransport):
     def open_epoch(self) -> int:
         """The number of the call under way."""
         return int(self._end.control[CONTROL_EPOCH])
+
+    def raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did: as `DirectTransport`, or IntegrityError."""
+        if self.report[REPORT_STATUS] == CORRUPTED:
+            self.fail(self._corruption())
+        super().raise_findings()
+
+    def _corruption(self) -> IntegrityError:
+        report = self.report
+        source, epoch = int(report[REPORT_SOURCE]), int(report[REPORT_EPOCH])
+        first, count = (int(report[word : word + 2].view(np.int64)[0]) for word in (REPORT_FIRST, REPORT_ROWS))
+        what = f"rows {first} ... {first + count - 1}" if count else "the header"
+        return IntegrityError(
+            f"rank {self.rank} of {self.world}, {self.operation}, call {epoch}, {self.phases[report[REPORT_PHASE]]}: "
+            f"what arrived is not what was sent, by its checksums: {what} from rank {source}",
+            rank=source,
+            rows=(range(first, first + count),) if count else (),
+            call=epoch,
+        )
 
     def headers(self) -> list[list[int]]:
         """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""
