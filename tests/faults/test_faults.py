@@ -1,4 +1,4 @@
-"""Cells of the matrix of faults: a few in `make test`, all in `make test-all`, all of them 20 times in `make soak`."""
+"""The matrix of faults: its rules in `make test`, each cell in `make test-all`, 20 times in `make soak`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_against_the_rules_is_a_problem(change: dict[str, object], told:
 def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, played, cell = tmp_path / "faults.json", list[int](), str(FEW[-1])
+    path, played, cell = tmp_path / "faults.json", list[int](), str(cells()[-1])
 
     def run(chosen: list[Cell], repeat: int, at_a_time: int) -> list[worlds.Result]:
         played.append(repeat)
@@ -121,7 +121,7 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     written = json.loads(path.read_text())
     assert written["failures"] == 1 and [run["repeats"] for run in written["runs"]] == [2, 3]
     with pytest.raises(SystemExit, match="holds 1 cells, which are not the 1 of this run"):
-        add(1, str(FEW[0]))
+        add(1, str(cells()[0]))
     written["cells"][0]["expected"] = "something else"
     path.write_text(json.dumps(written))
     assert add(1)[1]["runs"] == 1 and played[-1] == 5
