@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import proofs, runs
 from tests.runs import Runs
 
 
@@ -47,3 +47,8 @@ def test_runs_of_other_settings_or_of_unknown_commits_are_refused(path: Path) ->
     path.write_text(json.dumps({"seed": 1, "right": 2}))
     with pytest.raises(SystemExit, match="does not say of which runs"):
         Runs("tests.it", path, True, seed=1)
+
+
+def test_the_documentation_says_what_was_run() -> None:
+    text = proofs.PAGE.read_text()
+    assert proofs.between(text, proofs.BEGIN, proofs.END, proofs.section()) == text, "run python -m tests.proofs"

@@ -170,7 +170,7 @@ class Report:
         kind = outcome.partition(":")[0]
         self.done += 1
         self.outcomes[kind] += 1
-        self.cases.setdefault(case or "ended", Counter())[kind] += 1
+        self.cases.setdefault(case or "unknown", Counter())[kind] += 1
         if kind in _FAILURES:
             command = f"python -m tests.corruption --rounds 1 --seed {seed}{self._again}"
             self.failures.append({"reproduce": command, "outcome": f"{case} {outcome}".strip()})

@@ -3,14 +3,15 @@
     python -m tests.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
 
 A run counts only if the machine let it run: what is promised is promised within times. With `--add` what FILE holds is
-kept, and the repeats go on at its next; a cell whose rule is another one now begins
-anew. A failure names its cell and repeat; `--only TEXT --first REPEAT --repeats 1` draws the same moments again.
+kept, and cells that have fewer runs go on with their next; one whose rule is another now begins anew. A failure names
+its cell and repeat; `--only TEXT --first REPEAT --repeats 1` draws the same moments again.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ _PLACE, _RULE = ("transport", "operation", "fault", "victim"), ("expected", "kno
 def main() -> int:
     """Runs all cells, goes on after failures, and gives 1 if there were any but known ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20, help="of every cell")
-    parser.add_argument("--first", type=int, help="the first repeat, from which moments are drawn; default: the next")
+    parser.add_argument("--repeats", type=int, default=20, help="runs that count, of every cell and in all")
+    parser.add_argument("--first", type=int, default=0, help="the first repeat, from which moments are drawn")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="to begin new ones for")
     parser.add_argument("--only", default="", help="the cells with this in their names")
     parser.add_argument("--parallel", type=int, default=4, help="worlds at a time; the default keeps two cores busy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of them there, after every repeat")
@@ -40,25 +42,22 @@ def main() -> int:
     settings = {"timeout": TIMEOUT, "threads_timeout": THREADS_TIMEOUT, "spare": SPARE, "most_late": MOST_LATE}
     runs = Runs("tests.faults", arguments.json, arguments.add, **settings)
     records = _records(chosen, runs)
-    first = arguments.first
-    if first is None:
-        first = max((run["first"] + run["repeats"] for run in runs.stored.get("runs", ())), default=0)
-    runs.own["first"], failures = first, 0
     testing.preload("tests.warm")
-    for repeat in range(first, first + arguments.repeats):
-        for result in run(chosen, repeat, arguments.parallel):
+    failures, ran, end = 0, 0, time.monotonic() + arguments.seconds
+    while time.monotonic() < end and (repeat := _next_repeat(records, arguments.repeats)) is not None:
+        due = [cell for cell in chosen if _is_due(records[str(cell)], arguments.repeats, repeat)]
+        for result in run(due, arguments.first + repeat, arguments.parallel, end):
             record = records[str(result.cell)]
-            _count(record, result, repeat)
+            _count(record, result, arguments.first + repeat)
+            ran += 1
             if result.problems and record["known_defect"] is None:
                 late = f" (not counted, late by {result.late:.2f} s)" if result.late > MOST_LATE else ""
                 failures += not late
-                print(
-                    "\n".join(f"repeat {repeat}, {result.cell}{late}: {each}" for each in result.problems), flush=True
-                )
-        done = repeat + 1 - first
-        print(f"{done} repeats, {failures} failures", file=sys.stderr, flush=True)
+                where = f"repeat {arguments.first + repeat}, {result.cell}{late}"
+                print("\n".join(f"{where}: {problem}" for problem in result.problems), flush=True)
+        print(f"repeat {repeat}: {ran} runs, {failures} failures", file=sys.stderr, flush=True)
         runs.write(
-            {"repeats": done},
+            {"runs": ran},
             failures=sum(
                 record["runs"] - record["held"] for record in records.values() if record["known_defect"] is None
             ),
@@ -66,8 +65,20 @@ def main() -> int:
             cells_in_all=len(cells()),
             cells=[*records.values()],
         )
-    print(f"{len(chosen)} cells, {arguments.repeats} repeats, {failures} failures")
+    print(f"{len(chosen)} cells, {ran} runs, {failures} failures")
     return 1 if failures else 0
+
+
+def _is_due(record: dict[str, Any], repeats: int, repeat: int) -> bool:
+    """Whether a cell lacks runs, and this repeat is its next. Of a machine that is always busy no more is expected."""
+    tries = record["runs"] + record["late"]
+    return record["runs"] < repeats and tries == repeat < 3 * repeats
+
+
+def _next_repeat(records: dict[str, dict[str, Any]], repeats: int) -> int | None:
+    """The first that is due for a cell."""
+    tries = {record["runs"] + record["late"] for record in records.values()}
+    return next((n for n in sorted(tries) if any(_is_due(each, repeats, n) for each in records.values())), None)
 
 
 def _records(chosen: list[Cell], runs: Runs) -> dict[str, dict[str, Any]]:

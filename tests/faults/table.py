@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from tests.faults.rules import FAULTS, OPERATIONS, TRANSPORTS
+from tests.proofs import PAGE, ROOT, between, by_commit
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
 RUN = ROOT / "benchmarks" / "results" / "cpu" / "faults.json"
 BEGIN, END = "<!-- faults: begin, made by python -m tests.faults.table -->\n", "<!-- faults: end -->\n"
 
@@ -32,14 +30,13 @@ def table(ran: dict[str, Any]) -> str:
     )
     counts = {cell["runs"] for cell in ran["cells"]}
     times = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
-    commits = ", ".join(f"{run['commit']} {run['repeats']}" for run in ran["runs"])
     slowest = max(cell["slowest"] for cell in ran["cells"])
     lines += [
         "",
         _paragraph(
             f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run, {times} times each; {held} "
             f"of {runs} runs held. {late} more do not count, as the machine kept a thread waiting for over "
-            f"{ran['most_late']:g} s; of those {late_held} held. Repeats by commit: {commits}. The slowest call of a "
+            f"{ran['most_late']:g} s; of those {late_held} held. {by_commit(ran, 'runs')} The slowest call of a "
             f"rank that was left took {slowest:.1f} s."
         ),
         "",
@@ -69,9 +66,7 @@ def _counted(cells: list[dict[str, Any]]) -> str:
 
 def page(text: str, ran: dict[str, Any]) -> str:
     """The page with the table of this run between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(ran)}\n{END}{after}"
+    return between(text, BEGIN, END, table(ran))
 
 
 def main() -> None:

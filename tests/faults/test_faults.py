@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
 ) -> None:
     path, played, cell = tmp_path / "faults.json", list[int](), str(cells()[-1])
 
-    def run(chosen: list[Cell], repeat: int, at_a_time: int) -> list[worlds.Result]:
+    def run(chosen: list[Cell], repeat: int, at_a_time: int, end: float) -> list[worlds.Result]:
         played.append(repeat)
         wrong, late = ["it is wrong"] if repeat in (2, 3) else [], 9.0 if repeat == 3 else 0.0
         return [worlds.Result(each, wrong, 0.5 + repeat, late) for each in chosen]
@@ -113,18 +114,22 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
 
     monkeypatch.setattr(faults, "run", run)
     assert add(2)[0] == 0
-    status, record = add(3)
+    status, record = add(4)
     assert played == [0, 1, 2, 3, 4] and status == 1
     assert (record["runs"], record["held"], record["slowest"]) == (4, 3, 4.5)
     assert (record["late"], record["late_held"]) == (1, 0)
     assert record["problems"] == ["repeat 2: it is wrong"]
     written = json.loads(path.read_text())
-    assert written["failures"] == 1 and [run["repeats"] for run in written["runs"]] == [2, 3]
+    assert written["failures"] == 1 and [run["runs"] for run in written["runs"]] == [2, 3]
     with pytest.raises(SystemExit, match="holds 1 cells, which are not the 1 of this run"):
-        add(1, str(cells()[0]))
+        add(4, str(cells()[0]))
     written["cells"][0]["expected"] = "something else"
     path.write_text(json.dumps(written))
-    assert add(1)[1]["runs"] == 1 and played[-1] == 5
+    assert add(1)[1]["runs"] == 1 and played[-1] == 0
+
+
+def test_no_world_begins_behind_the_end() -> None:
+    assert not list(worlds.run(cells()[:3], 0, end=time.monotonic()))
 
 
 def test_the_table_in_the_documentation_is_that_of_the_run() -> None:

@@ -79,15 +79,18 @@ class Result:
     late: float = 0.0
 
 
-def run(cells: Collection[Cell], repeat: int, at_a_time: int = AT_A_TIME) -> Iterator[Result]:
-    """Runs every cell once, several worlds at a time, and gives results as they come."""
+def run(
+    cells: Collection[Cell], repeat: int, at_a_time: int = AT_A_TIME, end: float = float("inf")
+) -> Iterator[Result]:
+    """Runs every cell once, several worlds at a time, and gives results as they come; begins none after `end`."""
     if any(cell.threads for cell in cells):
         # Kernels are loaded, which takes seconds, so that no rank is late for their sake.
         importlib.import_module("tests.warm")
     with ThreadPoolExecutor(at_a_time) as pool, _Pulse() as pulse:
 
         def one(world: list[Cell]) -> list[Result]:
-            start = time.monotonic()
+            if (start := time.monotonic()) > end:
+                return []
             results = _run_world(world, repeat)
             late = pulse.most_late(start)
             return [replace(result, late=late) for result in results]
