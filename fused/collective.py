@@ -16,12 +16,13 @@ from types import ModuleType
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton
+from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -77,7 +78,7 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs)
+            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm))
 
         return open_direct(comm, _KEY, layout.NUM_BYTES, {"slot_bytes": layout.SLOT_BYTES}, make)
 
@@ -136,8 +137,9 @@ class DirectCollectives(ExchangeTransport):
         timeout: float,
         kernels: ModuleType,
         num_programs: int | None = None,
+        voters: Exchange | None = None,
     ) -> None:
-        super().__init__(_KEY, memory, layout, rank, timeout)
+        super().__init__(_KEY, memory, layout, rank, timeout, voters)
         self._kernels, self._num_programs = kernels, num_programs
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
