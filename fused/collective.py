@@ -39,6 +39,7 @@ from thinwire.triton_kernels.signal import (
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    TIMED_OUT,
 )
 from thinwire.wire import WireFormat
 
@@ -217,8 +218,9 @@ class DirectCollectives(ExchangeTransport):
             done = True  # all ranks know where they stand
             raise
         finally:
-            if not done and self.failure is None:
-                # Nobody knows which legs were taken; to go on could put one call's rows into another.
+            if not done and self.failure is None and self.report[REPORT_STATUS] != TIMED_OUT:
+                # Nobody knows which legs were taken; to go on could put one call's rows into another. What has timed
+                # out the next call says.
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.files import open_files
 from tests.mortal import TIMEOUT, die, ranks, tell, wait_for
+from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
@@ -366,6 +369,49 @@ def call_in_different_places(comm: Communicator) -> tuple[object, ...]:
 @pytest.mark.parametrize("mode", [pytest.param("process", marks=pytest.mark.exhaustive), "thread"])
 def test_ranks_that_wait_in_different_places_take_nobody_for_lost(mode: str) -> None:
     assert run_ranks(call_in_different_places, 3, mode=mode) == [((), True, 3)] * 3
+
+
+def interrupt_a_vote(comm: Communicator, operation: str) -> list[object]:
+    part = comm.split(groups=[range(comm.size)])
+    x = torch.ones(2, 64)
+    if operation == "dispatch":
+        ep = tw.ExpertParallel(part, 2, 1, 64, 2, transport="direct", timeout=0.3)
+        direct: Any = ep._rounds
+    else:
+        function = getattr(tw, operation)
+        function(x, transport="direct", comm=part)
+        direct = part.attached({"all_reduce": "collectives"}.get(operation, operation))
+
+    def call() -> None:
+        if operation == "dispatch":
+            ep.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+        else:
+            function(x, transport="direct", comm=part)
+
+    named: list[object] = []
+    if comm.rank == 0:
+        direct.timeout = 0.3
+        if operation == "all_to_all_v":
+            direct._call[direct._kernels.SCALARS.index("timeout")] = 300_000_000
+        voters, direct._voters = direct._voters, SimpleNamespace(end=_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        direct._voters = voters
+        for _ in range(2):
+            with pytest.raises(PeerTimeout) as caught:
+                call()
+            named.append(caught.value.ranks)
+    comm.barrier()
+    return named
+
+
+def _interrupted(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("operation", exhaustive_but(["all_reduce"], ["dispatch", "all_reduce", "all_to_all_v"]))
+def test_a_vote_that_was_interrupted_is_made_up_for(operation: str) -> None:
+    assert run_ranks(interrupt_a_vote, 2, operation, mode="thread") == [[(1,), (1,)], []]
 
 
 def lose_two(comm: Communicator) -> tuple[int, ...]:
