@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
@@ -132,8 +133,15 @@ class Channel(ExchangeTransport):
     phases = ("headers", "pieces")
     slots = "pieces"
 
-    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
-        super().__init__("all_to_all_v", memory, layout, rank, timeout)
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
+        super().__init__("all_to_all_v", memory, layout, rank, timeout, voters)
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
         self._under_way: Transfer | None = None
 

@@ -16,12 +16,13 @@ from types import ModuleType
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton
+from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -38,6 +39,7 @@ from thinwire.triton_kernels.signal import (
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    TIMED_OUT,
 )
 from thinwire.wire import WireFormat
 
@@ -77,7 +79,7 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs)
+            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm))
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba",))
@@ -139,8 +141,9 @@ class DirectCollectives(ExchangeTransport):
         timeout: float,
         kernels: ModuleType,
         num_programs: int | None = None,
+        voters: Exchange | None = None,
     ) -> None:
-        super().__init__(_KEY, memory, layout, rank, timeout)
+        super().__init__(_KEY, memory, layout, rank, timeout, voters)
         self._kernels, self._num_programs = kernels, num_programs
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
@@ -219,8 +222,9 @@ class DirectCollectives(ExchangeTransport):
             done = True  # all ranks know where they stand
             raise
         finally:
-            if not done and self.failure is None:
-                # Nobody knows which legs were taken; to go on could put one call's rows into another.
+            if not done and self.failure is None and self.report[REPORT_STATUS] != TIMED_OUT:
+                # Nobody knows which legs were taken; to go on could put one call's rows into another. What has timed
+                # out the next call says.
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
@@ -36,10 +37,17 @@ _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 class HostChannel(Channel):
     """A channel of CPU ranks, with numba's kernel."""
 
-    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
-        super().__init__(memory, layout, rank, timeout)
+        super().__init__(memory, layout, rank, timeout, voters)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.exchange import name_ranks
+from thinwire.comm.exchange import Exchange, name_ranks
 from thinwire.comm.host_collectives import Attachment, Setting
 from thinwire.comm.plain import MOST_TEXT
 from thinwire.comm.symmetric import SymmetricMemory, allocate
@@ -52,6 +52,9 @@ from thinwire.wire import WIRE_VERSION, WireFormat
 
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
+
+#: Seconds that peers get to say that they are stuck as well, where the ranks vote on who is lost after that.
+_GRACE_BEFORE_VOTE = 0.25
 
 _prepare_lock = threading.Lock()
 _T = TypeVar("_T")
@@ -125,6 +128,15 @@ def choose(
 def uses_triton(comm: Communicator) -> bool:
     """Whether this rank's kernels are Triton's. Ranks of either kind may share a group: they write the same bytes."""
     return comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton"
+
+
+def voters(comm: Communicator) -> Exchange | None:
+    """Through what ranks agree on who is lost, once a kernel has given up; None where they do not.
+
+    On CUDA hosts learn of it when they next ask, each at its own time: a vote would take for lost who asks late.
+    """
+    standby = comm._standby  # of processes
+    return comm._exchange if comm.device.type == "cpu" and (standby is None or standby.can_agree) else None
 
 
 def open_direct(
@@ -207,7 +219,8 @@ class DirectTransport(Attachment):
         memory: a buffer on every rank, zero at first; closed by `close`.
         rank: this rank.
         timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
-            say that they are stuck as well.
+            say that they are stuck as well; with voters a quarter of one.
+        voters: see the function.
 
     Attributes:
         report: int32, what kernels say of a wait; set by who has it.
@@ -217,10 +230,14 @@ class DirectTransport(Attachment):
     phases: tuple[str, ...] = ()
     report: np.ndarray
 
-    def __init__(self, operation: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
+    def __init__(
+        self, operation: str, memory: SymmetricMemory, rank: int, timeout: float, voters: Exchange | None = None
+    ) -> None:
         self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
         self.world = memory.buffer_ptrs.numel()
-        self.grace = grace_of(timeout)
+        self.grace = grace_of(timeout) if voters is None else min(timeout, _GRACE_BEFORE_VOTE)
+        self._voters = voters
+        self._agreed: tuple[tuple[int, ...], str] | None = None
         self.device = memory.local.device
         self.on_gpu = self.device.type == "cuda"
         self.failure: ThinwireError | None = None
@@ -311,7 +328,19 @@ class DirectTransport(Attachment):
             text += "nobody is silent any more"
         if stuck:
             text += f"; {name_ranks(stuck)} gave up too"
-        return PeerTimeout(text, ranks=blamed, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+        ranks, text = self.agree(blamed, text)
+        return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+
+    def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
+        """Who is lost, by this rank's kernels and then as all agree, and the text with what there is to say of it.
+
+        Where there are voters, the communicator's exchange is of no use after it, either.
+        """
+        if self._voters is None:
+            return tuple(blamed), text
+        if self._agreed is None:
+            self._agreed = self._voters.end(blamed, text)
+        return self._agreed
 
     def mismatch(self) -> ThinwireError:
         """What the ranks disagree on."""
@@ -352,9 +381,15 @@ class ExchangeTransport(DirectTransport):
     slots, remark = "slots", ""
 
     def __init__(
-        self, operation: str, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float
+        self,
+        operation: str,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
     ) -> None:
-        super().__init__(operation, memory, rank, timeout)
+        super().__init__(operation, memory, rank, timeout, voters)
         self.layout = layout
         # Kernels find the second one given up and do nothing; it is for those that are only compiled and loaded.
         self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
