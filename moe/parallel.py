@@ -142,7 +142,7 @@ class ExpertParallel:
             {},
             lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
-            checked_by=("numba",),
+            checked_by=("numba", "triton"),
         )
 
     @opaque
@@ -268,7 +268,7 @@ class ExpertParallel:
 
         Returns:
             [tokens, hidden_size] in x's dtype; zero for a token without experts. On CUDA with the direct transport the
-            result of a round that failed is NaN.
+            result of a round that failed is NaN; where sums that came home did not fit, at least their rows are.
 
         Raises:
             LaneError: the round is over, or not this object's.
