@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from thinwire.moe.parallel import ExpertParallel
 
 COLUMNS = {"call": "s", "transport": "s", "bytes": "d", "ms off": ".3f", "ms on": ".3f", "ratio": ".3f"}
 RANKS = 2
+TRANSPORTS = ("staged", "direct")
 _ROW, _TOP_K, _EXPERTS = 4096, 4, 16
 _SUMMED = {"cached": 256 << 10, "uncached": 256 << 20}  # bytes
 _RECORD = 7168
@@ -61,11 +63,11 @@ def measure(comm: Communicator, repeats: int, sample_seconds: float) -> dict[str
         for rows in (2, 64, 2048):
             x = torch.randn(rows, _ROW).bfloat16()
             for wire in ("none", "int8"):
-                for operation in (all_to_all_v, all_reduce):
-                    name = f"{operation.__name__} {wire} {rows}"
-                    functions[f"{name} {mode}"] = _call(operation, x, wire, part)
-                    about[name] = "staged", x.nbytes
-        for transport in ("staged", "direct"):
+                for operation, transport in product((all_to_all_v, all_reduce), TRANSPORTS):
+                    name = f"{operation.__name__} {wire} {rows} {transport}"
+                    functions[f"{name} {mode}"] = _call(operation, x, wire, part, transport)
+                    about[name] = transport, x.nbytes
+        for transport in TRANSPORTS:
             for tokens in (8, 512):
                 x = torch.randn(tokens, _ROW).bfloat16()
                 ep = ExpertParallel(part, _EXPERTS, _TOP_K, _ROW, tokens, transport=transport)
@@ -76,8 +78,10 @@ def measure(comm: Communicator, repeats: int, sample_seconds: float) -> dict[str
     return {"samples": samples, "about": about}
 
 
-def _call(operation: Callable[..., object], x: torch.Tensor, wire: str, comm: Communicator) -> Callable[[], object]:
-    return lambda: operation(x, wire=wire, comm=comm, transport="staged")
+def _call(
+    operation: Callable[..., object], x: torch.Tensor, wire: str, comm: Communicator, transport: str
+) -> Callable[[], object]:
+    return lambda: operation(x, wire=wire, comm=comm, transport=transport)
 
 
 def _round(ep: ExpertParallel, x: torch.Tensor) -> Callable[[], object]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.integrity import MODES, Rows, checksums, differing_blocks
-from thinwire.comm.waiting import Waiter, Waiting
+from thinwire.comm.waiting import Waiter, Waiting, first_line, is_timeout
 from thinwire.errors import IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.triton_kernels.checksum_seed import seed_of
 
@@ -202,6 +202,13 @@ class Exchange(ABC):
         """Tells the peers, as far as that can be done, that this rank's part is over."""
 
     @abstractmethod
+    def end(self, missed: Iterable[int], text: str) -> tuple[tuple[int, ...], str]:
+        """Ends this exchange, as the rank misses some, here or in memory that ranks share.
+
+        Gives who is lost, the same on all ranks that do so, and the text with what there is to say of it.
+        """
+
+    @abstractmethod
     def _require_usable(self) -> None:
         """Raises PeerTimeout if it failed before."""
 
@@ -371,7 +378,7 @@ class PeerExchange(Exchange):
             try:
                 work.wait(max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT))
             except RuntimeError as error:
-                if _is_timeout(error):
+                if is_timeout(error):
                     # Gloo has closed every connection by now. What had completed still says so, and the rest fails at
                     # once, so going on tells who had not answered.
                     silent.setdefault(peer, error)
@@ -400,16 +407,19 @@ class PeerExchange(Exchange):
     def _fail(self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = ()) -> PeerTimeout:
         """The error of a group that is of no use from now on. `ranks` are missed here; NCCL does not say who is."""
         cause = next(iter(errors.values()), None)
-        text = f"rank {self.rank} of {self.size}: {reason}" + (f" ({_first_line(cause)})" if cause else "")
-        missed = tuple(ranks)
-        if missed and self.agree is not None:
-            ranks, remark = self.agree(missed)
-            text += f"; {remark}"
-        # Kept without a traceback, which would hold the callers' tensors.
-        self.failure = PeerTimeout(text, ranks=ranks)
+        text = f"rank {self.rank} of {self.size}: {reason}" + (f" ({first_line(cause)})" if cause else "")
+        ranks, text = self.end(ranks, text)
         failure = PeerTimeout(text, ranks=ranks)
         failure.__cause__ = cause
         return failure
+
+    def end(self, missed: Iterable[int], text: str) -> tuple[tuple[int, ...], str]:
+        ranks = tuple(missed)
+        if self.agree is not None and self.backend != "nccl":
+            missed, (ranks, remark) = ranks, self.agree(ranks)
+            text += f"; {remark}" if missed or ranks else ""
+        self.failure = self.failure or PeerTimeout(text, ranks=ranks)  # no traceback, which would hold callers' tensors
+        return ranks, text
 
     @property
     def lost(self) -> Iterable[int]:
@@ -432,16 +442,6 @@ class PeerExchange(Exchange):
 
 def _num_bytes(buffer: Tensor | None) -> int:
     return 0 if buffer is None else buffer.numel()
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
-
-
-def _first_line(error: RuntimeError) -> str:
-    # Gloo begins with the place in its source, in brackets, and goes on with advice.
-    text = str(error).strip().partition("\n")[0]
-    return text.rpartition("] ")[2].partition(". ")[0] if text.startswith("[") else text
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -21,6 +21,7 @@ from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
+from thinwire.compiler import opaque
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 
 #: What `require_same` compares.
@@ -202,6 +203,7 @@ class HostCollectives:
             attachment = self._attachments[key] = make()
         return attachment
 
+    @opaque
     def barrier(self) -> None:
         """Returns once every rank has called it. Blocks the host, on CUDA too.
 
@@ -211,6 +213,7 @@ class HostCollectives:
         with self._settled_recorder().begin("barrier"):
             self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
 
+    @opaque
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer a number of its own, and returns what the peers told this rank.
 
@@ -243,6 +246,7 @@ class HostCollectives:
                     raise CountsError(f"rank {peer} sent the count {count}, expected 0 to 2**63 - 1")
             return received
 
+    @opaque
     def all_gather_object(self, obj: object) -> list[Any]:
         """Every rank's object, in rank order; meant for small settings. Blocks the host.
 
@@ -257,6 +261,7 @@ class HostCollectives:
         with self._settled_recorder().begin("all_gather_object"):
             return [pickle.loads(message) for message in self._gather_messages(pickled, "objects")]
 
+    @opaque
     def all_gather_data(self, value: object, shape: Any) -> list[Any]:
         """Every rank's value, in rank order, as data: nothing that a peer sends is run. Blocks the host.
 

@@ -27,25 +27,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from thinwire.comm import mailbox
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.plain import decode, encode
+from thinwire.comm.verdict import REPORT_SECONDS, Verdict, verdict_at
 from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
 
 CONNECT_SECONDS = 0.5  # for a standby to answer; a process that has ended refuses at once
-REPORT_SECONDS = 0.5  # that ranks get to say whom they miss, once one of them has
 _MOST_REASON = 150  # characters, which take up to 12 bytes each
 _HOSTS = 2  # that hold a verdict, so that it outlives the first
 _LOOPBACK = "127.0.0.1"
 _MASTER_PORT = 29500  # any would do: nothing is sent to it
-
-
-class Verdict(NamedTuple):
-    """Who is lost, the same on every rank that asked, and what there is to say of it."""
-
-    ranks: tuple[int, ...]
-    remark: str
 
 
 class _Unanswered(Exception):
@@ -69,16 +63,24 @@ class Standby:
         rank: this rank.
         addresses: of each rank's standby.
         token: what the keys of this communicator begin with.
-        store: this process's own standby, if it has one.
+        store, letters: this process's own standby and mailbox, if it has them.
 
     Attributes:
         name: the same on all ranks, and of no other communicator; it does not give the token away.
     """
 
-    def __init__(self, rank: int, addresses: list[_Address], token: str, store: dist.Store | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        addresses: list[_Address],
+        token: str,
+        store: dist.Store | None,
+        letters: mailbox.Mailbox | None = None,
+    ) -> None:
         self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
-        self._addresses, self._token, self._store = addresses, token, store
+        self._addresses, self._token, self._store, self._letters = addresses, token, store, letters
+        self._verdict: list[int] | None = None  # what this rank was told when it asked
         self._attempts = 0
 
     @classmethod
@@ -86,13 +88,18 @@ class Standby:
         """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
         places = gather([_network(), secrets.token_hex(16)], (str, str))
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
-        store, address = None, _Address("", 0, "")
+        store, letters, address = None, None, _Address("", 0, "")
         try:
-            store, address = _serve(_LOOPBACK if shared else _facing_address())
+            store, letters, address = _serve(_LOOPBACK if shared else _facing_address())
         except (OSError, RuntimeError, _Unanswered) as error:
             address = _Address("", 0, str(error)[:_MOST_REASON])
         told = [_Address(*entry) for entry in gather(list(address), (str, int, str))]
-        return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store)
+        return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store, letters)
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether every rank has one, as it should be."""
+        return all(address.host for address in self._addresses)
 
     def describe(self) -> str:
         """For `Communicator.explain`."""
@@ -106,10 +113,26 @@ class Standby:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
-        holds for all that come later; where there are two, as the host of one was stopped, that of the others.
+        holds for good, also for all that come later; where there are two, as the host of one was stopped, that of the
+        others. It is left at the lost ranks as well, for when they wake.
         """
+        failures: list[str] = []
+        first = self._verdict is None
+        if self._verdict is None:
+            self._verdict = self._ask(sorted(set(suspects)), failures)
+            if self._verdict is None:
+                remark = f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})"
+                return Verdict((), remark)
+        if self.rank not in self._verdict:
+            self._verdict = self._verdict_on_this_rank(self._verdict) or self._verdict
+        if first and self.rank not in self._verdict:
+            for rank in self._verdict:
+                mailbox.leave(*self._addresses[rank][:2], self._token, encode(self._verdict, [int]))
+        return verdict_at(self.rank, self._verdict)
+
+    def _ask(self, missed: list[int], failures: list[str]) -> list[int] | None:
         verdict: list[int] | None = None
-        missed, held, failures = sorted(set(suspects)), 0, []
+        held = 0
         for host in range(self.size):
             if held == _HOSTS or (verdict is not None and host in verdict):
                 continue
@@ -121,45 +144,51 @@ class Standby:
                 verdict, held = self._ranks(said, f"the standby of rank {host}"), held + 1
             except (_Unanswered, ThinwireError) as error:
                 failures.append(f"rank {host}: {error}")
-        if verdict is None:
-            return Verdict((), f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})")
-        if self.rank not in verdict and 2 * len(verdict) >= self.size:
-            verdict = self._verdict_on_this_rank(verdict) or verdict
-        return Verdict(tuple(verdict), self._remark(verdict))
+        return verdict
 
-    def _verdict_on_this_rank(self, missed: Iterable[int]) -> list[int] | None:
-        """What ranks that this one takes for lost have agreed on meanwhile, if that is that they are without this one.
+    def _verdict_on_this_rank(self, verdict: list[int]) -> list[int] | None:
+        """What the others have agreed on meanwhile, if that is that they are without this one.
 
         A rank that was stopped, and wakes, does not find them where they have voted: its own standby may come first.
         """
-        for host in missed:
-            try:
-                store = self._connect(host)
-                said = _within(CONNECT_SECONDS, functools.partial(_verdict_in, store))
-                verdict = self._ranks(said, f"the standby of rank {host}")
-            except (_Unanswered, ThinwireError):
-                continue  # one that is lost indeed
-            if self.rank in verdict:
-                return verdict
-        return None
+        if 2 * len(verdict) >= self.size:
+            for host in verdict:
+                try:
+                    store = self._connect(host)
+                    said = _within(REPORT_SECONDS + CONNECT_SECONDS, functools.partial(self._verdict_in, store))
+                    found = self._ranks(said, f"the standby of rank {host}")
+                except (_Unanswered, ThinwireError):
+                    continue  # one that is lost indeed
+                if self.rank in found:
+                    return found
+        return self._letter()  # last: who has ended meanwhile has left it before
 
-    def _remark(self, verdict: list[int]) -> str:
-        if not verdict:
-            return (
-                "nobody is lost: all ranks that were missed have answered, so they called something else, or with "
-                "other sizes"
-            )
-        names = name_ranks(verdict)
-        if self.rank in verdict:
-            return f"the others have given up {names}, which is this rank" + " among others" * (len(verdict) > 1)
-        return f"the ranks agree that {names} {'are' if len(verdict) > 1 else 'is'} lost"
+    def _verdict_in(self, store: dist.Store) -> bytes:
+        """What was agreed on there, once a vote that is under way is over."""
+        deadline, reports = time.monotonic() + REPORT_SECONDS, [f"missed/{rank}" for rank in range(self.size)]
+        while not store.check(["lost"]):
+            if time.monotonic() > deadline or not any(store.check([report]) for report in reports):
+                return encode([], [int])
+            time.sleep(0.01)
+        return store.get("lost")
+
+    def _letter(self) -> list[int] | None:
+        """The verdict that was left for this rank while it did not listen."""
+        letter = None if self._letters is None else self._letters.read(self._token)
+        if letter is None:
+            return None
+        try:
+            ranks = self._ranks(letter, "who left a verdict for this rank")
+        except ThinwireError:
+            return None  # nonsense says nothing
+        return ranks if self.rank in ranks else None
 
     def _vote(self, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
         if known is None:
             store.set(f"missed/{self.rank}", encode(missed, [int]).decode())
             reports, ended = self._collect(store, "missed", range(self.size), REPORT_SECONDS, "lost")
             lost = {rank for peer, report in reports.items() for rank in self._ranks(report, f"rank {peer}")}
-            known = encode(sorted((lost | ended) - reports.keys()), [int])
+            known = encode(self._letter() or sorted((lost | ended) - reports.keys()), [int])
         return store.compare_set("lost", "", known.decode())
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -277,10 +306,6 @@ class Standby:
         return sorted(set(ranks))
 
 
-def _verdict_in(store: dist.Store) -> bytes:
-    return store.get("lost") if store.check(["lost"]) else encode([], [int])
-
-
 class Meeting:
     """Ranks that are about to go on together.
 
@@ -333,6 +358,7 @@ def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
 
 class _OwnStore(NamedTuple):
     store: dist.Store
+    letters: mailbox.Mailbox
     address: _Address
 
 
@@ -345,15 +371,13 @@ def _serve(host: str) -> _OwnStore:
     with _starting:
         key = os.getpid(), host
         if key not in _own_stores:
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-                listener.bind((host, 0))
-                listener.listen(128)
-                port, descriptor = listener.getsockname()[1], listener.detach()
+            listener, letters = mailbox.listen(host)
+            port, descriptor = listener.getsockname()[1], listener.detach()
             store = dist.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor,
                 timeout=timedelta(seconds=CONNECT_SECONDS),
             )  # fmt: skip
-            _own_stores[key] = _OwnStore(store, _Address(host, port, ""))
+            _own_stores[key] = _OwnStore(store, letters, _Address(host, port, ""))
         return _own_stores[key]
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
+from thinwire.comm.verdict import REPORT_SECONDS, verdict_at
 from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
@@ -44,6 +45,8 @@ class ThreadWorld:
         self._half_posted: dict[_Key, _Transfer] = {}
         self._waiting: dict[int, set[int]] = {}  # who waits, and for whom
         self._gone: dict[int, _Departure] = {}
+        self._missed: dict[int, frozenset[int]] = {}  # by ranks that gave up
+        self._lost: frozenset[int] | None = None  # what they have agreed on
         self._inner: weakref.WeakSet[ThreadWorld] = weakref.WeakSet()
         self._failed = ""  # why all ranks' parts were ended
         self._meeting: set[int] = set()  # who has come to go on without others
@@ -77,6 +80,27 @@ class ThreadWorld:
         """Whom a rank that gave up has blamed."""
         with self._changed:
             return self._gone[rank].to_blame - {rank} if rank in self._gone else frozenset()
+
+    def agree(self, rank: int, missed: Iterable[int]) -> frozenset[int]:
+        """Who is lost, the same for all that ask, each with those that it misses.
+
+        Lost is who was missed by one of them, and neither asks in time nor waits here for others.
+        """
+        deadline = time.monotonic() + REPORT_SECONDS
+        with self._changed:
+            self._missed[rank] = frozenset(missed)
+            self._changed.notify_all()
+            while self._lost is None:
+                ended = {peer for peer, departure in self._gone.items() if peer in departure.to_blame}
+                here = self._missed.keys() | self._waiting.keys() | (self._gone.keys() - ended)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or len(here | ended) == self.size:
+                    named = frozenset().union(*self._missed.values(), *(gone.to_blame for gone in self._gone.values()))
+                    self._lost = named - here
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(remaining)
+            return self._lost
 
     def shrink(self, rank: int, lost: set[int], timeout: float) -> tuple[list[int], ThreadWorld]:
         """Waits for all ranks but those lost. Those that have come by then go on in a world of their own."""
@@ -164,6 +188,8 @@ class ThreadWorld:
         to_blame = {peer for peer in seen if peer not in self._waiting and peer not in self._gone}
         # Who gave up a moment ago waits no longer, and has blamed whom it waited for.
         to_blame = to_blame.union(*(self._gone[peer].to_blame for peer in seen & self._gone.keys()))
+        if to_blame:  # unless they are stuck as well, in memory that the ranks share
+            to_blame = set(self.agree(rank, to_blame))
         text = f"no answer from {name_ranks(missing)} within {timeout:g} s: stuck, gone, or expecting another message"
         if not to_blame:
             text += "; nobody is lost: all of them wait, so they called something else, or with other sizes"
@@ -265,6 +291,13 @@ class ThreadExchange(Exchange):
                 raise PeerTimeout(text)
             time.sleep(POLL_SECONDS)
         posted._works = []
+
+    def end(self, missed: Iterable[int], text: str) -> tuple[tuple[int, ...], str]:
+        missed = tuple(missed)
+        ranks, remark = verdict_at(self.rank, self.world.agree(self.rank, missed))
+        text += f"; {remark}" if missed or ranks else ""
+        self.world.leave(self.rank, text, to_blame=ranks)
+        return ranks, text
 
     @property
     def lost(self) -> Iterable[int]:

@@ -1,4 +1,4 @@
-"""Waits of Gloo's that a signal can interrupt."""
+"""Waits of Gloo's that a signal can interrupt, and what Gloo says when they fail."""
 
 from __future__ import annotations
 
@@ -90,3 +90,15 @@ def _work(queue: SimpleQueue[Waiting | None]) -> None:
     while (waiting := queue.get()) is not None:
         waiting.run()
         del waiting  # it holds the caller's tensors
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether Gloo says that time was up."""
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def first_line(error: RuntimeError) -> str:
+    """What Gloo says, without place and advice."""
+    # It begins with the place in its source, in brackets, and goes on with advice.
+    text = str(error).strip().partition("\n")[0]
+    return text.rpartition("] ")[2].partition(". ")[0] if text.startswith("[") else text

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from thinwire.comm.flight_recorder import NOT_RECORDED, Waiting
+from thinwire.compiler import opaque
 from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
@@ -46,6 +47,7 @@ class Work(Generic[_T]):
         self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._step = next(self._steps, None)
 
+    @opaque
     def wait(self) -> _T:
         """Until the call is done on this rank; gives its result, which is the filled output where there is one.
 

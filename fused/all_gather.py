@@ -15,6 +15,7 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.flight_recorder import DETAILS
 from thinwire.comm.work import Work
+from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.collective_arguments import Call
@@ -25,6 +26,7 @@ from thinwire.triton_kernels.exchange_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 
 
+@opaque
 def all_gather(
     x: torch.Tensor,
     *,
@@ -72,6 +74,7 @@ def all_gather(
     return _gather(call, [x.shape[0]] * call.comm.size, out)
 
 
+@opaque
 def all_gather_v(
     x: torch.Tensor,
     counts: Counts | None = None,

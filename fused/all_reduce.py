@@ -13,6 +13,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.work import Work
+from thinwire.compiler import opaque
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.partition import split_parts
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
@@ -20,6 +21,7 @@ from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
 
 
+@opaque
 def all_reduce(
     x: torch.Tensor,
     op: object = "sum",

@@ -18,6 +18,7 @@ from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
 from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
+from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer
@@ -44,6 +45,7 @@ from thinwire.wire import WireFormat
 _NOT_STAGED = ("auto", "direct")
 
 
+@opaque
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Counts | None = None,

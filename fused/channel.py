@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
@@ -38,7 +39,7 @@ _WIRES = ("none", "int8", "int4", "fp8")
 
 
 def channel_layout(
-    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False
+    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False, checksums: bool = False
 ) -> ExchangeLayout:
     """The layout of a channel's memory, before anything is allocated. Pieces are of a multiple of 128 bytes.
 
@@ -50,7 +51,7 @@ def channel_layout(
     if piece_bytes is None:
         wanted, memory = (_GPU_PIECE_BYTES, _GPU_MOST_BYTES) if on_gpu else (_PIECE_BYTES, _MOST_BYTES)
         piece_bytes = ExchangeLayout.slot_bytes_within(memory, world, pieces, wanted)
-    return ExchangeLayout.of(world, piece_bytes, pieces)
+    return ExchangeLayout.of(world, piece_bytes, pieces, checksums)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Transfer:
                 receive counts given, it is a later call that raises this, and the channel cannot.
             PeerTimeout: a peer did not answer within the communicator's timeout. The channel cannot be used any more.
                 On CUDA a later call raises it.
+            IntegrityError: what arrived is not what was sent. The same goes for it.
         """
         if self.result is None:
             self.channel.complete(self)
@@ -131,8 +133,15 @@ class Channel(ExchangeTransport):
     phases = ("headers", "pieces")
     slots = "pieces"
 
-    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
-        super().__init__("all_to_all_v", memory, layout, rank, timeout)
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
+        super().__init__("all_to_all_v", memory, layout, rank, timeout, voters)
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
         self._under_way: Transfer | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.comm.tensors import is_int, require_dense
+from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, WireFormatError
 from thinwire.fused.backend import select_backend
 from thinwire.wire import WireFormat
@@ -66,6 +67,7 @@ def require_float(x: torch.Tensor, wire: WireFormat, what: str) -> None:
         )
 
 
+@opaque
 def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
     """Quantises the rows of a tensor into wire records. Gradients do not pass through.
 
@@ -99,6 +101,7 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
     return WireRows(records, wire, x.shape, x.dtype)
 
 
+@opaque
 def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The tensor that wire records stand for.
 

@@ -16,12 +16,13 @@ from types import ModuleType
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError
+from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton
+from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -38,6 +39,7 @@ from thinwire.triton_kernels.signal import (
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    TIMED_OUT,
 )
 from thinwire.wire import WireFormat
 
@@ -66,7 +68,7 @@ def open_collectives(
     def new() -> DirectCollectives | Refusal:
         _require_backend(comm.device, wires)
         try:
-            layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
+            layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda", comm.integrity != "none")
         except CapacityError as error:
             return Refusal(_KEY, str(error))
         num_programs = _num_programs(comm)
@@ -77,9 +79,10 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs)
+            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm))
 
-        return open_direct(comm, _KEY, layout.NUM_BYTES, {"slot_bytes": layout.SLOT_BYTES}, make)
+        settings = {"slot_bytes": layout.SLOT_BYTES}
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba",))
 
     return comm.attached(_KEY, new)
 
@@ -90,7 +93,9 @@ def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
             select_backend(device, wire)
 
 
-def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> ExchangeLayout:
+def collective_layout(
+    world: int, slot_bytes: int | None = None, on_gpu: bool = False, checksums: bool = False
+) -> ExchangeLayout:
     """The layout of the collectives' memory, before anything is allocated. Slots are of a multiple of 128 bytes.
 
     Raises:
@@ -104,7 +109,7 @@ def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = 
     if slot_bytes is None:
         wanted, memory = (_GPU_SLOT_BYTES, _GPU_MOST_BYTES) if on_gpu else (_SLOT_BYTES, _MOST_BYTES)
         slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, _SLOTS, wanted)
-    return ExchangeLayout.of(world, slot_bytes, _SLOTS)
+    return ExchangeLayout.of(world, slot_bytes, _SLOTS, checksums)
 
 
 def _num_programs(comm: Communicator) -> int | None:
@@ -136,8 +141,9 @@ class DirectCollectives(ExchangeTransport):
         timeout: float,
         kernels: ModuleType,
         num_programs: int | None = None,
+        voters: Exchange | None = None,
     ) -> None:
-        super().__init__(_KEY, memory, layout, rank, timeout)
+        super().__init__(_KEY, memory, layout, rank, timeout, voters)
         self._kernels, self._num_programs = kernels, num_programs
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
@@ -182,7 +188,7 @@ class DirectCollectives(ExchangeTransport):
                 wire=wire,
                 gather_wire=gather_wire,
                 dtype=dtype,
-                rows_per_chunk=self.layout.SLOT_BYTES // record,
+                rows_per_chunk=self.layout.rows_per_slot(record),
             )
         elif self.capturing:
             self._captured[id(job)] = job
@@ -198,6 +204,7 @@ class DirectCollectives(ExchangeTransport):
 
         Raises:
             ConfigMismatch: ranks that called something else. On CUDA a later call raises this and PeerTimeout.
+            IntegrityError: what arrived is not what was sent; the memory is of no more use.
         """
         self.require_usable()
         self._prepare(job, x, out)
@@ -211,12 +218,13 @@ class DirectCollectives(ExchangeTransport):
             done = True
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # kernels write where autograd does not see it
-        except (PeerTimeout, ConfigMismatch):
+        except (PeerTimeout, ConfigMismatch, IntegrityError):
             done = True  # all ranks know where they stand
             raise
         finally:
-            if not done and self.failure is None:
-                # Nobody knows which legs were taken; to go on could put one call's rows into another.
+            if not done and self.failure is None and self.report[REPORT_STATUS] != TIMED_OUT:
+                # Nobody knows which legs were taken; to go on could put one call's rows into another. What has timed
+                # out the next call says.
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:

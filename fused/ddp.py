@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator, communicator_or_default
+from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.codec import require_float, resolve_wire
@@ -60,6 +61,7 @@ class AllReduceState:
         return found
 
 
+@opaque
 def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks; for `DistributedDataParallel.register_comm_hook`.
 

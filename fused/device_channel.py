@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
@@ -70,8 +71,15 @@ class DeviceChannel(Channel):
 
     remark = ", by Triton's kernels"
 
-    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
-        super().__init__(memory, layout, rank, timeout)
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
+        super().__init__(memory, layout, rank, timeout, voters)
         self.always_looks = not self.on_gpu  # at headers and reports, after each wait
 
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> DeviceRowFormat:

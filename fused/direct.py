@@ -14,7 +14,7 @@ from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, Transf
 from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.host_channel import HostChannel
-from thinwire.fused.transport import Refusal, open_direct, uses_triton
+from thinwire.fused.transport import Refusal, open_direct, uses_triton, voters
 from thinwire.wire import WireFormat
 
 _KEY = "all_to_all_v"
@@ -37,15 +37,15 @@ def open_channel(
     def new() -> Channel | Refusal:
         if wire is not None and wire.quantized:
             select_backend(comm.device, wire)
-        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
+        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda", comm.integrity != "none")
         settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
         kind = DeviceChannel if uses_triton(comm) else HostChannel
 
         def make(memory: SymmetricMemory) -> Channel:
-            return kind(memory, layout, comm.rank, comm.timeout)
+            return kind(memory, layout, comm.rank, comm.timeout, voters(comm))
 
-        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba",))
 
     return comm.attached(_KEY, new)
 

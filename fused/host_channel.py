@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from thinwire.comm.exchange import Exchange
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of
 from thinwire.fused.counts import Segments
-from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
+from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
 _INTS = {int}
@@ -35,10 +37,17 @@ _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 class HostChannel(Channel):
     """A channel of CPU ranks, with numba's kernel."""
 
-    def __init__(self, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
-        super().__init__(memory, layout, rank, timeout)
+        super().__init__(memory, layout, rank, timeout, voters)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
@@ -64,6 +73,9 @@ class HostChannel(Channel):
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
             "stuck": layout.STUCK,
             "report": self.report.ctypes.data,
+            "halves": layout.HALVES,
+            "sums": layout.SUMS,
+            "slot_sum_bytes": layout.SLOT_ROWS * SUM_BYTES,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
@@ -85,17 +97,21 @@ class HostChannel(Channel):
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.SLOT_BYTES
+        turn = CHECKED_BYTES if self.layout.SUMS else piece_bytes
         if not wire.quantized or not row_elements:
-            return RowFormat(step, 0, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
+            return RowFormat(step, 0, (1, 1, step, piece_bytes, turn, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
 
         counts_per_row = 1 if tail else FLAT_ROW
         layout = record_layout(wire, row_elements * counts_per_row, dtype)
         record_bytes = layout[-1]
         if record_bytes > piece_bytes:
-            return RowFormat(record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *signature))
-        per_piece = piece_bytes // record_bytes
-        return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, dtype_code(dtype), *layout, *signature))
+            return RowFormat(
+                record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, turn, 0, *layout, *signature)
+            )
+        per_piece, code = self.layout.rows_per_slot(record_bytes), dtype_code(dtype)
+        turn = 1 if self.layout.SUMS else per_piece
+        return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, turn, code, *layout, *signature))
 
     def _begin(self, transfer: Transfer, wait: bool) -> None:
         row_format, sends, recv_buffer = transfer.row_format, transfer.sends, transfer.recv_buffer
@@ -225,8 +241,8 @@ class HostChannel(Channel):
     def _move(self, todo: int) -> None:
         """Runs the kernel and raises what it found. If peers sent what was not expected, the call is then over."""
         status = self._run(todo)
-        if status == TIMED_OUT:
-            self.fail(self.timed_out())
+        if status in (TIMED_OUT, CORRUPTED):
+            self.raise_findings()
         if status == MISMATCHED:
             signature = self._kernels.SCALARS.index("signature0")
             wrong = self._peers[self._kernels.PEERS.index("answer")] == self._kernels.DIFFERS

@@ -18,6 +18,7 @@ from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
 from thinwire.comm.shared_split import shared_split
+from thinwire.compiler import opaque
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -28,6 +29,7 @@ from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
 
+@opaque
 def redistribute(
     x: torch.Tensor,
     src: TensorLayout | Sequence[int],

@@ -13,6 +13,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.work import Work
+from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.partition import gathered_parts
@@ -21,6 +22,7 @@ from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 
 
+@opaque
 def reduce_scatter(
     x: torch.Tensor,
     op: object = "sum",

@@ -164,9 +164,10 @@ class SizeSwitch(Attachment):
                 "threshold": crossover(samples),
                 "seconds": {str(size): list(pair) for size, pair in samples.items()},
             }
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, path)  # whole, or not at all
+            with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
+                whole = Path(folder) / path.name
+                whole.write_text(json.dumps(content, indent=1))
+                os.replace(whole, path)  # whole, or not at all
         except OSError as error:
             return f", not stored: {error}"
         return f", kept in {path}"

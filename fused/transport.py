@@ -16,19 +16,27 @@ import numpy as np
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.exchange import name_ranks
+from thinwire.comm.exchange import Exchange, name_ranks
 from thinwire.comm.host_collectives import Attachment, Setting
 from thinwire.comm.plain import MOST_TEXT
 from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
-from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import CapacityError, IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
+from thinwire.triton_kernels.exchange_layout import (
+    REPORT_FIRST,
+    REPORT_ROWS,
+    REPORT_SOURCE,
+    SIGNATURE_WORDS,
+    Endpoint,
+    ExchangeLayout,
+)
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
+    CORRUPTED,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
@@ -44,6 +52,9 @@ from thinwire.wire import WIRE_VERSION, WireFormat
 
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
+
+#: Seconds that peers get to say that they are stuck as well, where the ranks vote on who is lost after that.
+_GRACE_BEFORE_VOTE = 0.25
 
 _prepare_lock = threading.Lock()
 _T = TypeVar("_T")
@@ -117,6 +128,15 @@ def choose(
 def uses_triton(comm: Communicator) -> bool:
     """Whether this rank's kernels are Triton's. Ranks of either kind may share a group: they write the same bytes."""
     return comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton"
+
+
+def voters(comm: Communicator) -> Exchange | None:
+    """Through what ranks agree on who is lost, once a kernel has given up; None where they do not.
+
+    On CUDA hosts learn of it when they next ask, each at its own time: a vote would take for lost who asks late.
+    """
+    standby = comm._standby  # of processes
+    return comm._exchange if comm.device.type == "cpu" and (standby is None or standby.can_agree) else None
 
 
 def open_direct(
@@ -199,7 +219,8 @@ class DirectTransport(Attachment):
         memory: a buffer on every rank, zero at first; closed by `close`.
         rank: this rank.
         timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
-            say that they are stuck as well.
+            say that they are stuck as well; with voters a quarter of one.
+        voters: see the function.
 
     Attributes:
         report: int32, what kernels say of a wait; set by who has it.
@@ -209,10 +230,14 @@ class DirectTransport(Attachment):
     phases: tuple[str, ...] = ()
     report: np.ndarray
 
-    def __init__(self, operation: str, memory: SymmetricMemory, rank: int, timeout: float) -> None:
+    def __init__(
+        self, operation: str, memory: SymmetricMemory, rank: int, timeout: float, voters: Exchange | None = None
+    ) -> None:
         self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
         self.world = memory.buffer_ptrs.numel()
-        self.grace = grace_of(timeout)
+        self.grace = grace_of(timeout) if voters is None else min(timeout, _GRACE_BEFORE_VOTE)
+        self._voters = voters
+        self._agreed: tuple[tuple[int, ...], str] | None = None
         self.device = memory.local.device
         self.on_gpu = self.device.type == "cuda"
         self.failure: ThinwireError | None = None
@@ -303,7 +328,19 @@ class DirectTransport(Attachment):
             text += "nobody is silent any more"
         if stuck:
             text += f"; {name_ranks(stuck)} gave up too"
-        return PeerTimeout(text, ranks=blamed, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+        ranks, text = self.agree(blamed, text)
+        return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+
+    def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
+        """Who is lost, by this rank's kernels and then as all agree, and the text with what there is to say of it.
+
+        Where there are voters, the communicator's exchange is of no use after it, either.
+        """
+        if self._voters is None:
+            return tuple(blamed), text
+        if self._agreed is None:
+            self._agreed = self._voters.end(blamed, text)
+        return self._agreed
 
     def mismatch(self) -> ThinwireError:
         """What the ranks disagree on."""
@@ -330,6 +367,8 @@ class DirectTransport(Attachment):
 
 def _with_text(error: ThinwireError, text: str) -> ThinwireError:
     """An error of the same kind, about the same peers."""
+    if isinstance(error, IntegrityError):
+        return IntegrityError(text, rank=error.rank, rows=error.rows, call=error.call)
     if isinstance(error, PeerTimeout):
         return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
     return type(error)(text)
@@ -342,9 +381,15 @@ class ExchangeTransport(DirectTransport):
     slots, remark = "slots", ""
 
     def __init__(
-        self, operation: str, memory: SymmetricMemory, layout: ExchangeLayout, rank: int, timeout: float
+        self,
+        operation: str,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
     ) -> None:
-        super().__init__(operation, memory, rank, timeout)
+        super().__init__(operation, memory, rank, timeout, voters)
         self.layout = layout
         # Kernels find the second one given up and do nothing; it is for those that are only compiled and loaded.
         self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
@@ -365,6 +410,25 @@ class ExchangeTransport(DirectTransport):
     def open_epoch(self) -> int:
         """The number of the call under way."""
         return int(self._end.control[CONTROL_EPOCH])
+
+    def raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did: as `DirectTransport`, or IntegrityError."""
+        if self.report[REPORT_STATUS] == CORRUPTED:
+            self.fail(self._corruption())
+        super().raise_findings()
+
+    def _corruption(self) -> IntegrityError:
+        report = self.report
+        source, epoch = int(report[REPORT_SOURCE]), int(report[REPORT_EPOCH])
+        first, count = (int(report[word : word + 2].view(np.int64)[0]) for word in (REPORT_FIRST, REPORT_ROWS))
+        what = f"rows {first} ... {first + count - 1}" if count else "the header"
+        return IntegrityError(
+            f"rank {self.rank} of {self.world}, {self.operation}, call {epoch}, {self.phases[report[REPORT_PHASE]]}: "
+            f"what arrived is not what was sent, by its checksums: {what} from rank {source}",
+            rank=source,
+            rows=(range(first, first + count),) if count else (),
+            call=epoch,
+        )
 
     def headers(self) -> list[list[int]]:
         """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""

@@ -17,7 +17,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import IntegrityError, LaneError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.counts import new_rows
-from thinwire.fused.transport import DirectTransport
+from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.plan import SendPlan
@@ -48,7 +48,8 @@ class DirectRounds(DirectTransport, Rounds):
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
 
     def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
-        DirectTransport.__init__(self, "ExpertParallel", memory, config.comm.rank, config.peer_timeout)
+        comm = config.comm
+        DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
         Rounds.__init__(self, config, reason)
         self.kernels = select_round_kernels(config.dispatch_backend)
         self.lanes = [
@@ -290,14 +291,12 @@ class DirectRounds(DirectTransport, Rounds):
             reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:
             reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
-        return PeerTimeout(
+        lost, text = self.agree(
+            ranks,
             f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
             "any more, rebuild() makes new ones",
-            ranks=ranks,
-            lane=lane,
-            epoch=epoch,
-            phase=phase,
         )
+        return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
 
     def _mismatch(self, lane: int) -> RoutingError:
         layout = self.lanes[lane].layout

@@ -10,6 +10,7 @@ import torch
 
 from thinwire.comm.flight_recorder import Recording
 from thinwire.comm.tensors import is_int
+from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
@@ -61,6 +62,7 @@ class Dispatched(ABC):
         self.lane = lane
 
     @property
+    @opaque
     def tokens(self) -> torch.Tensor:
         """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
 
@@ -77,6 +79,7 @@ class Dispatched(ABC):
             self._tokens, _ = self._gather(self._num_rows)
         return self._tokens
 
+    @opaque
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts' input in a fixed shape. Does not wait for the device.
 
@@ -98,6 +101,7 @@ class Dispatched(ABC):
         self._capacity = capacity
         return gathered
 
+    @opaque
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, ThinwireError
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
@@ -141,9 +142,10 @@ class ExpertParallel:
             {},
             lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
-            checked_by=("numba",),
+            checked_by=("numba", "triton"),
         )
 
+    @opaque
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
     ) -> Dispatched:
@@ -195,6 +197,7 @@ class ExpertParallel:
         rounds.open_rounds[lane] = d
         return d
 
+    @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
         """In place of a dispatch: tells the peers that this rank has no tokens for it; why is for the caller to raise.
 
@@ -253,6 +256,7 @@ class ExpertParallel:
             with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
                 pass
 
+    @opaque
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
 
@@ -264,7 +268,7 @@ class ExpertParallel:
 
         Returns:
             [tokens, hidden_size] in x's dtype; zero for a token without experts. On CUDA with the direct transport the
-            result of a round that failed is NaN.
+            result of a round that failed is NaN; where sums that came home did not fit, at least their rows are.
 
         Raises:
             LaneError: the round is over, or not this object's.
@@ -296,6 +300,7 @@ class ExpertParallel:
         """Bytes held between calls, the same before and after each: lanes of the direct transport, none if staged."""
         return self._rounds.memory_bytes
 
+    @opaque
     def check(self) -> None:
         """Waits for what was launched on the current stream, and raises what went wrong on the device.
 

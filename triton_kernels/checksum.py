@@ -62,13 +62,20 @@ def row_seed(seed, number):
 
 
 @triton.jit
-def element_sums(bits, offsets):
-    """What elements add to a and b: their bits, without a sign, as int64, and their places in the row, in bytes.
+def element_terms(bits, offsets):
+    """What each element adds to a and b: its bits, without a sign, as int64, and its place in the row, in bytes.
 
     Elements have 1, 2, 4 or 8 bytes and lie at multiples of that; what is masked has the bits 0.
     """
     words = bits << ((offsets & 7) * 8).to(tl.int64)
-    return tl.sum(words), tl.sum(words * ((offsets >> 3) + 1).to(tl.int64))
+    return words, words * ((offsets >> 3) + 1).to(tl.int64)
+
+
+@triton.jit
+def element_sums(bits, offsets):
+    """`element_terms` of all elements together."""
+    words, placed = element_terms(bits, offsets)
+    return tl.sum(words), tl.sum(placed)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from thinwire.triton_kernels.floats import (
     encode_e4m3,
     load_float32,
     store_float32,
+    widened,
 )
 from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.wire import WireFormat
@@ -146,27 +147,47 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_record_tile(base, tile, LAYOUT: tl.constexpr):
-    """One tile of a record as float32 [TILE_GROUPS, GROUP], q * s before any rounding to an output dtype.
+def load_encoded_tile(base, tile, LAYOUT: tl.constexpr):
+    """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and nothing.
 
-    `base` points, as int8, to where the record begins.
+    `base` points, as int8, to where the record begins. What is past the row's end is zero.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        return load_float32(elements + columns, columns < LAYOUT.HIDDEN)
+        return tl.load(elements + columns, mask=columns < LAYOUT.HIDDEN, other=0.0), None
     else:
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
         payload = tl.load(base + offsets, mask=offsets < LAYOUT.SCALES_OFFSET, other=0)
         if LAYOUT.ROW_SCALE:
-            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-            s = tl.load(scales + groups * 0)
+            scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
+            return payload, tl.load(scales + groups * 0)
         else:
-            known = groups < LAYOUT.NUM_GROUPS
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            s = (tl.load(scales + groups, mask=known, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            return payload, tl.load(scales + groups, mask=groups < LAYOUT.NUM_GROUPS, other=0).to(tl.int32)
+
+
+@triton.jit
+def scaled_tile(payload, scale_bits, LAYOUT: tl.constexpr):
+    """What `load_encoded_tile` gave as float32 [TILE_GROUPS, GROUP], q * s before any rounding to an output dtype."""
+    if LAYOUT.KIND == NONE:
+        return widened(payload)
+    else:
+        s = (scale_bits if LAYOUT.ROW_SCALE else scale_bits << 16).to(tl.float32, bitcast=True)
         return decode_tile(payload, LAYOUT) * s[:, None]
+
+
+@triton.jit
+def load_record_tile(base, tile, LAYOUT: tl.constexpr):
+    """One tile of a record as `scaled_tile` gives it; `base` points, as int8, to where the record begins."""
+    if LAYOUT.KIND == NONE:
+        columns = tile_columns(tile, LAYOUT)
+        elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
+        return load_float32(elements + columns, columns < LAYOUT.HIDDEN)
+    else:
+        payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
+        return scaled_tile(payload, scale_bits, LAYOUT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,15 +16,32 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.codec import load_record_tile, tile_columns
+from thinwire.triton_kernels.codec import load_encoded_tile, load_record_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.record_checksum import tile_sums
+from thinwire.triton_kernels.round_checksum import (
+    COMBINED,
+    DISPATCHED,
+    PLANES,
+    SUM,
+    differ,
+    end_lane,
+    is_running,
+    lane_to_end,
+    lines_fit,
+    planes_differ,
+    put,
+    put_line_sums,
+    seed_words,
+)
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import (
     Launch,
+    agreed,
     arrive,
     num_programs_for,
     publish,
@@ -55,6 +72,7 @@ def send_sums_kernel(
     positions_ptr,
     weights_ptr,
     rank,
+    report_ptr,  # as `lane_to_end` has it
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -62,8 +80,9 @@ def send_sums_kernel(
 ):
     """Sums to their homes, then the signal. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
-    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
+    if is_running(control_ptr, ROUND):
         base = buffer_ptr.to(tl.int64)
+        seed_epoch = tl.load(control_ptr + ROUND.EPOCH) if ROUND.CHECKSUMS else None
         # Tokens are numbered through the sources, so that few tokens still spread over all programs.
         peers = tl.arange(0, LAUNCH.BLOCK)
         tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
@@ -71,6 +90,9 @@ def send_sums_kernel(
         counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
+        if ROUND.CHECKSUMS:
+            fit = lines_fit(base, (buffer_ptrs, control_ptr, report_ptr, rank), DISPATCHED, ROUND, LAUNCH)
+            total = tl.where(fit, total, 0)
         item = tl.program_id(0)
         while item < total:
             source = tl.sum(tl.where(ends <= item, 1, 0))
@@ -81,16 +103,28 @@ def send_sums_kernel(
                 destinations = destinations_of(base, slot, ROUND, K_BLOCK)
                 ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
-                place = ROUND.SUMS + (token.to(tl.int64) * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES
-                home = tl.load(buffer_ptrs + source) + place
-                record = tl.multiple_of(home.to(tl.pointer_type(tl.int8)), 16)
+                place = token.to(tl.int64) * ROUND.SLOTS + ordinal
+                home = tl.load(buffer_ptrs + source)
+                record = (home + (ROUND.SUMS + place * ROUND.SUM_BYTES)).to(tl.pointer_type(tl.int8))
+                record = tl.multiple_of(record, 16)
                 weights = weights_ptr + slot * ROUND.TOP_K
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-                store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT)
+                if ROUND.CHECKSUMS:
+                    a, b = store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, True)
+                    s, t = seed_words(SUM, seed_epoch, rank, place)
+                    put(home + ROUND.SUM_CHECKSUMS + 16 * place, a + s, b + t)
+                else:
+                    store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT)
             item += tl.num_programs(0)
-        if arrive(control_ptr, ROUND, LAUNCH):
+        last = arrive(control_ptr, ROUND, LAUNCH)
+        if ROUND.CHECKSUMS:
+            # Another program may have found lines that do not fit, and sent nothing.
+            last = tl.where(last, tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING, False)
+        if last:
             store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 1, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)
+            if ROUND.CHECKSUMS:
+                put_line_sums(buffer_ptrs, rank * 0 + 1, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
             publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
@@ -102,20 +136,32 @@ def sum_home_kernel(
     out_ptr,
     out_row_stride,
     num_tokens,
+    buffer_ptrs,  # this and the next as `lane_to_end` has them
+    report_ptr,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Adds up what came home. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
-    running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
+    running = is_running(control_ptr, ROUND)
+    if ROUND.CHECKSUMS:
+        lane = (buffer_ptrs, control_ptr, report_ptr, rank)
+        if running:
+            running = lines_fit(base, lane, COMBINED, ROUND, LAUNCH)
     token = tl.program_id(0)
     while token < num_tokens:
         out_row = out_ptr + token.to(tl.int64) * out_row_stride
         if running:
             destinations = destinations_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
             slots = token.to(tl.int64) * ROUND.SLOTS
+            if ROUND.CHECKSUMS:
+                js = tl.arange(0, K_BLOCK)
+                sources = tl.full((K_BLOCK,), -1, tl.int32)  # of the sums that are added up
+                a = tl.zeros((K_BLOCK,), tl.int64)
+                b = tl.zeros((K_BLOCK,), tl.int64)
             for tile in range(LAYOUT.NUM_TILES):
                 columns = tile_columns(tile, LAYOUT)
                 total = tl.zeros(columns.shape, tl.float32)
@@ -125,8 +171,31 @@ def sum_home_kernel(
                     if last < ROUND.WORLD:
                         if tl.load(signal_words(base, lines, ROUND.HAS_SUMS, last, ROUND)) != 0:
                             record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
-                            total = total + load_record_tile(tl.multiple_of(record, 16), tile, LAYOUT)
+                            record = tl.multiple_of(record, 16)
+                            if ROUND.CHECKSUMS:
+                                payload, scale_bits = load_encoded_tile(record, tile, LAYOUT)
+                                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
+                                a, b = a + tl.where(js == j, more_a, 0), b + tl.where(js == j, more_b, 0)
+                                sources = tl.where(js == j, last, sources)
+                                total = total + scaled_tile(payload, scale_bits, LAYOUT)
+                            else:
+                                total = total + load_record_tile(record, tile, LAYOUT)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+            if ROUND.CHECKSUMS:
+                epoch = tl.load(control_ptr + ROUND.EPOCH)
+                slot = rank * ROUND.MAX_TOKENS + token + tl.arange(0, 1)
+                bad_planes = agreed(tl.sum(planes_differ(base, epoch, slot, slot >= 0, ROUND, K_BLOCK)) > 0)
+                s, t = seed_words(SUM, epoch, sources, slots + js)
+                wrong = differ(base + ROUND.SUM_CHECKSUMS + 16 * (slots + js), a + s, b + t, sources >= 0)
+                bad_sums = agreed(tl.sum(wrong) > 0)
+                if bad_planes:
+                    end_lane(lane, PLANES, rank, token, ROUND, LAUNCH)
+                elif bad_sums:
+                    source = tl.min(tl.where(wrong > 0, sources, ROUND.WORLD))
+                    end_lane(lane, SUM, source, token, ROUND, LAUNCH)
+                if bad_planes | bad_sums:
+                    tl.debug_barrier()  # the row's stores may be other threads'
+                    fill_row(out_row, float("nan"), LAYOUT)
         else:
             fill_row(out_row, float("nan"), LAYOUT)
         token += tl.num_programs(0)
@@ -152,8 +221,8 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     with torch.cuda.device_of(expert_out):  # Triton launches on the current device
         send_sums_kernel[(programs,)](
             expert_out, expert_out.stride(0), expert_out.shape[0], lane.buffer.view(torch.int8), lane.buffer_ptrs,
-            lane.control, lane.positions, lane.weights, lane.rank, ROUND=lane.layout, LAYOUT=layout,
-            K_BLOCK=top_k_block(lane), LAUNCH=Launch.of(lane.layout, device),
+            lane.control, lane.positions, lane.weights, lane.rank, lane_to_end(lane)[1], ROUND=lane.layout,
+            LAYOUT=layout, K_BLOCK=top_k_block(lane), LAUNCH=Launch.of(lane.layout, device),
             num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **register_limit(device),
         )  # fmt: skip
 
@@ -171,7 +240,8 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     programs = num_programs_for(out.shape[0], out.device, None)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         sum_home_kernel[(programs,)](
-            lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0], ROUND=lane.layout,
-            LAYOUT=layout, K_BLOCK=top_k_block(lane), num_warps=layout.num_warps, enable_fp_fusion=False,
-            **register_limit(out.device),
+            lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
+            *lane_to_end(lane)[:2], ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
+            LAUNCH=Launch.of(lane.layout, out.device), enable_fp_fusion=False, **register_limit(out.device),
+            num_warps=layout.num_warps * (2 if lane.layout.CHECKSUMS else 1),
         )  # fmt: skip

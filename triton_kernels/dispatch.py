@@ -22,6 +22,17 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.record_checksum import tile_sums
+from thinwire.triton_kernels.round_checksum import (
+    COMBINED,
+    DISPATCHED,
+    RECORD,
+    lines_fit,
+    plane_sums,
+    put,
+    put_line_sums,
+    seed_words,
+)
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, REFUSED, Lane
 from thinwire.triton_kernels.signal import (
     Launch,
@@ -65,8 +76,8 @@ def first_mentions(owners, ids_row, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
 
 @triton.jit
 def send_plane(
-    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr, TOKENS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, epoch, ROUND: tl.constexpr,
+    TOKENS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes."""
     tokens = start + tl.arange(0, TOKENS)
@@ -91,18 +102,26 @@ def send_plane(
     ids = tl.where(kept, ids, -1).to(tl.int32)
     total = tl.where(kept, total, 0.0)
     offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
+    if ROUND.CHECKSUMS:
+        slots = rank.to(tl.int64) * ROUND.MAX_TOKENS + tokens
+        a, b = plane_sums(tl.where(mask, ids, 0), total, epoch, rank, slots, ROUND, K_BLOCK)
     for peer in range(ROUND.WORLD):
         base = tl.load(buffer_ptrs + peer)
         tl.store((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask=mask)
         tl.store((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask=mask)
+        if ROUND.CHECKSUMS:
+            put(base + ROUND.PLANE_CHECKSUMS + 16 * slots, a, b, tokens < num_tokens)
 
 
 @triton.jit
 def send_record(
-    x_row, buffer_ptrs, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr, K_BLOCK: tl.constexpr
-):
+    x_row, buffer_ptrs, epoch, rank, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
     ks = tl.arange(0, K_BLOCK)
+    if ROUND.CHECKSUMS:
+        a, b = seed_words(RECORD, epoch, rank, slot)
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
@@ -111,10 +130,16 @@ def send_record(
         else:
             x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+        if ROUND.CHECKSUMS:
+            if LAYOUT.KIND == NONE:
+                more_a, more_b = tile_sums(elements, None, tile, LAYOUT)
+            else:
+                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
+            a, b = a + more_a, b + more_b
         for k in range(ROUND.TOP_K):
-            rank = tl.max(tl.where(ks == k, destinations, -1))
-            if rank >= 0:
-                record = tl.load(buffer_ptrs + rank) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
+            peer = tl.max(tl.where(ks == k, destinations, -1))
+            if peer >= 0:
+                record = tl.load(buffer_ptrs + peer) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
                 record = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 16)
                 if LAYOUT.KIND == NONE:
                     pointers = record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns
@@ -123,6 +148,8 @@ def send_record(
                     store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
                 if tile == LAYOUT.NUM_TILES - 1:
                     store_record_tail(record, LAYOUT)
+                    if ROUND.CHECKSUMS:
+                        put(tl.load(buffer_ptrs + peer) + ROUND.CHECKSUMS + 16 * slot, a, b)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "dtype_code"])
@@ -146,10 +173,12 @@ def send_tokens_kernel(
     """Planes and records to the peers, then the header and the signal. Any number of programs."""
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         start = tl.program_id(0) * PLANE_TOKENS
+        seed_epoch = tl.load(control_ptr + ROUND.EPOCH) + 1 if ROUND.CHECKSUMS else None
         while start < num_tokens:
             send_plane(
-                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
-            )
+                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, seed_epoch, ROUND,
+                PLANE_TOKENS, K_BLOCK,
+            )  # fmt: skip
             start += tl.num_programs(0) * PLANE_TOKENS
         # Backwards, since the first programs had planes to send.
         token = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -160,13 +189,15 @@ def send_tokens_kernel(
             destinations = first_mentions(owners, ids_row, ROUND, K_BLOCK)
             slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
-            send_record(x_row, buffer_ptrs, slot, destinations, ROUND, LAYOUT, K_BLOCK)
+            send_record(x_row, buffer_ptrs, seed_epoch, rank, slot, destinations, ROUND, LAYOUT, K_BLOCK)
             token += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             epoch = tl.load(control_ptr + ROUND.EPOCH) + 1
             tl.store(control_ptr + ROUND.EPOCH, epoch)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.TOKENS, num_tokens, ROUND, LAUNCH)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.DTYPE, dtype_code, ROUND, LAUNCH)
+            if ROUND.CHECKSUMS:
+                put_line_sums(buffer_ptrs, num_tokens, dtype_code, epoch, rank, DISPATCHED, ROUND, LAUNCH)
             publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND, LAUNCH)
 
 
@@ -183,6 +214,8 @@ def close_round_kernel(
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         epoch = tl.load(control_ptr + ROUND.EPOCH)
         store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 0, ROUND, LAUNCH)
+        if ROUND.CHECKSUMS:
+            put_line_sums(buffer_ptrs, rank * 0, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
         publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
@@ -207,8 +240,12 @@ def wait_kernel(
         status = wait_or_give_up(
             base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, PHASE, ROUND, LAUNCH
         )
+        complete = status == ROUND.RUNNING
+        if ROUND.CHECKSUMS:
+            if complete:
+                complete = lines_fit(base, (buffer_ptrs, control_ptr, report_ptr, rank), PHASE, ROUND, LAUNCH)
         if PHASE == 0:
-            if status == ROUND.RUNNING:
+            if complete:
                 peers = tl.arange(0, LAUNCH.BLOCK)
                 known = peers < ROUND.WORLD
                 tokens = tl.load(signal_words(base, lines, ROUND.TOKENS, peers, ROUND), mask=known, other=0)

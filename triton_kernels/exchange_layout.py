@@ -8,11 +8,18 @@ Every rank has one symmetric buffer with the same offsets everywhere::
     heads   [destination]                  a line: flag = pieces that the destination has ever taken from its ring there
     halves  [half][source][slot_bytes]     the first of the rows, in the half of the epoch's parity
     rings   [source][slots][slot_bytes]    what follows
+    sums    [slot][SLOT_ROWS]              two of 64 bits for each row of each slot of halves and rings, one behind the
+                                           other; only with checksums
 
 A *line* is 64 bytes that one peer writes. What a peer writes lies at that peer's own place, so no two ranks ever write
 the same byte. In all-to-all-v rings carry the pieces behind the first. Of the others one chunk is one epoch: what the
 first leg brings lies in a half, and what the second brings in the ring of two slots, epoch e in slot e % 2; the tail
 then holds an epoch, and heads are not used. `docs/protocol.md`, "The exchange" and "The ring", has the rules.
+
+With checksums a header has sums, too, behind its words; and exact rows, which are cut anywhere, have sums of each
+CHECKED_BYTES. Each sum's seed is made of the epoch, of the source, and of HEADER_NUMBER or the number of what is in the
+slot: the leg of a collective, or which of the call's pieces. So what an older epoch, or another rank, left there does
+not fit.
 
 >>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=2)
 >>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
@@ -27,6 +34,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import CapacityError
+from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
@@ -37,9 +45,17 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
 FIRST_LEG, SECOND_LEG = 0, 1
 
 # int32 words of a header, behind its flag: ring pieces that follow, and from here on int64 numbers: the count of rows,
-# and so many that say what the source is doing.
-HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE = 1, 2, 4
+# so many that say what the source is doing, and with checksums the two sums of all these.
+HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE, HEADER_SUMS = 1, 2, 4, 12
 SIGNATURE_WORDS = 4
+HEADER_NUMBER = -1  # in the place of the number of what is in a slot
+
+#: Bytes of exact rows that have two sums together, and the fewest bytes of a slot to two sums of quantised ones.
+CHECKED_BYTES, _LEAST_CHECKED = 4096, 256
+
+# int32 words of a report, with CORRUPTED: whose rows do not fit, and as int64 the first of them and how many, none of a
+# header.
+REPORT_SOURCE, REPORT_FIRST, REPORT_ROWS = 3, 4, 6
 
 # int32 words of the control block, beside those of `thinwire.triton_kernels.signal`, two each, for the two legs: the
 # epoch whose flags this rank has seen, or given up on, and the one for which some program waits.
@@ -63,6 +79,8 @@ class ExchangeLayout(SignalLayout):
     HALVES: int
     RINGS: int
     NUM_BYTES: int
+    SLOT_ROWS: int  # quantised ones that a slot may hold; with checksums, so many have sums
+    SUMS: int = 0  # a byte offset; 0 without checksums
     HEADER_PIECES: int = HEADER_PIECES
     HEADER_COUNT: int = HEADER_COUNT
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
@@ -72,13 +90,14 @@ class ExchangeLayout(SignalLayout):
     __hash__ = SignalLayout.__hash__
 
     @classmethod
-    def of(cls, world: int, slot_bytes: int, slots: int) -> ExchangeLayout:
+    def of(cls, world: int, slot_bytes: int, slots: int, checksums: bool = False) -> ExchangeLayout:
         """The layout, before anything is allocated.
 
         Args:
             world: ranks.
             slot_bytes: of a half, and of a slot of a ring; a multiple of 128.
             slots: of a ring.
+            checksums: there are sums of all that travels.
 
         Raises:
             CapacityError: for other numbers.
@@ -90,6 +109,8 @@ class ExchangeLayout(SignalLayout):
         row = world * SIGNAL_LINE_BYTES
         halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
         rings = halves + 2 * world * slot_bytes
+        sums = rings + world * slots * slot_bytes
+        slot_rows = -(-slot_bytes // _LEAST_CHECKED) if checksums else slot_bytes
         return cls(
             WORLD=world,
             SLOT_BYTES=slot_bytes,
@@ -101,13 +122,19 @@ class ExchangeLayout(SignalLayout):
             HEADS=4 * row,
             HALVES=halves,
             RINGS=rings,
-            NUM_BYTES=rings + world * slots * slot_bytes,
+            NUM_BYTES=sums + (world * (2 + slots) * slot_rows * SUM_BYTES if checksums else 0),
+            SLOT_ROWS=slot_rows,
+            SUMS=sums if checksums else 0,
         )
 
     @staticmethod
     def slot_bytes_within(memory: int, world: int, slots: int, wanted: int) -> int:
-        """Bytes of a slot: as many as wanted, or fewer, so that a rank's memory has so many at most."""
+        """Bytes of a slot: as many as wanted, or fewer, so that a rank's memory has so many at most, without sums."""
         return min(wanted, memory // (world * (2 + slots)) // _ALIGNMENT * _ALIGNMENT)
+
+    def rows_per_slot(self, row_bytes: int) -> int:
+        """Quantised rows that a slot holds; 0 where one is longer than a slot."""
+        return min(self.SLOT_BYTES // row_bytes, self.SLOT_ROWS)
 
 
 @dataclass(frozen=True)

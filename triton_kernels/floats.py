@@ -25,6 +25,24 @@ def load_float32(ptr, mask):
 
 
 @triton.jit
+def float_bits(y):
+    """The bits of float32, float16 or bfloat16, int32; those of 16 bits without a sign."""
+    if y.dtype == tl.float32:
+        return y.to(tl.int32, bitcast=True)
+    else:
+        return y.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def widened(y):
+    """float32, float16 or bfloat16 as float32."""
+    if y.dtype == tl.bfloat16:
+        return (y.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return y.to(tl.float32)
+
+
+@triton.jit
 def bfloat16_bits(y):
     """float32 to the bits of the nearest bfloat16, half to even, as int32; NaN becomes 0x7FC0."""
     bits = y.to(tl.int32, bitcast=True)
@@ -46,6 +64,15 @@ def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
         tl.store(ptr.to(tl.pointer_type(tl.int16)), bfloat16_bits(y).to(tl.int16), mask=mask)
     else:
         tl.store(ptr, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def rounded(y, DTYPE: tl.constexpr):
+    """What `store_float32` stores of float32 in a dtype, without SATURATE."""
+    if DTYPE == tl.bfloat16:
+        return bfloat16_bits(y).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return y.to(DTYPE)
 
 
 @triton.jit

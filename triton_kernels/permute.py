@@ -19,8 +19,18 @@ from thinwire.triton_kernels.codec import dequantize_row, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row
+from thinwire.triton_kernels.round_checksum import (
+    RECORD,
+    check_planes_kernel,
+    differ,
+    end_lane,
+    is_running,
+    lane_to_end,
+    seed_words,
+)
 from thinwire.triton_kernels.round_layout import Lane
-from thinwire.triton_kernels.signal import num_programs_for, signal_words
+from thinwire.triton_kernels.signal import Launch, agreed, num_programs_for, signal_words
 
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
@@ -184,7 +194,7 @@ def fill_row(out_row, value, LAYOUT: tl.constexpr):
         store_float32(out_row + columns, values, columns < LAYOUT.HIDDEN, False)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_local", "capacity"])
+@triton.jit(do_not_specialize=["rank", "num_rows", "num_local", "capacity"])
 def gather_kernel(
     buffer_ptr,
     control_ptr,
@@ -196,11 +206,15 @@ def gather_kernel(
     out_row_stride,
     capacity,
     overflow_ptr,
+    buffer_ptrs,  # these three as `lane_to_end` has them
+    report_ptr,
+    rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Rows of the experts' input out of the records; zero past the last one. Any number of programs."""
-    running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
+    running = is_running(control_ptr, ROUND)
     row = tl.program_id(0)
     if row == 0:
         used = tl.load(expert_offsets_ptr + num_local)
@@ -212,7 +226,18 @@ def gather_kernel(
             # Users see the index, and may have written into it.
             if tl.where(record < ROUND.WORLD * ROUND.MAX_TOKENS, record, -1) >= 0:
                 base = buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES)
-                dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT)
+                if ROUND.CHECKSUMS:
+                    a, b = dequantize_and_sum_row(tl.multiple_of(base, 16), out_row, LAYOUT)
+                    source = (record // ROUND.MAX_TOKENS).to(tl.int32)
+                    s, t = seed_words(RECORD, tl.load(control_ptr + ROUND.EPOCH), source, record)
+                    sums = buffer_ptr.to(tl.int64) + ROUND.CHECKSUMS + 16 * record
+                    if agreed(differ(sums, a + s, b + t, record >= 0) > 0):
+                        lane = (buffer_ptrs, control_ptr, report_ptr, rank)
+                        end_lane(lane, RECORD, source, (record % ROUND.MAX_TOKENS).to(tl.int32), ROUND, LAUNCH)
+                        tl.debug_barrier()  # the row's stores may be other threads'
+                        fill_row(out_row, float("nan"), LAYOUT)
+                else:
+                    dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT)
             else:
                 fill_row(out_row, 0.0, LAYOUT)
         else:
@@ -238,6 +263,11 @@ def route(lane: Lane) -> None:
     first_expert = layout.first_expert(lane.rank)
     buffer = lane.buffer.view(torch.int8)
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
+        if chunks and layout.CHECKSUMS:
+            check_planes_kernel[(chunks,)](
+                buffer, lane.buffer_ptrs, lane.control, lane.report, lane.rank, ROUND=layout, CHUNK=lane.CHUNK,
+                K_BLOCK=k_block, LAUNCH=Launch.of(layout, buffer.device), num_warps=4,
+            )  # fmt: skip
         if chunks:
             count_kernel[(chunks, blocks)](
                 buffer, lane.control, first_expert, num_local, lane.scratch, lane.index, lane.index.shape[0],
@@ -268,5 +298,6 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
         gather_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.index, lane.index.shape[0], lane.expert_offsets,
             lane.expert_counts.shape[0], out, out.stride(0), out.shape[0], overflow.view(torch.int8),
-            ROUND=lane.layout, LAYOUT=layout, num_warps=layout.num_warps, enable_fp_fusion=False,
+            *lane_to_end(lane), ROUND=lane.layout, LAYOUT=layout, LAUNCH=Launch.of(lane.layout, out.device),
+            num_warps=layout.num_warps, enable_fp_fusion=False,
         )  # fmt: skip

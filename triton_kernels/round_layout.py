@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
-from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 _ALIGNMENT = 128
@@ -76,6 +76,10 @@ class RoundLayout(SignalLayout):
     DTYPE: int = SIGNAL_DTYPE
     HAS_SUMS: int = SIGNAL_HAS_SUMS
     BAD_IDS: int = REPORT_BAD_IDS
+    CORRUPTED: int = CORRUPTED
+    CHECKED: int = REPORT_CHECKED
+    SOURCE: int = REPORT_SOURCE
+    ROW: int = REPORT_ROW
     # Byte offsets of int64 [..., 2], or all 0: there are none.
     CHECKSUMS: int = 0  # of records, [world][max_tokens]
     LINE_CHECKSUMS: int = 0  # [phase][world]

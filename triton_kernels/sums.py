@@ -30,6 +30,7 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.record_checksum import stored_tile_sums
 from thinwire.wire import WireFormat
 
 
@@ -53,8 +54,16 @@ def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOU
 
 
 @triton.jit
-def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
+def store_sum(
+    rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, CHECKSUMS: tl.constexpr = False
+):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above.
+
+    CHECKSUMS: returns the record's two, without seeds.
+    """
+    if CHECKSUMS:
+        a = tl.full((), 0, tl.int64)
+        b = tl.full((), 0, tl.int64)
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
@@ -63,8 +72,14 @@ def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.
             )
     for tile in range(LAYOUT.NUM_TILES):
         total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT)
-        store_record_tile(record, total, row_amax if LAYOUT.TWO_PASSES else group_amax(total), tile, LAYOUT)
+        amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total)
+        store_record_tile(record, total, amax, tile, LAYOUT)
+        if CHECKSUMS:
+            more_a, more_b = stored_tile_sums(total, amax, tile, LAYOUT)
+            a, b = a + more_a, b + more_b
     store_record_tail(record, LAYOUT)
+    if CHECKSUMS:
+        return a, b
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -72,8 +72,8 @@ class PeerTimeout(ThinwireError, TimeoutError):
 
     Attributes:
         ranks: those that are lost, ascending; empty where that is not known, and where ranks expect different messages.
-            The same on all ranks that raise it, unless several died at once on the direct transport, or called
-            operations there whose memories differ, such as a round and a collective; or the group was still being made.
+            The same on all ranks that raise it, unless the group was still being made; on the direct transport on CUDA,
+            unless several died at once, or ranks called operations whose memories differ.
         lane: the lane of the round that ended, if it was one's.
         epoch: that round's number on its lane.
         phase: what was waited for, such as "dispatch".

@@ -50,6 +50,9 @@ ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count"
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
+#: With checksums; `check_planes` is there with them alone.
+CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
+CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 #: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
 WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 HIDDEN_SIZES = (2048, 5121, 7168)
@@ -61,16 +64,17 @@ OTHER_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, for one wire, row length and GPU; bfloat16 rows."""
+    """One kernel, for one wire, row length and GPU, of a round with checksums or not; bfloat16 rows."""
 
     kernel: str
     wire: str
     hidden: int
     target: str
+    checksums: bool = False
 
 
 def cases() -> Iterator[Case]:
-    """int8 for every target and row length; the other wires at the longest on one GPU of each maker."""
+    """int8 for every target and row length; the other wires at the longest on one GPU of each maker; with checksums."""
     for kernel in KERNELS:
         sizes = COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES
         for target in TARGETS:
@@ -84,17 +88,23 @@ def cases() -> Iterator[Case]:
     for kernel in CONTROL_KERNELS:
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
+    for kernel in CHECKED_KERNELS:
+        for target in CHECKED_TARGETS:
+            yield Case(kernel, "int8", 7168, target, checksums=True)
+        for wire in OTHER_WIRES if kernel in ROUND_KERNELS else ():
+            yield Case(kernel, wire, 7168, "sm_90", checksums=True)
 
 
 def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The launcher of a kernel of the direct round, its arguments, and which of its launches the kernel is."""
     top_k, tokens = 8, 128
     x = torch.empty(tokens, case.hidden, dtype=torch.bfloat16)
-    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire)[0]
+    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire, checksums=case.checksums)[0]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
+        "check_planes": (permute.route, (lane,), 0),
         "count": (permute.route, (lane,), 0),
         "prefix": (permute.route, (lane,), 1),
         "place": (permute.route, (lane,), 2),
@@ -154,7 +164,7 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     if case.kernel in COLLECTIVE_KERNELS:
         return _collective_launcher(case)
-    if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS:
+    if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS + CHECKED_KERNELS:
         return _round_launcher(case)
     if case.kernel == "checksums":
         octets = torch.empty(5 * case.hidden, dtype=torch.uint8)
@@ -194,7 +204,9 @@ def check_signals(case: Case) -> list[str]:
     signals = inspect_signals(compiled_case(case))
     faults = []
     waits = case.kernel in WAITERS
+    # Who may find that something does not fit tells the peers and the host as well.
     publications = 2 * waits + (case.kernel not in ("reduce", "gather_recv"))
+    publications += 2 * (case.checksums and case.kernel == "send_sums")
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
     if (signals.releases, signals.looks) != (waits, waits):
@@ -215,7 +227,7 @@ def check(case: Case, report: Report) -> list[str]:
         faults.append(f"{report.fused} fused multiply-adds")
     if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < 16:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
-    if case.kernel in CONTROL_KERNELS:
+    if case.kernel in CONTROL_KERNELS + CHECKED_KERNELS[len(ROUND_KERNELS) :]:
         return faults
     if case.kernel in COLLECTIVE_KERNELS:
         return faults + _check_collective(case, report)
@@ -223,6 +235,8 @@ def check(case: Case, report: Report) -> list[str]:
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
     narrow_payload = case.wire == "int4" and case.target.startswith("gfx") and case.kernel in READERS
+    # With checksums sums are added up by twice the threads.
+    narrow_payload |= case.checksums and case.kernel == "sum_home"
     if wide_load and report.load_bytes < (8 if narrow_payload else 16):
         faults.append(f"loads of {report.load_bytes} bytes")
     wide_store = case.hidden % 8 == 0 or case.kernel not in READERS
@@ -260,8 +274,9 @@ def main() -> int:
     with ProcessPoolExecutor(jobs) as pool:
         for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
+            name = case.kernel + " + sums" * case.checksums
             print(
-                f"{case.kernel:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
+                f"{name:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
                 f"{report.fused:>5}{report.load_bytes:>6}{report.store_bytes:>6}{report.barriers:>5}"
                 + ("  <- " + ", ".join(faults) if faults else ""),
                 flush=True,

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals, record_launches
 from tests.ahead_of_time.matrix import (
+    CHECKED_KERNELS,
+    CHECKED_TARGETS,
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
     CONTROL_KERNELS,
@@ -40,6 +42,16 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
     case = Case(kernel, "int8", _row_length(kernel), target)
     report = compile_case(case)
     assert not check(case, report), report
+
+
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], CHECKED_TARGETS))
+@pytest.mark.parametrize("kernel", exhaustive_but(["sum_home"], CHECKED_KERNELS))
+def test_kernels_of_rounds_with_checksums_do_not_spill_either(kernel: str, target: str) -> None:
+    case = Case(kernel, "int8", 7168, target, checksums=True)
+    report = compile_case(case)
+    assert not check(case, report), report
+    if kernel in PUBLISHERS and target.startswith("sm_"):
+        assert not check_signals(case)
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ from thinwire.wire import WireFormat
 HIDDEN = 96
 
 
+@pytest.mark.exhaustive
 def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "dispatch.json"
     sizes = ["--tokens", "1", "5", "--hidden", str(HIDDEN), "--experts", "8", "--top-k", "8"]

@@ -238,6 +238,7 @@ def check_the_backends_own(comm, seed):
         short.all_reduce(torch.ones(3))
 
 
+@pytest.mark.exhaustive
 def test_the_backends_own_collectives_give_the_same_and_their_failures_are_told():
     run_ranks(check_the_backends_own, 3, random.randrange(2**32))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,9 @@ from thinwire.errors import (
     IntegrityError,
     PeerTimeout,
     ThinwireError,
-    TransportUnavailable,
 )
+from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.transport import Refusal, open_direct
 from thinwire.testing import run_ranks
 
 CHECKED = {VARIABLE: "checksum"}
@@ -72,15 +75,11 @@ def test_what_is_no_mode_is_refused_before_anything_is_sent(monkeypatch: pytest.
 
 def transports(comm: Communicator) -> None:
     x = torch.randn(8, 64)
-    operations = {
-        "all_to_all_v": lambda transport: tw.all_to_all_v(x, comm=comm, transport=transport),
-        "all_reduce": lambda transport: tw.all_reduce(x, comm=comm, transport=transport),
-    }
-    for operation in operations.values():
-        with pytest.raises(TransportUnavailable, match="do not check rows, and integrity is 'checksum'"):
-            operation("direct")
-        operation("auto")
-    assert comm.explain().count("staged, as its numba kernels do not check rows") == 2
+    tw.all_to_all_v(x, comm=comm)
+    tw.all_reduce(x, comm=comm)
+    assert comm.explain().count(": direct, ") == 2
+    refused = open_direct(comm, "something", 64, {}, lambda memory: None)
+    assert isinstance(refused, Refusal) and "numba kernels do not check rows" in refused.describe()
     with tw.ExpertParallel(comm, 2, 1, 64, 8) as ep:
         assert ep.transport == "direct"
 
@@ -94,15 +93,32 @@ def flip_in_all_reduce(seen: list[Arrival]) -> None:
         seen[-1].octets[77] ^= 4
 
 
-def go_on(comm: Communicator) -> tuple[str, int, str]:
+def flip_own_rows(comm: Communicator) -> None:
+    end = open_collectives(comm)
+    assert isinstance(end, DirectCollectives)
+    kernels = end._kernels
+
+    def reduce(*arguments: Any) -> None:
+        half = end.layout.HALVES + (end.open_epoch() & 1) * comm.size * end.layout.SLOT_BYTES
+        end.memory.local[half + comm.rank * end.layout.SLOT_BYTES + 77] ^= 4
+        kernels.reduce(*arguments)
+
+    end._kernels = SimpleNamespace(scatter=kernels.scatter, reduce=reduce)  # type: ignore[assignment]
+
+
+def go_on(comm: Communicator, transport: str) -> tuple[str, int, str]:
     short, x = Communicator(comm.group, timeout=2.0, integrity="checksum"), torch.randn(5000)
+    if transport == "direct":
+        tw.all_reduce(x, comm=short, transport=transport)
     if comm.rank == 1:
+        if transport == "direct":
+            flip_own_rows(short)
         tamper_with(short, flip_in_all_reduce)
-        with pytest.raises(IntegrityError, match="scatter: all_reduce"):
-            tw.all_reduce(x, comm=short)
+        with pytest.raises(IntegrityError, match="scatter: all_reduce|collectives, call 2, first leg"):
+            tw.all_reduce(x, comm=short, transport=transport)
     else:
         with pytest.raises(PeerTimeout) as caught:
-            tw.all_reduce(x, comm=short)
+            tw.all_reduce(x, comm=short, transport=transport)
         assert caught.value.ranks == (), caught.value
     time.sleep(1.0 if comm.rank == 1 else 0.0)
     with short.shrink() as left:
@@ -110,8 +126,9 @@ def go_on(comm: Communicator) -> tuple[str, int, str]:
         return short.explain().splitlines()[0], int(total[0]), left.integrity
 
 
-def test_all_ranks_go_on_after_a_corrupted_message() -> None:
-    for rank, told in enumerate(run_ranks(go_on, 3)):
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+def test_all_ranks_go_on_after_a_corrupted_message(transport: str) -> None:
+    for rank, told in enumerate(run_ranks(go_on, 3, transport)):
         assert told == (f"communicator: rank {rank} of 3, closed", 3, "checksum")
 
 

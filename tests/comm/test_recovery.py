@@ -7,6 +7,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.files import open_files
 from tests.mortal import TIMEOUT, die, ranks, tell, wait_for
+from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
@@ -310,6 +313,130 @@ def test_a_rank_0_that_was_stopped_does_not_go_on_alone(tmp_path: Path) -> None:
         case.told([0])
         case.allow("rank 0 knows")
         assert case.told([1, 2]) == {1: 2, 2: 2}
+
+
+def wake_last(comm: Communicator, transport: str) -> object:
+    x = torch.ones(3000)
+    tw.all_reduce(x, transport=transport, comm=comm)
+    tell("ready")
+    with pytest.raises(PeerTimeout) as caught:
+        while True:
+            tw.all_reduce(x, transport=transport, comm=comm)
+            time.sleep(0.002)
+    error = caught.value
+    assert error.ranks == (0,), str(error)
+    if comm.rank:
+        with comm.shrink() as left:
+            check_sums(left)
+            return left.size
+    assert "the others have given up rank 0, which is this rank" in str(error)
+    for lost in (None, []):
+        with pytest.raises(ThinwireError, match="rank 0 of 3 is itself one of the ranks that are lost"):
+            comm.shrink(lost)
+    return "left out"
+
+
+@pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.exhaustive)])
+def test_a_rank_0_that_wakes_when_all_others_have_ended_does_not_go_on_alone(tmp_path: Path, transport: str) -> None:
+    with ranks(tmp_path, 3, wake_last, transport) as case:
+        case.told(range(3), "ready")
+        case.signal(signal.SIGSTOP, 0)
+        assert case.told([1, 2]) == {1: 2, 2: 2}
+        for process in case.processes[1:]:
+            process.join(20)
+            assert process.exitcode == 0
+        case.signal(signal.SIGCONT, 0)
+        assert case.told([0]) == {0: "left out"}
+
+
+def call_in_different_places(comm: Communicator) -> tuple[object, ...]:
+    """Rank 2 waits in the process group, or among the threads, and the others in memory that they share."""
+    part = comm.split(groups=[range(comm.size)])
+    tw.all_reduce(torch.ones(30), transport="direct", comm=part)
+    part._exchange.timeout = 1.0
+    part.attached("collectives").timeout = 1.0
+    comm.barrier()
+    with pytest.raises(PeerTimeout) as caught:
+        if comm.rank == 2:
+            part.barrier()
+        else:
+            tw.all_reduce(torch.ones(30), transport="direct", comm=part)
+    left = part.shrink()
+    check_sums(left)
+    return caught.value.ranks, "nobody is lost" in str(caught.value), left.size
+
+
+@pytest.mark.parametrize("mode", [pytest.param("process", marks=pytest.mark.exhaustive), "thread"])
+def test_ranks_that_wait_in_different_places_take_nobody_for_lost(mode: str) -> None:
+    assert run_ranks(call_in_different_places, 3, mode=mode) == [((), True, 3)] * 3
+
+
+def interrupt_a_vote(comm: Communicator, operation: str) -> list[object]:
+    part = comm.split(groups=[range(comm.size)])
+    x = torch.ones(2, 64)
+    if operation == "dispatch":
+        ep = tw.ExpertParallel(part, 2, 1, 64, 2, transport="direct", timeout=0.3)
+        direct: Any = ep._rounds
+    else:
+        function = getattr(tw, operation)
+        function(x, transport="direct", comm=part)
+        direct = part.attached({"all_reduce": "collectives"}.get(operation, operation))
+
+    def call() -> None:
+        if operation == "dispatch":
+            ep.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+        else:
+            function(x, transport="direct", comm=part)
+
+    named: list[object] = []
+    if comm.rank == 0:
+        direct.timeout = 0.3
+        if operation == "all_to_all_v":
+            direct._call[direct._kernels.SCALARS.index("timeout")] = 300_000_000
+        voters, direct._voters = direct._voters, SimpleNamespace(end=_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        direct._voters = voters
+        for _ in range(2):
+            with pytest.raises(PeerTimeout) as caught:
+                call()
+            named.append(caught.value.ranks)
+    comm.barrier()
+    return named
+
+
+def _interrupted(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("operation", exhaustive_but(["all_reduce"], ["dispatch", "all_reduce", "all_to_all_v"]))
+def test_a_vote_that_was_interrupted_is_made_up_for(operation: str) -> None:
+    assert run_ranks(interrupt_a_vote, 2, operation, mode="thread") == [[(1,), (1,)], []]
+
+
+def lose_two(comm: Communicator) -> tuple[int, ...]:
+    """The first to die has signalled all ranks a call further than the second has."""
+    x = torch.ones(30)
+    tw.all_reduce(x, transport="direct", comm=comm)
+    tell("ready")
+    with pytest.raises(PeerTimeout) as caught:
+        while True:
+            tw.all_reduce(x, transport="direct", comm=comm)
+    return caught.value.ranks
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_name_the_same_of_two_that_are_lost_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    for repeat in range(4):
+        folder = tmp_path / str(repeat)
+        folder.mkdir()
+        with ranks(folder, 4, lose_two) as case:
+            case.told(range(4), "ready")
+            case.signal(number, 1, 3)
+            told = case.told([0, 2])
+            assert told[0] == told[2] and {*told[0]} <= {1, 3} and told[0], told
+            assert number != signal.SIGKILL or told[0] == (1, 3), told
 
 
 def come_too_late(comm: Communicator) -> object:

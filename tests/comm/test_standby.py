@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -104,6 +105,21 @@ def test_nonsense_in_a_store_names_nobody_and_is_told(key: str, ranks: tuple[int
     opened._connect(0).set(key, nonsense)
     found, remark = opened.agree([1])
     assert found == ranks and "who is lost is not known" in remark and "sent" in remark
+
+
+@pytest.mark.exhaustive
+def test_who_wakes_while_the_others_vote_elsewhere_waits_for_their_verdict() -> None:
+    """They skipped this rank's store, which did not answer then, and ask at rank 1's."""
+    own, others = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
+    addresses = [standby._Address("127.0.0.1", store.port, "") for store in (own, others, others)]
+    there = dist.PrefixStore("token", others)
+    there.set("missed/1", "[0]")
+    deciding = threading.Timer(standby.REPORT_SECONDS + 0.25, there.set, ("lost", "[0]"))
+    deciding.start()
+    try:
+        assert Standby(0, addresses, "token", own).agree([1, 2]).ranks == (0,)
+    finally:
+        deciding.join()
 
 
 STORE = """

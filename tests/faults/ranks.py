@@ -46,6 +46,7 @@ THREADS_TIMEOUT = 0.6  # the same between threads: `run_ranks` ends all two seco
 STOP_SECONDS = 0.2  # of a rank that is stopped for less than the timeout
 EXIT_CODE = 3
 _LATE_SECONDS = 0.2  # that the others come later, so that the rank is in its wait when it happens
+_INTERRUPT_SECONDS = 10.0  # within which it must have come, on a busy machine
 _SPARE_BYTES = 1 << 20  # that are left where memory is to be short
 _CALLS = 3  # in which a rank that is gone must be missed
 
@@ -315,14 +316,19 @@ class _Part:
         self.tell()
 
     def _interrupt(self) -> None:
-        started = time.monotonic()
+        started, raised = time.monotonic(), None
         try:
             self._signal_soon(signal.SIGINT)
-            self.operation.call(0)
-            while True:  # it may come behind the call
-                time.sleep(0.01)
-        except KeyboardInterrupt:
-            self.report.calls.append(Called(time.monotonic() - started - self.moment, "KeyboardInterrupt"))
+            try:
+                self.operation.call(0)
+            except Exception as error:  # what the interrupt became, or came too late for
+                raised = error
+            while time.monotonic() < started + _INTERRUPT_SECONDS:
+                time.sleep(0.01)  # it may come behind the call
+        except KeyboardInterrupt as error:
+            raised = raised or error
+        name = "" if raised is None else type(raised).__name__
+        self.report.calls.append(Called(time.monotonic() - started - self.moment, name, None, str(raised)))
         self.tell()
 
     def _run_out_of_memory(self) -> None:

@@ -93,6 +93,9 @@ class Cell:
         return f"{self.transport}: {self.operation}, rank {self.victim}: {self.fault}"
 
 
+_KNOWN: dict[Cell, str] = {}
+
+
 def expected(cell: Cell) -> Outcome:
     """What must come of a cell.
 
@@ -143,17 +146,7 @@ def cells() -> list[Cell]:
 
 def known_defect(cell: Cell) -> str | None:
     """What keeps a cell from holding, if that is known."""
-    if cell.fault == OTHER_OPERATION and cell.direct and cell.operation in (ROUND, ALL_TO_ALL):
-        return (
-            "the direct transport agrees on who is lost by its signals alone, and operations of different memories do "
-            "not see each other's: the ranks name each other, and rebuild may leave some behind"
-        )
-    if cell.fault == STOPPED and cell.transport == DIRECT and cell.victim == 0:
-        return (
-            "a rank 0 that wakes when the others have gone on without it, and none of their standby stores answers, "
-            "finds nobody who could tell it so, and goes on alone"
-        )
-    return None
+    return _KNOWN.get(cell)
 
 
 def left_out() -> dict[str, int]:

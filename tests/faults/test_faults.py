@@ -1,4 +1,4 @@
-"""Cells of the matrix of faults: a few in `make test`, all in `make test-all`, all of them 20 times in `make soak`."""
+"""The matrix of faults: its rules in `make test`, each cell in `make test-all`, 20 times in `make soak`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ from tests.faults import __main__ as faults
 from tests.faults import worlds
 from tests.faults.ranks import Called, Report
 from tests.faults.rules import (
-    ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
     BARRIER,
     DIRECT,
     FAULTS,
-    KILLED_DURING,
     OPERATIONS,
-    OTHER_SIZES,
     RAISES,
-    ROUND,
     STAGED,
-    STAGED_THREADS,
-    STOPPED,
     TRANSPORTS,
     VICTIMS,
     Cell,
@@ -45,13 +38,6 @@ from tests.faults.rules import (
 from tests.faults.table import PAGE, RUN, page
 from tests.files import open_files
 from thinwire import testing
-
-FEW = (
-    Cell(DIRECT, ROUND, KILLED_DURING, 0),
-    Cell(STAGED, ALL_TO_ALL, STOPPED, 0),
-    Cell(DIRECT, ALL_GATHER, OTHER_SIZES, 2),
-    Cell(STAGED_THREADS, BARRIER, STOPPED, 0),
-)
 
 
 def check(chosen: list[Cell]) -> None:
@@ -68,10 +54,6 @@ def check(chosen: list[Cell]) -> None:
     assert not problems, "\n".join(problems)
     assert not worlds.ranks_left()
     assert len(open_files()) <= before, open_files()
-
-
-def test_a_few_cells_hold() -> None:
-    check(list(FEW))
 
 
 @pytest.mark.exhaustive
@@ -117,7 +99,7 @@ def test_what_is_against_the_rules_is_a_problem(change: dict[str, object], told:
 def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, played, cell = tmp_path / "faults.json", list[int](), str(FEW[-1])
+    path, played, cell = tmp_path / "faults.json", list[int](), str(cells()[-1])
 
     def run(chosen: list[Cell], repeat: int, at_a_time: int, end: float) -> list[worlds.Result]:
         played.append(repeat)
@@ -140,14 +122,14 @@ def test_repeats_add_up_in_a_file_and_cells_of_another_rule_begin_anew(
     written = json.loads(path.read_text())
     assert written["failures"] == 1 and [run["runs"] for run in written["runs"]] == [2, 3]
     with pytest.raises(SystemExit, match="holds 1 cells, which are not the 1 of this run"):
-        add(4, str(FEW[0]))
+        add(4, str(cells()[0]))
     written["cells"][0]["expected"] = "something else"
     path.write_text(json.dumps(written))
     assert add(1)[1]["runs"] == 1 and played[-1] == 0
 
 
 def test_no_world_begins_behind_the_end() -> None:
-    assert not list(worlds.run(list(FEW[:3]), 0, end=time.monotonic()))
+    assert not list(worlds.run(cells()[:3], 0, end=time.monotonic()))
 
 
 def test_the_table_in_the_documentation_is_that_of_the_run() -> None:

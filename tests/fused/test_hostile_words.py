@@ -145,10 +145,10 @@ def test_a_ring_that_says_too_much_is_not_followed_for_ever_by_tritons_kernels()
     run_ranks(_lies_in_rings, 1, True, 99, env=INTERPRETED, timeout=200)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kernels", "rounds"),
-    [("numba", 60), pytest.param("numba", 3000, marks=pytest.mark.exhaustive)]
-    + [pytest.param("triton", 60, marks=pytest.mark.exhaustive)],
+    [("numba", 3000), ("triton", 60)],
 )
 def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, rounds: int, tmp_path: Path) -> None:
     path = tmp_path / "report.json"

@@ -85,6 +85,9 @@ def test_a_threshold_is_measured_agreed_on_stored_and_found_again(tmp_path: Path
     for nonsense in (b"{", b"\xff\xfe", b"[1]", json.dumps(dict.fromkeys(content, 7)).encode()):
         (tmp_path / "size_switch.json").write_bytes(nonsense)
         assert "kept in" in run_ranks(_measured, 1, env=env)[0][1]
+    (tmp_path / "of folders" / "size_switch.json").mkdir(parents=True)
+    explained = run_ranks(_measured, 1, env={CACHE_VARIABLE: str(tmp_path / "of folders")})[0][1]
+    assert "not stored" in explained and len(list((tmp_path / "of folders").iterdir())) == 1
     (tmp_path / "taken").write_text("")
     explained = run_ranks(_measured, 1, env={CACHE_VARIABLE: str(tmp_path / "taken" / "deeper")})[0][1]
     assert "not stored" in explained

@@ -28,7 +28,7 @@ from torch import nn
 from tests.fuzz.change import Change, json_behind, json_in_lines, safetensors_header, words_in_lines
 from tests.guarded import guarded, guarded_copy
 from tests.wires import DTYPES, WIRES, assert_same_bits
-from thinwire.comm import meeting, standby
+from thinwire.comm import mailbox, meeting, standby
 from thinwire.comm.launchers import discover
 from thinwire.comm.plain import OneOf, decode, encode
 from thinwire.comm.rank_table import RankTable
@@ -159,17 +159,19 @@ def message(data: bytes) -> bool:
 
 
 def standby_store(data: bytes) -> bool:
-    """A line of a peer's address, and one each of what is in the store as missed, decided and met.
+    """A line of a peer's address, one each of what is in the store as missed, decided and met, and a verdict left here.
 
     Nobody is connected to: whether there is anybody at an address does not depend on how it is read.
     """
-    address, *votes = (data.split(b"\n") + [b""] * 4)[:4]
+    address, *votes, letter = (data.split(b"\n") + [b""] * 5)[:5]
     store = dist.HashStore()
     for key, said in zip(("missed/1", "lost", "members/0"), votes, strict=True):
         if said:
             store.set(f"token/{key}", said)  # type: ignore[arg-type]
     nowhere = standby._Address("", 0, "nobody listens there")
-    rank_0 = standby.Standby(0, [nowhere, nowhere], "token", store)
+    letters = mock.create_autospec(mailbox.Mailbox, instance=True)
+    letters.read.return_value = letter or None
+    rank_0 = standby.Standby(0, [nowhere, nowhere], "token", store, letters)
     with mock.patch.object(standby, "REPORT_SECONDS", 0.0):
         verdict = rank_0.agree([1])
         assert {*verdict.ranks} <= {0, 1} and verdict.remark

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest.importorskip("numba", reason="ranks of the CPU need numba")
@@ -44,9 +46,11 @@ def test_results_are_the_same_to_the_last_bit() -> None:
     run_ranks(alike, 3)
 
 
-def corrupted(comm: Communicator, leg: str) -> str:
+def corrupted(comm: Communicator, leg: str, backends: tuple[str, ...] = ()) -> str:
     text = ""
-    with ExpertParallel(comm, 7, 2, 200, 9, lanes=2, timeout=20.0) as ep:
+    if backends:
+        os.environ["THINWIRE_BACKEND"] = backends[comm.rank]
+    with ExpertParallel(comm, 7, 2, 200, 9, lanes=2, timeout=100.0 if backends else 20.0) as ep:
         one_round(ep)
         assert isinstance(ep._rounds, DirectRounds)
         lane, kernels, told = (
@@ -83,7 +87,18 @@ def corrupted(comm: Communicator, leg: str) -> str:
 
 @pytest.mark.parametrize("leg", ["dispatch", "combine"])
 def test_a_corrupted_round_ends_all_lanes_and_rebuild_goes_on_with_all_ranks(leg: str) -> None:
-    texts = run_ranks(corrupted, 3, leg, env=CHECKED)
+    check_texts(run_ranks(corrupted, 3, leg, env=CHECKED), leg)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("leg", ["dispatch", "combine"])
+def test_the_same_with_kernels_of_both_kinds_and_tritons_at_who_finds_it(leg: str) -> None:
+    pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+    env = CHECKED | {"TRITON_INTERPRET": "1"}
+    check_texts(run_ranks(corrupted, 3, leg, ("numba", "triton", "triton"), env=env, timeout=280), leg)
+
+
+def check_texts(texts: list[str], leg: str) -> None:
     what = "the expert ids and weights of its token" if leg == "dispatch" else "the sum of this rank's token"
     assert f"rank {VICTIM} of 3, lane 0" in texts[VICTIM] and what in texts[VICTIM], texts[VICTIM]
     assert all("gave up" in texts[rank] for rank in (0, 2)), texts

@@ -212,7 +212,8 @@ def test_what_is_recorded_has_the_numbers_of_the_peers() -> None:
 
 def _told_late(comm: Communicator) -> tuple[list[Any], ...]:
     """Rank 1 never comes. Rank 0 gives up on lane 1 and is interrupted while it tells so on the others."""
-    with ExpertParallel(comm, 2, 1, HIDDEN, TOKENS, transport="direct", timeout=0.3, lanes=4) as ep:
+    part = comm.split(groups=[range(comm.size)])
+    with ExpertParallel(part, 2, 1, HIDDEN, TOKENS, transport="direct", timeout=0.3, lanes=4) as ep:
         rounds = ep._rounds
         assert isinstance(rounds, DirectRounds)
         d = ep.dispatch(*_tokens(comm, 1), lane=2)

@@ -164,8 +164,8 @@ def _a_silent_rank(comm: Communicator) -> None:
     [
         pytest.param(_every_wire, marks=pytest.mark.exhaustive),
         pytest.param(_shapes, marks=pytest.mark.exhaustive),
-        _epochs_wrap,
-        _some_close,
+        pytest.param(_epochs_wrap, marks=pytest.mark.exhaustive),
+        pytest.param(_some_close, marks=pytest.mark.exhaustive),
         _mismatches,
         _foreign_ids,
         _a_silent_rank,

@@ -25,14 +25,27 @@ def row_sums(address, num_bytes, seed, number):
     return a + s, b + mix(s)
 
 
+@device
+def put(sums, pair):
+    """Writes a row's two sums."""
+    a, b = pair
+    store_int64(sums, a)
+    store_int64(sums + 8, b)
+
+
+@device
+def fits(sums, pair):
+    """Whether these are a row's two sums."""
+    a, b = pair
+    return load_int64(sums) == a and load_int64(sums + 8) == b
+
+
 @kernel
 def row_checksums_kernel(data, num_bytes, row_bytes, seed, first, sums, fingerprint=FINGERPRINT):
     """The sums of each row at the address `data`, the last of which may be short, to the address `sums`."""
     for start in range(0, num_bytes, row_bytes):
         row = start // row_bytes
-        a, b = row_sums(data + start, min(row_bytes, num_bytes - start), seed, row + first)
-        store_int64(sums + 16 * row, a)
-        store_int64(sums + 16 * row + 8, b)
+        put(sums + 16 * row, row_sums(data + start, min(row_bytes, num_bytes - start), seed, row + first))
 
 
 def row_checksums(data: torch.Tensor, row_bytes: int, seed: int, first: int, sums: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.cpu.codec import (
     LAYOUT_FIELDS,
     dequantize_row,
@@ -28,6 +29,13 @@ from thinwire.triton_kernels.cpu.codec import (
 )
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
+from thinwire.triton_kernels.cpu.exchange_checksum import (
+    header_fits,
+    put_row_sums,
+    report_corruption,
+    row_fits,
+    slot_seed,
+)
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, load_int64, store_int32, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
@@ -46,6 +54,7 @@ from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECON
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
+    CORRUPTED,
     MISMATCHED,
     REPORT_PEERS,
     RUNNING,
@@ -56,6 +65,7 @@ from thinwire.triton_kernels.signal import (
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
     "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
+    "sums", "slot_sum_bytes",
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
     *LAYOUT_FIELDS, *(f"gather_{name}" for name in LAYOUT_FIELDS),
@@ -66,7 +76,8 @@ def _numbers(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
     layout, row = end.layout, job.row
     return in_memory(
         layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
-        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
+        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, layout.SUMS, layout.SLOT_ROWS * SUM_BYTES,
+        *job.signature,
         *record_layout(job.wire, row, job.dtype), *record_layout(job.gather_wire, row, job.dtype),
     )  # fmt: skip
 
@@ -93,6 +104,28 @@ def slot_of(buffer_ptrs, job, peer, leg, epoch, source):
     half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
     slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
     return load_int64(buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
+
+
+@device
+def sums_of(buffer_ptrs, job, peer, leg, epoch, source):
+    """Address of the sums of such a slot's rows."""
+    base = load_int64(buffer_ptrs + 8 * peer)
+    slot = slot_of(buffer_ptrs, job, peer, leg, epoch, source) - base - job.halves  # rings follow halves
+    return base + job.sums + slot // job.slot_bytes * job.slot_sum_bytes
+
+
+@device
+def fits(buffer_ptrs, job, leg, epoch, source, record, num_bytes, number):
+    """Whether row `number` of what a source sent here in a leg, which lies at the address `record`, fits its sums."""
+    sums = sums_of(buffer_ptrs, job, job.rank, leg, epoch, source)
+    return row_fits(sums, record, num_bytes, slot_seed(epoch, source, leg), number)
+
+
+@device
+def corrupt(buffer_ptrs, control, job, report, leg, epoch, source, first, rows):
+    """Ends the use of the memory, for rows of a source that do not fit; none: its header."""
+    report_corruption(buffer_ptrs, job.world, job.rank, job.stuck, epoch, leg, report, source, first, np.int64(rows))
+    store_int32(control + 4 * CONTROL_STATUS, CORRUPTED)
 
 
 @device
@@ -146,7 +179,7 @@ def begin_epoch(buffer_ptrs, control, job, epoch):
     for step in range(1, job.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
         line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
-        publish_header(line, epoch, 0, 0, signature_of(job))
+        publish_header(line, epoch, job.rank, 0, 0, signature_of(job), job.sums != 0)
 
 
 @device
@@ -161,11 +194,25 @@ def all_do_the_same(buffer_ptrs, job, lines, report):
 
 
 @device
-def copy_to_peers(buffer_ptrs, job, leg, epoch, record, place):
-    """A record of what this rank sends itself in a leg, `place` bytes from its beginning, to the peers."""
+def put_sums(buffer_ptrs, job, peer, leg, epoch, record, num_bytes, number):
+    """Writes the sums of row `number` of what this rank sends to a peer in a leg."""
+    sums = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
+    put_row_sums(sums, record, num_bytes, slot_seed(epoch, job.rank, leg), number)
+
+
+@device
+def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
+    """Row `number` of what this rank sends itself in a leg, to the peers, with its sums."""
+    if job.sums:
+        put_sums(buffer_ptrs, job, job.rank, leg, epoch, record, job.gather_row_bytes, number)
+        own = sums_of(buffer_ptrs, job, job.rank, leg, epoch, job.rank) + SUM_BYTES * number
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
-        copy_bytes(slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + place, record, job.gather_row_bytes)
+        slot = slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
+        copy_bytes(slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
+        if job.sums:
+            there = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + SUM_BYTES * number
+            copy_bytes(there, own, SUM_BYTES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,23 +241,25 @@ def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, pa
             start = 0
         for row in range(first, last):
             done = row * job.row
-            place = (row - first) * layout[5]
-            pack_row(x + (start + done) * size, job, min(count - done, job.row), slot + place, layout, padded)
+            record = slot + (row - first) * layout[5]
+            pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
-                copy_to_peers(buffer_ptrs, job, FIRST_LEG, epoch, slot + place, place)
+                copy_to_peers(buffer_ptrs, job, np.int64(FIRST_LEG), epoch, record, row - first)
+            elif job.sums:
+                put_sums(buffer_ptrs, job, peer, np.int64(FIRST_LEG), epoch, record, layout[5], row - first)
     begin_epoch(buffer_ptrs, control, job, epoch)
 
 
 @kernel
 def reduce_kernel(
-    numbers, buffer_ptrs, control, parts, out, sends_to_all, chunk, terms, scratch, fingerprint=FINGERPRINT
+    numbers, buffer_ptrs, control, parts, report, out, sends_to_all, chunk, terms, scratch, fingerprint=FINGERPRINT
 ):
     """Sums of the own part into `out`, or if it `sends_to_all` to everyone, with the second flag.
 
-    `terms` is the address of the ranks 0 ... world - 1.
+    `terms` is the address of the ranks 0 ... world - 1. Returns whether all rows fit their sums.
     """
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return
+        return False
     job = numbers_at(numbers)
     epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
     layout, gather = scattered_layout(job), gathered_layout(job)
@@ -221,6 +270,13 @@ def reduce_kernel(
     records = slot_of(buffer_ptrs, job, job.rank, FIRST_LEG, epoch, 0)
     own = slot_of(buffer_ptrs, job, job.rank, SECOND_LEG, epoch, job.rank)
     for row in range(first, last):
+        if job.sums:
+            for source in range(job.world):
+                record = records + source * job.slot_bytes
+                leg = np.int64(FIRST_LEG)
+                if not fits(buffer_ptrs, job, leg, epoch, source, record, job.row_bytes, row - first):
+                    corrupt(buffer_ptrs, control, job, report, leg, epoch, source, row, 1)
+                    return False
         total = record_sum(records, job.slot_bytes, terms, job.world, job.dtype, layout, scratch)
         records += job.row_bytes
         place = (row - first) * job.gather_row_bytes
@@ -237,16 +293,17 @@ def reduce_kernel(
             zero_bytes(own + place + job.row * size, job.gather_row_bytes - job.row * size)
         else:
             quantize_row(total, FLOAT32, own + place, gather)
-        copy_to_peers(buffer_ptrs, job, SECOND_LEG, epoch, own + place, place)
+        copy_to_peers(buffer_ptrs, job, np.int64(SECOND_LEG), epoch, own + place, row - first)
     if sends_to_all != 0:
         publish(buffer_ptrs, job.world, job.rank, job.tails, epoch)
+    return True
 
 
 @kernel
-def gather_recv_kernel(numbers, buffer_ptrs, control, parts, out, leg, chunk, padded, fingerprint=FINGERPRINT):
-    """Rows of all parts out of the own memory."""
+def gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, chunk, padded, fingerprint=FINGERPRINT):
+    """Rows of all parts out of the own memory. Returns whether all of them fit their sums."""
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return
+        return False
     job = numbers_at(numbers)
     epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
     layout = gathered_layout(job)
@@ -257,12 +314,16 @@ def gather_recv_kernel(numbers, buffer_ptrs, control, parts, out, leg, chunk, pa
         record = slot_of(buffer_ptrs, job, job.rank, leg, epoch, source)
         for row in range(first, last):
             done = row * job.row
+            if job.sums and not fits(buffer_ptrs, job, leg, epoch, source, record, job.gather_row_bytes, row - first):
+                corrupt(buffer_ptrs, control, job, report, leg, epoch, source, row, 1)
+                return False
             target = out + (start + done) * size
             short = count - done < job.row
             dequantize_row(record, padded if short else target, job.dtype, layout)
             if short:
                 copy_bytes(target, padded, (count - done) * size)
             record += job.gather_row_bytes
+    return True
 
 
 @kernel
@@ -275,6 +336,11 @@ def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, limit, fin
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
     ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, limit, report)
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
+    if ended == ARRIVED and leg == FIRST_LEG and job.sums:
+        for source in range(job.world):
+            if not header_fits(signal_line(buffer_ptrs, job.rank, lines, source), epoch, source):
+                corrupt(buffer_ptrs, control, job, report, np.int64(leg), epoch, source, np.int64(0), 0)
+                return GAVE_UP
     if ended == ARRIVED and leg == FIRST_LEG and not all_do_the_same(buffer_ptrs, job, lines, report):
         status, ended = MISMATCHED, GAVE_UP
     if status != RUNNING:
@@ -336,7 +402,10 @@ def reduce(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """`thinwire.triton_kernels.collective.reduce` for CPU tensors. A wait that ends otherwise gives NaN."""
+    """`thinwire.triton_kernels.collective.reduce` for CPU tensors.
+
+    A wait that ends otherwise gives NaN, as does a row that does not fit.
+    """
     if not _wait(end, job, FIRST_LEG, timeout, grace):
         if out is not None:
             out.fill_(float("nan"))
@@ -344,7 +413,9 @@ def reduce(
     world = end.layout.WORLD
     target, terms = 0 if out is None else out.data_ptr(), _ranks(world)[1]
     scratch = scratch_of(end, scratch_bytes(job.row, world))
-    reduce_kernel(*_memory(end, job), target, int(out is None), chunk, terms, scratch)
+    memory = *_memory(end, job), *addresses(end, "report")
+    if not reduce_kernel(*memory, target, int(out is None), chunk, terms, scratch) and out is not None:
+        out.fill_(float("nan"))
 
 
 def gather_recv(
@@ -356,9 +427,14 @@ def gather_recv(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors. A wait that ends otherwise gives NaN."""
+    """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors.
+
+    A wait that ends otherwise gives NaN, as does a row that does not fit.
+    """
     leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
     if not _wait(end, job, leg, timeout, grace):
         out.fill_(float("nan"))
         return
-    gather_recv_kernel(*_memory(end, job), out.data_ptr(), leg, chunk, _padded_row(end, job))
+    memory = *_memory(end, job), *addresses(end, "report")
+    if not gather_recv_kernel(*memory, out.data_ptr(), leg, chunk, _padded_row(end, job)):
+        out.fill_(float("nan"))

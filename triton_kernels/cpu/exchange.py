@@ -5,18 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.exchange_checksum import put_header_sums
 from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
 from thinwire.triton_kernels.exchange_layout import HEADER_COUNT, HEADER_PIECES, HEADER_SIGNATURE, SIGNATURE_WORDS
 
 
 @device
-def publish_header(line, epoch, pieces, count, signature):
-    """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag."""
+def publish_header(line, epoch, rank, pieces, count, signature, summed):
+    """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag.
+
+    `summed`: and before the flag the sums of them.
+    """
     store_int32(line + 4 * HEADER_PIECES, pieces)
     store_int64(line + 4 * HEADER_COUNT, count)
     for word in range(SIGNATURE_WORDS):
         store_int64(line + 4 * HEADER_SIGNATURE + 8 * word, signature[word])
+    if summed:
+        put_header_sums(line, np.int64(epoch), rank)
     store_release(line, epoch)
 
 

@@ -5,11 +5,11 @@ What is compared is in this core's cache when it is used. The first row that doe
 
 from __future__ import annotations
 
-from thinwire.triton_kernels.cpu.checksum import row_sums, word_sums
+from thinwire.triton_kernels.cpu.checksum import fits, put, row_sums, word_sums
 from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.checksum import mix
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32
 from thinwire.triton_kernels.cpu.signal import poison, signal_line
 from thinwire.triton_kernels.round_layout import (
     CHECKED_COMBINE_LINE,
@@ -50,21 +50,6 @@ def epoch_of(control):
 def next_epoch(control):
     """The number of the round that comes next, across the wrap too."""
     return ((epoch_of(control) + 1 + (1 << 31)) & ((1 << 32) - 1)) - (1 << 31)
-
-
-@device
-def put(sums, pair):
-    """Writes a row's two sums."""
-    a, b = pair
-    store_int64(sums, a)
-    store_int64(sums + 8, b)
-
-
-@device
-def fits(sums, pair):
-    """Whether these are a row's two sums."""
-    a, b = pair
-    return load_int64(sums) == a and load_int64(sums + 8) == b
 
 
 @device

@@ -1,0 +1,42 @@
+"""What torch.compile must not look into.
+
+Kernels get addresses, and torch.compile frees a tensor of which only the address is still used: then kernels would work
+on freed memory. So it calls the operations of the library as they are, between two graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
+
+
+def opaque(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, which torch.compile calls and does not trace; neither does it trace what the function calls.
+
+    Compiling with `fullgraph=True`, which allows no calls between graphs, fails with the reason.
+    """
+    disabled: Callable[_P, _T] | None = None
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function, reason=_REASON)
+            # Or it would be compiled for each function again, as all share its code.
+            torch._dynamo.decorators.skip(call)
+        return disabled(*args, **kwargs)
+
+    marked: Any = call  # as `skip` does, which is there only then
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    return call

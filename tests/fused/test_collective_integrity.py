@@ -1,0 +1,212 @@
+"""Direct collectives with checksums: what is corrupted in a rank's memory gives an error, never a wrong result."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+
+from tests.speeds import exhaustive_but
+from tests.tampering import CHANGES, run_threads, same
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import IntegrityError, PeerTimeout
+from thinwire.fused.all_gather import all_gather
+from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused.collective import DirectCollectives, collective_layout, open_collectives
+from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SECOND_LEG
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
+
+WORLD, VICTIM = 3, 1
+SLOT_BYTES = 4352  # one row of 4096 elements in int8, so that a call is several epochs
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda comm, x: all_reduce(x, comm=comm, transport="direct"),
+    "all_reduce, gathered exactly": lambda comm, x: all_reduce(
+        x[:9500], wire="int4", gather_wire="none", comm=comm, transport="direct"
+    ),
+    "reduce_scatter": lambda comm, x: reduce_scatter(x[:12600], comm=comm, transport="direct"),
+    "all_gather": lambda comm, x: all_gather(x[:3500], wire="int8:row", comm=comm, transport="direct"),
+}
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
+Tamper = Callable[["Victim"], None]
+
+
+class Victim:
+    """A rank, before whose kernels read what came in a leg something happens to its memory."""
+
+    def __init__(self, end: DirectCollectives, tamper: Tamper) -> None:
+        self.layout, self.memory, self.leg, self.epoch = end.layout, end.memory.local, FIRST_LEG, 0
+        self.stale = self.memory.clone()  # as it was a leg before
+        kernels = end._kernels
+
+        def hooked(function: Callable[..., None], second: bool) -> Callable[..., None]:
+            def run(lane: Any, job: Any, *arguments: Any) -> None:
+                self.leg = SECOND_LEG if second and job.op == 0 else FIRST_LEG
+                self.epoch = end.open_epoch()
+                if self._all_have_signalled():
+                    tamper(self)
+                    self.stale = self.memory.clone()
+                function(lane, job, *arguments)
+
+            return run
+
+        end._kernels = SimpleNamespace(
+            scatter=kernels.scatter, send_to_all=kernels.send_to_all,
+            reduce=hooked(kernels.reduce, False), gather_recv=hooked(kernels.gather_recv, True),
+        )  # fmt: skip
+
+    @property
+    def _lines(self) -> int:
+        half = (self.epoch & 1) * WORLD * SIGNAL_LINE_BYTES
+        return self.layout.HEADERS + half if self.leg == FIRST_LEG else self.layout.TAILS
+
+    def _all_have_signalled(self) -> bool:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            flags = self.memory[self._lines :][: WORLD * SIGNAL_LINE_BYTES].view(torch.int32).view(WORLD, -1)[:, 0]
+            if bool((flags == self.epoch).all()):
+                return True
+            time.sleep(1e-4)
+        return False
+
+    def regions(self, memory: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Parts of the memory that are read in this leg, of all sources; views."""
+        layout, parity = self.layout, self.epoch & 1
+        memory = self.memory if memory is None else memory
+        halves = memory[layout.HALVES : layout.RINGS].view(2, WORLD, -1)[parity]
+        slots = memory[layout.RINGS : layout.SUMS].view(WORLD, 2, -1)[:, parity]
+        headers = memory[self._lines :][: WORLD * SIGNAL_LINE_BYTES].view(WORLD, -1)[:, 4:]
+        sums = memory[layout.SUMS :]
+        return (
+            {"rows": halves, "headers": headers, "sums": sums}
+            if self.leg == FIRST_LEG
+            else {"rows": slots, "sums": sums}
+        )
+
+
+def results_of(name: str, integrity: str, tamper: Tamper | None = None) -> list[Any]:
+    """Two calls on each rank: the tensors of both, or what was raised."""
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        end = open_collectives(comm, SLOT_BYTES)
+        assert isinstance(end, DirectCollectives), end
+        if tamper is not None and comm.rank == VICTIM:
+            Victim(end, tamper)
+        generator = torch.Generator().manual_seed(comm.rank)
+        return [OPERATIONS[name](comm, torch.randn(13000, generator=generator)) for _ in range(2)]
+
+    return run_threads(WORLD, work, integrity=integrity)
+
+
+def check(expected: list[Any], results: list[Any], what: str) -> bool:
+    """Whether the victim raised; what ranks returned is right, and nothing else was raised than is promised."""
+    for rank, (right, got) in enumerate(zip(expected, results, strict=True)):
+        if isinstance(got, Exception):
+            kind = IntegrityError if rank == VICTIM else PeerTimeout
+            assert type(got) is kind, f"{what}: rank {rank} raised {type(got).__name__}: {got}"
+            assert isinstance(got, IntegrityError) or got.ranks == (), got
+        else:
+            assert same(right, got), f"{what}: rank {rank} has a wrong result"
+    return isinstance(results[VICTIM], IntegrityError)
+
+
+@each_operation
+def test_results_are_the_same_to_the_last_bit(name: str) -> None:
+    legs: list[int] = []
+    checked = results_of(name, "checksum", lambda victim: legs.append(victim.leg))
+    assert not check(results_of(name, "none"), checked, name)
+    assert {*legs} == ({FIRST_LEG, SECOND_LEG} if name.startswith("all_reduce") else {FIRST_LEG}) and len(legs) > 2
+
+
+def test_without_checksums_the_layout_is_what_it_was() -> None:
+    plain, checked = (collective_layout(3, 4352, checksums=checksums) for checksums in (False, True))
+    assert plain.SUMS == 0 and checked.SUMS == plain.NUM_BYTES < checked.NUM_BYTES
+
+
+@each_operation
+@pytest.mark.parametrize("rounds", exhaustive_but([8], [8, 300]))
+def test_no_result_is_wrong_whatever_happens_to_the_memory(name: str, rounds: int) -> None:
+    expected, legs, raised = results_of(name, "none"), 0, 0
+
+    def count(victim: Victim) -> None:
+        nonlocal legs
+        legs += 1
+
+    results_of(name, "checksum", count)
+    for seed in range(rounds):
+        rng, left = random.Random(seed), random.Random(~seed).randrange(legs)
+
+        def tamper(victim: Victim, rng: random.Random = rng) -> None:
+            nonlocal left
+            left -= 1
+            if left != -1:
+                return
+            regions = victim.regions()
+            region = rng.choice([*regions])
+            octets = regions[region]
+            if rng.random() < 0.2:
+                octets.copy_(victim.regions(victim.stale)[region])
+                return
+            changed = octets.flatten()
+            for _ in range(rng.choice((1, 30))):
+                CHANGES[0 if rng.random() < 0.5 else rng.randrange(len(CHANGES))](rng, changed)
+            octets.copy_(changed.view_as(octets))
+
+        raised += check(expected, results_of(name, "checksum", tamper), f"{name}, seed {seed}")
+    assert raised > rounds // 4
+
+
+@each_operation
+def test_rows_of_an_earlier_epoch_or_another_source_with_their_sums_do_not_fit(name: str) -> None:
+    for swaps in (True, False):
+        seen: list[torch.Tensor] = []
+
+        def misplace(victim: Victim, swaps: bool = swaps, seen: list[torch.Tensor] = seen) -> None:
+            first, memory, layout = victim.leg == FIRST_LEG, victim.memory, victim.layout
+            if first == name.startswith("all_reduce"):
+                return  # of two legs the second
+            seen.append(memory[layout.HALVES :].clone())
+            if len(seen) < 3:
+                return
+            if not swaps:  # of two epochs before, the same rows
+                memory[layout.HALVES :] = seen[-3]
+                return
+            for begin, end in ((layout.HALVES, layout.SUMS), (layout.SUMS, layout.NUM_BYTES)):
+                slots = memory[begin:end].view(4 * WORLD, -1)
+                slots[: 2 * WORLD] = slots[: 2 * WORLD].view(2, WORLD, -1).flip(1).reshape(2 * WORLD, -1)
+                slots[2 * WORLD :] = slots[2 * WORLD :].view(WORLD, 2, -1).flip(0).reshape(2 * WORLD, -1)
+
+        results = results_of(name, "checksum", misplace)
+        assert len(seen) >= 3 and isinstance(results[VICTIM], IntegrityError), (swaps, results[VICTIM])
+
+
+def test_the_error_names_sender_rows_and_call_and_ends_the_collectives() -> None:
+    def flip(victim: Victim) -> None:
+        if victim.epoch == 2 and victim.leg == SECOND_LEG:
+            victim.regions()["rows"][0, 5] ^= 4
+
+    def work(comm: Communicator) -> Any:
+        end = open_collectives(comm, SLOT_BYTES)
+        assert isinstance(end, DirectCollectives)
+        if comm.rank != VICTIM:
+            with pytest.raises(PeerTimeout) as told:
+                for _ in range(3):
+                    all_reduce(torch.ones(17000), comm=comm, transport="direct")
+            return told.value.ranks
+        Victim(end, flip)
+        with pytest.raises(IntegrityError) as caught:
+            all_reduce(torch.ones(17000), comm=comm, transport="direct")
+        with pytest.raises(IntegrityError, match="cannot be used any more.*earlier: rank 1 of 3"):
+            all_reduce(torch.ones(1), comm=comm, transport="direct")
+        assert "call 2, second leg" in str(caught.value) and ", failed" in comm.explain()
+        return caught.value.rank, caught.value.rows, caught.value.call
+
+    assert run_threads(WORLD, work, integrity="checksum") == [(), (0, (range(1, 2),), 2), ()]

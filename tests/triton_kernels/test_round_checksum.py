@@ -1,0 +1,91 @@
+"""The checksums of rounds by Triton's kernels, interpreted: beside ranks of numba's, and put to what those are.
+
+`TRITON_INTERPRET=1` must be set before Triton is imported, so each test runs its checks in a process of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+pytest.importorskip("numba", reason="ranks with numba's kernels take part")
+
+import torch
+
+from tests import rounds
+from tests.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
+from tests.triton_kernels.test_round import KERNELS
+from thinwire.comm.communicator import Communicator
+from thinwire.testing import run_ranks
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+TINY = Sizes(world=2, experts=3, top_k=2, hidden=40, tokens=2)
+
+
+class Mixed:
+    """Kernels of a rank's own kind: Triton's for some, numba's for the others."""
+
+    def __init__(self, *triton: int) -> None:
+        self.triton = triton
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(lane: Any, *arguments: Any) -> None:
+            getattr(KERNELS if lane.rank in self.triton else Kernels, name)(lane, *arguments)
+
+        return launch
+
+
+def _same_bytes(sizes: Sizes, specs: tuple[str, ...], ranks: tuple[int, ...], comm: Communicator) -> None:
+    """With Triton's kernels at one of `ranks` all memory is the same, and what one kind writes fits at the other."""
+    scales = torch.arange(1.0, sizes.experts + 1)[:, None].expand(-1, sizes.hidden)
+    for spec in specs:
+        seen: list[list[torch.Tensor]] = []
+        for kernels in (Mixed(), *map(Mixed, ranks)):
+            lanes, tokens = Rounds(sizes=sizes).drawn(3, spec, True)
+            seen.append([])
+            for closing in ((), (0,)) if len(ranks) > 1 else ((),):
+                seen[-1] += rounds.run_round(kernels, lanes, tokens, scales, closing)
+                seen[-1] += [lane.buffer.clone() for lane in lanes]
+        for other in seen[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True)), spec
+
+
+def _corrupted(seeds: range, spec: str, comm: Communicator) -> None:
+    tampered = Rounds(Mixed(VICTIM), TINY)
+    assert sum(tampered.check_corrupted(seed, spec) for seed in seeds) > len(seeds) // 5
+
+
+def _rows(comm: Communicator) -> None:
+    tampered = Rounds(Mixed(VICTIM), TINY)
+    tampered.check_stale()
+    for change in ("swapped", "zeroed"):
+        tampered.check_rows(change)
+
+
+def _finding(comm: Communicator) -> None:
+    Rounds(Mixed(VICTIM), Sizes(world=2, experts=2, top_k=1, hidden=16, tokens=4)).check_finding()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(partial(_same_bytes, Sizes(2, 2, 1, 16, 1), ("int8",), (0,)), id="same bytes"),
+        pytest.param(_finding, id="two findings"),
+        pytest.param(_rows, id="rows", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(40), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(40, 60), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),
+        pytest.param(
+            partial(_same_bytes, TINY, ("int8", "none", "int4", "int8:row", "fp8", "int8:16"), (0, 1)), id="wires",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            partial(_same_bytes, Sizes(2, 3, 3, 9001, 2), ("int8:row", "none", "int4:16"), (0, 1)), id="several tiles",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)  # fmt: skip
+def test_interpreted_rounds_with_checksums(check: Any) -> None:
+    run_ranks(check, 1, env=INTERPRETED, timeout=280)

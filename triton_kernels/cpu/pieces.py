@@ -1,0 +1,165 @@
+"""Pieces of an all-to-all-v on the CPU: rows into a slot and out of it, and what the kernel knows of a call.
+
+What it must know of the exchange and of a call lies in two int64 arrays, `call` and `peers`, and so does what it notes
+for itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits, slot_seed
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
+from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
+
+#: Words of `call`: first what stays for as long as the channel lives, ...
+SCALARS = (
+    "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
+    "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
+    "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
+    # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
+    # (for CHECK) how many there are,
+    "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
+    # the form of the rows, and what the header says of it.
+    "exact", "counts_per_row", "unit_bytes", "units_per_piece", "units_per_turn", "dtype",
+    "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
+    "signature0", "signature1", "signature2", "signature3",
+)  # fmt: skip
+(
+    WORLD, RANK, HALF_LINES, HALF_BYTES, SLOT_BYTES, SLOTS,
+    TIMEOUT, GRACE, REPORT, BUFFER_PTRS, STUCK, STATUS, EPOCH, GIVE_UP_BY,
+    HALVES, SUMS, SLOT_SUM_BYTES,
+    DISCARD, X, X_STEP, OUT, OUT_STEP, X_ROWS, OUT_ROWS,
+    EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
+    KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
+    SIGNATURE, _, _, _,
+) = range(len(SCALARS))  # fmt: skip
+
+#: Rows of `peers`, which has a column for each rank: what a call brings, ...
+PEERS = (
+    "send_count", "send_displ", "recv_count", "recv_displ",
+    # what the kernel notes of the call (pieces, the parity piece being number 0; times), and for good (ring pieces),
+    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "sent", "received",
+    # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
+    "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
+    "tail_there", "tail_here", "head_there", "head_here",
+)  # fmt: skip
+(
+    SEND_COUNT, SEND_DISPL, RECV_COUNT, RECV_DISPL,
+    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, SENT, RECEIVED,
+    HEADER_THERE, HEADER_HERE, PARITY_THERE, PARITY_HERE, RING_THERE, RING_HERE,
+    TAIL_THERE, TAIL_HERE, HEAD_THERE, HEAD_HERE,
+) = range(len(PEERS))  # fmt: skip
+
+_SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
+_STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and pieces. A piece holds `units_per_piece` units: bytes of exact rows, or records of quantised ones. They are
+# stored and taken `units_per_turn` at a time: what has sums together, or where there are none, the whole piece.
+
+
+@device
+def units_of(call, count):
+    """Units of so many rows (or elements, for a 1-D tensor)."""
+    return count * call[UNIT_BYTES] if call[EXACT] else -(-count // call[COUNTS_PER_ROW])
+
+
+@device
+def pieces_of(call, count):
+    """Pieces of so many rows, the parity piece among them even where it is empty."""
+    return max(np.int64(1), -(-units_of(call, count) // call[UNITS_PER_PIECE]))
+
+
+@device
+def layout_of(call):
+    """The record's layout as the codec takes it."""
+    return call[KIND], call[GROUP], call[ROW_SCALE], call[HIDDEN], call[SCALES_OFFSET], call[RECORD_BYTES]
+
+
+@device
+def sums_of(call, rank, slot):
+    """Where the sums of a slot's rows lie, which is at the address `slot` in the memory of a rank; 0 without any."""
+    if call[SUMS] == 0:
+        return np.int64(0)
+    base = load_int64(call[BUFFER_PTRS] + 8 * rank)
+    number = (slot - base - call[HALVES]) // call[SLOT_BYTES]  # rings follow halves
+    return base + call[SUMS] + number * call[SLOT_SUM_BYTES]
+
+
+@device
+def pack_piece(call, peers, peer, number, target, sums):
+    """Stores a piece of what goes to `peer` at the address `target`, and unless `sums` is 0, its sums there."""
+    turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], call[RANK], number) if sums else np.int64(0)
+    count = peers[SEND_COUNT, peer]
+    first = number * call[UNITS_PER_PIECE]
+    units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
+    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
+    if call[EXACT]:
+        for begin in range(0, units, turn):
+            size = min(turn, units - begin)
+            copy_bytes(target + begin, source + first + begin, size)
+            if sums:
+                put_row_sums(sums, target + begin, size, seed, begin // turn)
+        return
+    layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
+    stride = call[X_STEP] * call[COUNTS_PER_ROW]
+    whole = min(units, count // call[COUNTS_PER_ROW] - first)
+    for begin in range(0, whole, turn):
+        record, rows = target + begin * record_bytes, min(turn, whole - begin)
+        pack_kernel(source + (first + begin) * stride, stride, dtype, in_order, record, record_bytes, rows, layout)
+        if sums:
+            put_row_sums(sums, record, record_bytes, seed, begin)
+    if whole < units:  # a 1-D segment ends within a row, which zeros complete
+        row = stack_buffer(_SCRATCH_ROW)
+        rest = count % call[COUNTS_PER_ROW] * call[X_STEP]
+        copy_bytes(row, source + (first + whole) * stride, rest)
+        zero_bytes(row + rest, stride - rest)
+        record = target + whole * record_bytes
+        pack_kernel(row, stride, dtype, in_order, record, record_bytes, units - whole, layout)
+        if sums:
+            put_row_sums(sums, record, record_bytes, seed, whole)
+
+
+@device
+def unpack_piece(call, peers, peer, number, source, sums):
+    """Puts a piece of what came from `peer`, at the address `source`, into its rows of the output.
+
+    Unless `sums` is 0 they are compared. Returns the first unit of those that do not fit, counted in the call, or -1.
+    """
+    turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], peer, number) if sums else np.int64(0)
+    count = peers[RECV_COUNT, peer]
+    first = number * call[UNITS_PER_PIECE]
+    units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
+    target = call[OUT] + peers[RECV_DISPL, peer] * call[OUT_STEP]
+    if call[EXACT]:
+        streams = units_of(call, count) >= _STREAM_BYTES
+        for begin in range(0, units, turn):
+            size = min(turn, units - begin)
+            if sums and not row_fits(sums, source + begin, size, seed, begin // turn):
+                return first + begin
+            if streams:
+                stream_bytes(target + first + begin, source + begin, size)
+            else:
+                copy_bytes(target + first + begin, source + begin, size)
+        return np.int64(-1)
+    layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
+    stride = call[OUT_STEP] * call[COUNTS_PER_ROW]
+    whole = min(units, count // call[COUNTS_PER_ROW] - first)
+    target += first * stride
+    for begin in range(0, whole, turn):
+        record, rows = source + begin * record_bytes, min(turn, whole - begin)
+        if sums and not row_fits(sums, record, record_bytes, seed, begin):
+            return first + begin
+        unpack_kernel(record, record_bytes, in_order, target + begin * stride, stride, dtype, in_order, rows, layout)
+    if whole < units:
+        row = stack_buffer(_SCRATCH_ROW)
+        record = source + whole * record_bytes
+        if sums and not row_fits(sums, record, record_bytes, seed, whole):
+            return first + whole
+        unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, units - whole, layout)
+        copy_bytes(target + whole * stride, row, count % call[COUNTS_PER_ROW] * call[OUT_STEP])
+    return np.int64(-1)
