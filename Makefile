@@ -33,7 +33,7 @@ soak: $(VENV)/ready
 fuzz: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(RUN) -m tests.corruption --rounds 300000 --processes 2 --json benchmarks/results/cpu/fuzz.json
-	$(RUN) -m tests.corruption --rounds 2000 --processes 2 --integrity checksum \
+	$(RUN) -m tests.corruption --rounds 10000 --processes 2 --integrity checksum \
 		--json benchmarks/results/cpu/fuzz_integrity.json
 	$(RUN) -m tests.fuzz --seconds 600 --add --json benchmarks/results/cpu/fuzz_parsers.json
 
