@@ -50,11 +50,11 @@ ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count"
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
+#: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
+WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 #: With checksums; `check_planes` is there with them alone.
 CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
 CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
-#: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
-WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
 COLLECTIVE_ROWS = (1024, 4096)

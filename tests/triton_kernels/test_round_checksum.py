@@ -38,15 +38,15 @@ class Mixed:
         return launch
 
 
-def _same_bytes(sizes: Sizes, specs: tuple[str, ...], ranks: tuple[int, ...], comm: Communicator) -> None:
-    """With Triton's kernels at one of `ranks` all memory is the same, and what one kind writes fits at the other."""
+def _same_bytes(sizes: Sizes, specs: tuple[str, ...], comm: Communicator) -> None:
+    """With Triton's kernels at one rank all memory is the same, and what one kind writes fits at the other."""
     scales = torch.arange(1.0, sizes.experts + 1)[:, None].expand(-1, sizes.hidden)
     for spec in specs:
         seen: list[list[torch.Tensor]] = []
-        for kernels in (Mixed(), *map(Mixed, ranks)):
+        for kernels in (Mixed(), Mixed(0), Mixed(1)):
             lanes, tokens = Rounds(sizes=sizes).drawn(3, spec, True)
             seen.append([])
-            for closing in ((), (0,)) if len(ranks) > 1 else ((),):
+            for closing in ((), (0,)):
                 seen[-1] += rounds.run_round(kernels, lanes, tokens, scales, closing)
                 seen[-1] += [lane.buffer.clone() for lane in lanes]
         for other in seen[1:]:
@@ -66,23 +66,22 @@ def _rows(comm: Communicator) -> None:
 
 
 def _finding(comm: Communicator) -> None:
-    Rounds(Mixed(VICTIM), Sizes(world=2, experts=2, top_k=1, hidden=16, tokens=4)).check_finding()
+    Rounds(Mixed(VICTIM), Sizes(world=2, experts=2, top_k=1, hidden=16, tokens=8)).check_finding()
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(partial(_same_bytes, Sizes(2, 2, 1, 16, 1), ("int8",), (0,)), id="same bytes"),
         pytest.param(_finding, id="two findings"),
         pytest.param(_rows, id="rows", marks=pytest.mark.exhaustive),
-        pytest.param(partial(_corrupted, range(40), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
-        pytest.param(partial(_corrupted, range(40, 60), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(20), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(20, 40), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),
         pytest.param(
-            partial(_same_bytes, TINY, ("int8", "none", "int4", "int8:row", "fp8", "int8:16"), (0, 1)), id="wires",
+            partial(_same_bytes, TINY, ("int8", "none", "int4", "int8:row", "fp8", "int8:16")), id="wires",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            partial(_same_bytes, Sizes(2, 3, 3, 9001, 2), ("int8:row", "none", "int4:16"), (0, 1)), id="several tiles",
+            partial(_same_bytes, Sizes(2, 3, 3, 9001, 2), ("int8:row", "none", "int4:16")), id="several tiles",
             marks=pytest.mark.exhaustive,
         ),
     ],
