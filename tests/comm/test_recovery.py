@@ -61,7 +61,7 @@ def lose_and_shrink(comm: Communicator) -> tuple[object, ...]:
     ("victims", "number"),
     [
         ((0,), signal.SIGKILL),
-        ((2,), signal.SIGKILL),
+        pytest.param((2,), signal.SIGKILL, marks=pytest.mark.exhaustive),
         pytest.param((0,), signal.SIGSTOP, marks=pytest.mark.exhaustive),
         pytest.param((0, 1), signal.SIGKILL, marks=pytest.mark.exhaustive),
         pytest.param((3,), signal.SIGSTOP, marks=pytest.mark.exhaustive),

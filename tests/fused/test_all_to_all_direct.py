@@ -277,7 +277,9 @@ def _with_a_victim(comm: Communicator, number: int, rows: int, wire: str) -> tup
     return None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number", exhaustive_but([signal.SIGSTOP], [signal.SIGKILL, signal.SIGSTOP]), ids=["killed", "stopped"]
+)
 @pytest.mark.parametrize(
     ("rows", "wire"), exhaustive_but([(2000, "int8")], [(1, "none"), (2000, "int8")], True), ids=["one row", "pieces"]
 )

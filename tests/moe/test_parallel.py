@@ -323,6 +323,7 @@ def _absent_peer(comm: Communicator) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_never_combines_is_a_timeout() -> None:
     waited = run_ranks(_absent_peer, 2, timeout=60)[0]
     assert 1.0 <= waited <= 10.0

@@ -34,7 +34,6 @@ import torch.distributed as dist
 from tests.files import mapped_segments, open_files, resident_bytes
 from tests.moe.schedules import RandomRound, Settings
 from tests.rounds import Tokens, make_lanes, run_round
-from tests.speeds import exhaustive_but
 from tests.wires import DTYPES
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, PeerTimeout
@@ -425,7 +424,8 @@ def _telling_rank_0(kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.parametrize("fault", exhaustive_but([FAULTS[3]], FAULTS), ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_survivors_name_the_killed_and_go_on(nursery: Connection, fault: Fault) -> None:
     with Case(nursery, _die, fault) as case:
         waited = case.results(rank for rank in range(WORLD) if rank not in fault.victims)
