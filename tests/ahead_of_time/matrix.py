@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
+#: Kernels of the exchange that make sums or compare them.
+CHECKED = "checked "
+CHECKED_KERNELS = tuple(CHECKED + kernel for kernel in (*CHANNEL_KERNELS, "wait_headers", *COPIERS))
+#: Kernels that have no floats, but AMD divides integers with them.
+DIVIDERS = ("note", CHECKED + "recv_bytes")
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
 #: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
@@ -81,7 +86,7 @@ def cases() -> Iterator[Case]:
                 continue  # see COPIERS
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, sizes[-1], target)
-    for kernel in CONTROL_KERNELS:
+    for kernel in CONTROL_KERNELS + CHECKED_KERNELS:
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
 
@@ -108,7 +113,9 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct all-to-all-v."""
-    end = Endpoint.of(channel_layout(8, 4 << 20), 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
+    layout = channel_layout(8, 4 << 20, checksums=case.kernel.startswith(CHECKED))
+    case = replace(case, kernel=case.kernel.removeprefix(CHECKED))
+    end = Endpoint.of(layout, 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
     x, signature = (
         torch.empty(4, case.hidden, dtype=torch.bfloat16),
         torch.zeros(SIGNATURE_WORDS, dtype=torch.int64),
@@ -116,10 +123,10 @@ def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ..
     octets = x.view(-1).view(torch.uint8)
     step, counts = 2 * case.hidden, ([4] * 8, [0] * 8)
     if case.kernel in CHANNEL_KERNELS:
-        layout = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
+        record = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
         if case.kernel == "send_rows":
-            return all_to_all_v.send, (end, x, case.hidden, layout, False, signature, 0, 4), 0
-        return all_to_all_v.recv, (end, x, case.hidden, layout, False, 1, 4), 0
+            return all_to_all_v.send, (end, x, case.hidden, record, False, signature, 0, 4), 0
+        return all_to_all_v.recv, (end, x, case.hidden, record, False, 1, 4), 0
     function, arguments = {
         "note": (all_to_all_v.note, (end, counts, counts, 1, 500)),
         "wait_headers": (all_to_all_v.wait, (end, all_to_all_v.HEADERS, 0, signature, True, 30.0, 1.0)),
@@ -211,11 +218,11 @@ def check(case: Case, report: Report) -> list[str]:
     faults = []
     if report.spills:
         faults.append(f"{report.spills} spills")
-    if report.fused and case.kernel != "note":  # which has no floats, but AMD divides integers with them
+    if report.fused and case.kernel not in DIVIDERS:
         faults.append(f"{report.fused} fused multiply-adds")
     if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < 16:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
-    if case.kernel in CONTROL_KERNELS:
+    if case.kernel in CONTROL_KERNELS + CHECKED_KERNELS:
         return faults
     if case.kernel in COLLECTIVE_KERNELS:
         return faults + _check_collective(case, report)

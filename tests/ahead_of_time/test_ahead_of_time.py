@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tests.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals, record_launches
 from tests.ahead_of_time.matrix import (
+    CHECKED_KERNELS,
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
     CONTROL_KERNELS,
@@ -53,7 +54,7 @@ def test_collectives_of_other_wires_neither_spill_nor_fuse_and_move_wide_words(k
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
-@pytest.mark.parametrize("kernel", CONTROL_KERNELS)
+@pytest.mark.parametrize("kernel", CONTROL_KERNELS + CHECKED_KERNELS)
 def test_kernels_that_route_and_wait_do_not_spill(kernel: str, target: str) -> None:
     case = Case(kernel, "int8", 7168, target)
     report = compile_case(case)
