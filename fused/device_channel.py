@@ -92,10 +92,10 @@ class DeviceChannel(Channel):
             layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
             if layout.ROW_BYTES > piece_bytes:
                 step, record_bytes, layout = layout.ROW_BYTES, layout.ROW_BYTES, None
-        unit, per_piece, per_item = step, piece_bytes, kernels.CHUNK_BYTES
+        unit, per_piece, per_item = step, piece_bytes, kernels.chunk_bytes(self.layout)
         if layout is not None:
             per_item = 1 if tail else layout.HIDDEN
-            unit, per_piece = 1, piece_bytes // layout.ROW_BYTES * per_item
+            unit, per_piece = 1, self.layout.rows_per_slot(layout.ROW_BYTES) * per_item
         return DeviceRowFormat(
             step,
             record_bytes,
@@ -190,6 +190,8 @@ class DeviceChannel(Channel):
             items = form.items(counts, number)
             if items or 0 < number < max(pieces):
                 kernels.recv(self._end, out, out_stride, form.layout, form.flat, number, items)
+                if self.always_looks:
+                    self.raise_findings()
 
     def _launch_send(self, transfer: Transfer, number: int) -> None:
         form = transfer.row_format

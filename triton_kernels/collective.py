@@ -88,9 +88,11 @@ def send_kernel(
                 offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, LAYOUT)
                 if TO_ALL:
                     x_row = x_ptr + (first + row) * LAYOUT.HIDDEN
-                    send_row(x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, LAYOUT)
+                    send_row(
+                        x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, LAYOUT, False
+                    )  # fmt: skip
                 else:
-                    send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT)
+                    send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT, False)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             begin_epoch(buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE, LAUNCH)

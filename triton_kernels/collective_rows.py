@@ -16,6 +16,7 @@ from thinwire.triton_kernels.codec import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, slot_offset
+from thinwire.triton_kernels.exchange_checksum import encoded_tile_sums
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG
 from thinwire.triton_kernels.floats import LARGEST_FLOAT32, load_float32, store_float32
 from thinwire.triton_kernels.record import NONE
@@ -73,11 +74,16 @@ def record_at(buffer_ptrs, peer, offset):
 
 
 @triton.jit
-def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr):
+def send_row(
+    x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr,
+    SUMMED: tl.constexpr,
+):  # fmt: skip
     """A row of `length` elements, if more are not there, into the record at `offset` of PEERS ranks from `peer` on.
 
-    It is encoded once.
+    It is encoded once. Returns, if SUMMED, the sums of a quantised one's words, without seeds.
     """
+    a = tl.zeros((), tl.int64)
+    b = tl.zeros((), tl.int64)
     row_amax = row_amax_bits(x_row, tl.minimum(length, LAYOUT.HIDDEN), LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
@@ -92,6 +98,10 @@ def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORL
         else:
             x = load_float32(x_row + columns, there)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+            if SUMMED:
+                more_a, more_b = encoded_tile_sums(payload, scale_bits, tile, LAYOUT)
+                a += more_a
+                b += more_b
             target = peer
             for _ in range(PEERS):
                 store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, LAYOUT)
@@ -101,6 +111,7 @@ def send_row(x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORL
         for _ in range(PEERS):
             store_record_tail(record_at(buffer_ptrs, target, offset), LAYOUT)
             target = next_peer(target, WORLD)
+    return a, b
 
 
 @triton.jit

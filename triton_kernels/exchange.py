@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.exchange_checksum import header_sums, put_header_sums
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SIGNATURE_WORDS
 from thinwire.triton_kernels.signal import (
+    agreed,
     num_multiprocessors,
     num_programs_for,
     poison,
@@ -52,12 +54,19 @@ def slot_offset(number, source, EXCHANGE: tl.constexpr):
 
 
 @triton.jit
-def publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing."""
+def publish_header(
+    buffer_ptrs, rank, epoch, pieces, count, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
+    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing.
+
+    `pieces` and `count` are the header's words before the signature, and in their places.
+    """
     line = (epoch & 1) * EXCHANGE.WORLD + rank  # the two halves' lines lie one behind the other
     for word in tl.static_range(_SIGNATURE_WORDS):
         place = EXCHANGE.HEADER_SIGNATURE + 2 * word
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, place, signature[word], EXCHANGE, LAUNCH)
+    if EXCHANGE.SUMS > 0:
+        put_header_sums(buffer_ptrs, line, rank, epoch, pieces, count, signature, EXCHANGE, LAUNCH)
     publish(buffer_ptrs, line, EXCHANGE.HEADERS, epoch, EXCHANGE, LAUNCH)
 
 
@@ -80,6 +89,32 @@ def differing_signatures(base, lines, signature, EXCHANGE: tl.constexpr, LAUNCH:
     return tl.where(peers < EXCHANGE.WORLD, wrong, 0)
 
 
+@triton.jit
+def load_signatures(base, lines, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """The four numbers of all signatures in a row of headers."""
+    return (
+        load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE, EXCHANGE, LAUNCH),
+        load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 2, EXCHANGE, LAUNCH),
+        load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 4, EXCHANGE, LAUNCH),
+        load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 6, EXCHANGE, LAUNCH),
+    )
+
+
+@triton.jit
+def first_misfit(base, lines, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """The first rank whose header does not fit its sums, LAUNCH.BLOCK if all do; and whether all do."""
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    known = peers < EXCHANGE.WORLD
+    pieces = tl.load(signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE), mask=known, other=0)
+    signature = load_signatures(base, lines, EXCHANGE, LAUNCH)
+    counts = load_numbers(base, lines, EXCHANGE.HEADER_COUNT, EXCHANGE, LAUNCH)
+    a, b = header_sums(epoch, peers, pieces, counts, signature)
+    wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_SUMS, EXCHANGE, LAUNCH)
+    wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_SUMS + 2, EXCHANGE, LAUNCH))
+    first = tl.min(tl.where(wrong & known, peers, LAUNCH.BLOCK))
+    return first, agreed(first == LAUNCH.BLOCK)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Epochs of one leg or two
 
@@ -98,7 +133,7 @@ def begin_epoch(
     own = tl.load(signal_words(tl.load(buffer_ptrs + rank), EXCHANGE.TAILS, 0, rank, EXCHANGE))
     if own != epoch - 1:
         store_signal_words(buffer_ptrs, rank, EXCHANGE.TAILS, 0, epoch - 1, EXCHANGE, LAUNCH)
-    publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE, LAUNCH)
+    publish_header(buffer_ptrs, rank, epoch, 0, 0, signature, EXCHANGE, LAUNCH)
 
 
 @triton.jit

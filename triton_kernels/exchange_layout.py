@@ -35,7 +35,7 @@ import torch
 
 from thinwire.errors import CapacityError
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
-from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 # What a rank can be doing.
@@ -60,6 +60,8 @@ REPORT_SOURCE, REPORT_FIRST, REPORT_ROWS = 3, 4, 6
 # int32 words of the control block, beside those of `thinwire.triton_kernels.signal`, two each, for the two legs: the
 # epoch whose flags this rank has seen, or given up on, and the one for which some program waits.
 CONTROL_FIRST_SEEN, CONTROL_FIRST_TAKEN = 5, 7
+# Whether a program has found what does not fit its sums.
+CONTROL_FOUND = 9
 
 _ALIGNMENT = 128
 
@@ -86,6 +88,12 @@ class ExchangeLayout(SignalLayout):
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
     FIRST_SEEN: int = CONTROL_FIRST_SEEN
     FIRST_TAKEN: int = CONTROL_FIRST_TAKEN
+    FOUND: int = CONTROL_FOUND
+    HEADER_SUMS: int = HEADER_SUMS
+    CORRUPTED: int = CORRUPTED
+    REPORT_SOURCE: int = REPORT_SOURCE
+    REPORT_FIRST: int = REPORT_FIRST
+    REPORT_ROWS: int = REPORT_ROWS
 
     __hash__ = SignalLayout.__hash__
 

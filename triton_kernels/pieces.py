@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from thinwire.triton_kernels.checksum import element_sums
 from thinwire.triton_kernels.codec import (
     dequantize_row,
     group_amax,
@@ -14,8 +15,17 @@ from thinwire.triton_kernels.codec import (
     store_record_tile,
     tile_columns,
 )
+from thinwire.triton_kernels.collective_rows import send_row
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, publish_header, slot_offset
+from thinwire.triton_kernels.exchange_checksum import (
+    arrive_whole,
+    fits,
+    note_corruption,
+    put_sums,
+    record_fits,
+    slot_seed,
+)
 from thinwire.triton_kernels.floats import load_float32, store_float32
 from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.signal import arrive, publish, store_signal_number, store_signal_words
@@ -49,19 +59,28 @@ def slot_address(base, owner, half, piece, FIRST: tl.constexpr, EXCHANGE: tl.con
 
 
 @triton.jit
-def copy_words(target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr):
+def copy_words(
+    target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr, SUMMED: tl.constexpr
+):  # fmt: skip
     """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
     step: tl.constexpr = VECTOR * BYTES
-    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones.
-    block: tl.constexpr = 512 * VECTOR if VECTOR > 1 else 1024
+    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; or half.
+    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (2 if SUMMED else 1)
     whole = size // step * VECTOR
     sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
     targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), step)
     start = whole * 0
+    a = tl.zeros((), tl.int64)
+    b = tl.zeros((), tl.int64)
     while start < whole:
         words = start + tl.arange(0, block)
         values = tl.load(sources + words, mask=words < whole * loaded, other=-1)
         tl.store(targets + words, values, mask=words < whole)
+        if SUMMED:
+            bits = tl.where(words < whole, values.to(tl.int64) & ((1 << (8 * BYTES)) - 1), 0)
+            more_a, more_b = element_sums(bits, words * BYTES)
+            a += more_a
+            b += more_b
         start += block
     rest = size % step
     if rest > 0:
@@ -69,23 +88,31 @@ def copy_words(target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.const
         end = (size - rest).to(tl.int64)
         octets = tl.load((source + end).to(tl.pointer_type(tl.int8)) + places, mask=places < rest * loaded, other=-1)
         tl.store((target + end).to(tl.pointer_type(tl.int8)) + places, octets, mask=places < rest)
+        if SUMMED:
+            bits = tl.where(places < rest, octets.to(tl.int64) & 0xFF, 0)
+            more_a, more_b = element_sums(bits, (size - rest) + places)
+            a += more_a
+            b += more_b
+    return a, b
 
 
 @triton.jit
-def copy_bytes(target, source, size, loaded):
+def copy_bytes(target, source, size, loaded, SUMMED: tl.constexpr = False):
     """Copies int32 `size` bytes between two addresses, in the widest words that both allow.
 
-    Where `loaded` is 0 nothing is read, and 0xFF is written.
+    Where `loaded` is 0 nothing is read, and 0xFF is written. Returns, if SUMMED, the sums of their words, without
+    seeds.
     """
     bits = source | target
     if bits % 16 == 0:
-        copy_words(target, source, size, loaded, tl.int32, 4, 4)
+        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 4, SUMMED)
     elif bits % 4 == 0:
-        copy_words(target, source, size, loaded, tl.int32, 4, 1)
+        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 1, SUMMED)
     elif bits % 2 == 0:
-        copy_words(target, source, size, loaded, tl.int16, 2, 1)
+        a, b = copy_words(target, source, size, loaded, tl.int16, 2, 1, SUMMED)
     else:
-        copy_words(target, source, size, loaded, tl.int8, 1, 1)
+        a, b = copy_words(target, source, size, loaded, tl.int8, 1, 1, SUMMED)
+    return a, b
 
 
 @triton.jit
@@ -138,7 +165,8 @@ def publish_pieces(
         counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=peers < world, other=0)
         store_signal_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_PIECES, rest, EXCHANGE, LAUNCH)
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_COUNT, counts, EXCHANGE, LAUNCH)
-        publish_header(buffer_ptrs, rank, epoch, load_signature(signature_ptr), EXCHANGE, LAUNCH)
+        signature = load_signature(signature_ptr)
+        publish_header(buffer_ptrs, rank, epoch, rest, counts, signature, EXCHANGE, LAUNCH)
     else:
         publish_tail(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
 
@@ -178,7 +206,8 @@ def send_rows_kernel(
     LAUNCH: tl.constexpr,
 ):
     """Quantises piece `number` of every pair into the peers' memory. Any number of programs."""
-    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    fitting: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    per_piece: tl.constexpr = fitting if fitting < EXCHANGE.SLOT_ROWS else EXCHANGE.SLOT_ROWS
     if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
         half = (tl.load(control_ptr + EXCHANGE.EPOCH) + 1) & 1
         item = tl.program_id(0)
@@ -192,7 +221,16 @@ def send_rows_kernel(
                 slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
                 record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
                 record = tl.multiple_of(record, 16)
-                if FLAT:  # one tile holds a row, whose last one zeros complete
+                if EXCHANGE.SUMS > 0:
+                    offset = slot - tl.load(buffer_ptrs + peer) + unit.to(tl.int64) * LAYOUT.ROW_BYTES
+                    if FLAT:
+                        x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
+                    else:
+                        x_row, length = x_ptr + (first + row) * x_row_stride, row * 0 + LAYOUT.HIDDEN
+                    a, b = send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT, True)
+                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
+                    put_sums(buffer_ptrs, peer, offset, seed, unit, a, b, 1, EXCHANGE)
+                elif FLAT:  # one tile holds a row, whose last one zeros complete
                     columns = tile_columns(0, LAYOUT)
                     x_row = x_ptr + (first + row * LAYOUT.HIDDEN)
                     x = load_float32(x_row + columns, columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN))
@@ -215,6 +253,7 @@ def recv_rows_kernel(
     control_ptr,
     counters_ptr,
     table_ptr,
+    report_ptr,
     rank,
     number,
     items,
@@ -225,7 +264,8 @@ def recv_rows_kernel(
     LAUNCH: tl.constexpr,
 ):
     """Dequantises piece `number` of every pair into the output's rows. Any number of programs."""
-    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    fitting: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
+    per_piece: tl.constexpr = fitting if fitting < EXCHANGE.SLOT_ROWS else EXCHANGE.SLOT_ROWS
     running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
     half = tl.load(control_ptr + EXCHANGE.EPOCH) & 1
     base = tl.load(buffer_ptrs + rank)
@@ -240,25 +280,35 @@ def recv_rows_kernel(
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
             record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
             record = tl.multiple_of(record, 16)
+            intact = running
+            if EXCHANGE.SUMS > 0:
+                if running:
+                    offset = slot - base + unit.to(tl.int64) * LAYOUT.ROW_BYTES
+                    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+                    intact = record_fits(base, offset, epoch, peer, number, unit, EXCHANGE, LAYOUT)
+                    if not intact:
+                        each: tl.constexpr = LAYOUT.HIDDEN if FLAT else 1
+                        note_corruption(control_ptr, report_ptr, peer, row * each, each, EXCHANGE)
             if FLAT:
                 columns = tile_columns(0, LAYOUT)
                 values = tl.full(columns.shape, float("nan"), tl.float32)
-                if running:
+                if intact:
                     values = load_record_tile(record, 0, LAYOUT)
                 out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
                 wanted = columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN)
                 store_float32(out_row + columns, values, wanted, True)
             else:
                 out_row = out_ptr + (first + row) * out_row_stride
-                if running:
+                if intact:
                     dequantize_row(record, out_row, LAYOUT)
                 else:
                     fill_row(out_row, float("nan"), LAYOUT)
         item += tl.num_programs(0)
-    if not FIRST:
+    if not FIRST or EXCHANGE.SUMS > 0:
         if running:
-            if arrive(control_ptr, EXCHANGE, LAUNCH):
-                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+            if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
+                if not FIRST:
+                    publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
@@ -292,7 +342,10 @@ def send_bytes_kernel(
                 piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
                 slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
                 source = x_ptr.to(tl.int64) + first * wide_step + start
-                copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1)
+                a, b = copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1, EXCHANGE.SUMS > 0)
+                if EXCHANGE.SUMS > 0:
+                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
+                    put_sums(buffer_ptrs, peer, slot - tl.load(buffer_ptrs + peer), seed, unit, a, b, 1, EXCHANGE)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             publish_pieces(
@@ -308,6 +361,7 @@ def recv_bytes_kernel(
     control_ptr,
     counters_ptr,
     table_ptr,
+    report_ptr,
     rank,
     number,
     items,
@@ -331,9 +385,20 @@ def recv_bytes_kernel(
             piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
             target = out_ptr.to(tl.int64) + first * wide_step + start
-            copy_bytes(target, slot + unit.to(tl.int64) * CHUNK, size, loaded)
+            source = slot + unit.to(tl.int64) * CHUNK
+            a, b = copy_bytes(target, source, size, loaded, EXCHANGE.SUMS > 0)
+            if EXCHANGE.SUMS > 0:
+                if loaded > 0:
+                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), peer, number)
+                    if not fits(base, slot - base, seed, unit, a, b, EXCHANGE):
+                        tl.debug_barrier()  # before what was copied is written over
+                        copy_bytes(target, source, size, 0)
+                        row = start // wide_step
+                        end_row = (start + size + wide_step - 1) // wide_step
+                        note_corruption(control_ptr, report_ptr, peer, row, end_row - row, EXCHANGE)
         item += tl.num_programs(0)
-    if not FIRST:
+    if not FIRST or EXCHANGE.SUMS > 0:
         if loaded > 0:
-            if arrive(control_ptr, EXCHANGE, LAUNCH):
-                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+            if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
+                if not FIRST:
+                    publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)

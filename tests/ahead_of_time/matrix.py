@@ -48,12 +48,15 @@ COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
+#: Kernels that have no floats, but AMD divides integers with them; of the last, with checksums.
+DIVIDERS = ("note", "recv_bytes")
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
 #: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
 WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
-#: With checksums; `check_planes` is there with them alone.
+#: With checksums, of rounds and of the direct all-to-all-v; `check_planes` is there with them alone.
 CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
+CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS)
 CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
@@ -118,7 +121,8 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct all-to-all-v."""
-    end = Endpoint.of(channel_layout(8, 4 << 20), 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
+    layout = channel_layout(8, 4 << 20, checksums=case.checksums)
+    end = Endpoint.of(layout, 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
     x, signature = (
         torch.empty(4, case.hidden, dtype=torch.bfloat16),
         torch.zeros(SIGNATURE_WORDS, dtype=torch.int64),
@@ -126,10 +130,10 @@ def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ..
     octets = x.view(-1).view(torch.uint8)
     step, counts = 2 * case.hidden, ([4] * 8, [0] * 8)
     if case.kernel in CHANNEL_KERNELS:
-        layout = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
+        record = RecordLayout.of(WireFormat.parse(case.wire), case.hidden, x.dtype)
         if case.kernel == "send_rows":
-            return all_to_all_v.send, (end, x, case.hidden, layout, False, signature, 0, 4), 0
-        return all_to_all_v.recv, (end, x, case.hidden, layout, False, 1, 4), 0
+            return all_to_all_v.send, (end, x, case.hidden, record, False, signature, 0, 4), 0
+        return all_to_all_v.recv, (end, x, case.hidden, record, False, 1, 4), 0
     function, arguments = {
         "note": (all_to_all_v.note, (end, counts, counts, 1, 500)),
         "wait_headers": (all_to_all_v.wait, (end, all_to_all_v.HEADERS, 0, signature, True, 30.0, 1.0)),
@@ -164,7 +168,7 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     if case.kernel in COLLECTIVE_KERNELS:
         return _collective_launcher(case)
-    if case.kernel in ROUND_KERNELS + ROUND_CONTROL_KERNELS + CHECKED_KERNELS:
+    if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, "check_planes"):
         return _round_launcher(case)
     if case.kernel == "checksums":
         octets = torch.empty(5 * case.hidden, dtype=torch.uint8)
@@ -206,7 +210,7 @@ def check_signals(case: Case) -> list[str]:
     waits = case.kernel in WAITERS
     # Who may find that something does not fit tells the peers and the host as well.
     publications = 2 * waits + (case.kernel not in ("reduce", "gather_recv"))
-    publications += 2 * (case.checksums and case.kernel == "send_sums")
+    publications += 2 * (case.checksums and case.kernel in ("send_sums", "recv_rows", "recv_bytes"))
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
     if (signals.releases, signals.looks) != (waits, waits):
@@ -223,11 +227,11 @@ def check(case: Case, report: Report) -> list[str]:
     faults = []
     if report.spills:
         faults.append(f"{report.spills} spills")
-    if report.fused and case.kernel != "note":  # which has no floats, but AMD divides integers with them
+    if report.fused and case.kernel not in DIVIDERS:
         faults.append(f"{report.fused} fused multiply-adds")
     if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < 16:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
-    if case.kernel in CONTROL_KERNELS + CHECKED_KERNELS[len(ROUND_KERNELS) :]:
+    if case.kernel in (*CONTROL_KERNELS, "check_planes") or (case.checksums and case.kernel in CHANNEL_KERNELS):
         return faults
     if case.kernel in COLLECTIVE_KERNELS:
         return faults + _check_collective(case, report)

@@ -46,7 +46,7 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
 
 @pytest.mark.parametrize("target", exhaustive_but(["sm_90"], CHECKED_TARGETS))
 @pytest.mark.parametrize("kernel", exhaustive_but(["sum_home"], CHECKED_KERNELS))
-def test_kernels_of_rounds_with_checksums_do_not_spill_either(kernel: str, target: str) -> None:
+def test_kernels_with_checksums_do_not_spill_either(kernel: str, target: str) -> None:
     case = Case(kernel, "int8", 7168, target, checksums=True)
     report = compile_case(case)
     assert not check(case, report), report
