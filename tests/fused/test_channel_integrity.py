@@ -179,9 +179,10 @@ def test_pieces_of_an_earlier_call_with_their_sums_do_not_fit(form: str, part: s
 
     def replay(calls: Calls) -> None:
         layout = calls.layout
-        first, stop = (layout.HALVES, layout.RINGS) if part == "half" else (layout.RINGS, layout.SUMS)
-        for begin, end in ((first, stop), (layout.SUMS, layout.NUM_BYTES)):
-            calls.memory[begin:end] = stale[begin:end]
+        chosen = slice(0, 2 * WORLD) if part == "half" else slice(2 * WORLD, None)
+        for begin, end in ((layout.HALVES, layout.SUMS), (layout.SUMS, layout.NUM_BYTES)):
+            now, then = (memory[begin:end].view(WORLD * (2 + SLOTS), -1) for memory in (calls.memory, stale))
+            now[chosen] = then[chosen]
 
     assert isinstance(calls.call(replay)[VICTIM], IntegrityError)
 
