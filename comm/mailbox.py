@@ -12,7 +12,7 @@ import socket
 
 _TRIES = 5
 _MOST_BYTES = 1 << 16
-_MOST_KEPT = 4096  # words, of which all but those of this process's communicators are a stranger's
+_MOST_AT_ONCE = 4096  # read, of what a stranger may send without an end; the system keeps fewer
 
 
 class Mailbox:
@@ -24,7 +24,7 @@ class Mailbox:
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = socket.socket(_family(host), socket.SOCK_DGRAM)
-        self._kept: dict[bytes, bytes] = {}  # the first word of each token
+        self._kept: dict[bytes, bytes | None] = {}  # the first word of each token that is expected
         try:
             self._socket.bind((host, port))
         except OSError:
@@ -32,16 +32,18 @@ class Mailbox:
             raise
         self._socket.setblocking(False)
 
+    def expect(self, token: str) -> None:
+        """Words under this token are kept from now on; all others are thrown away."""
+        self._kept.setdefault(_key(token), None)
+
     def read(self, token: str) -> bytes | None:
-        """The first word that was left under a token, if one was; it stays."""
-        while True:
-            try:
-                message = self._socket.recv(_MOST_BYTES)
-            except BlockingIOError:
-                return self._kept.get(_key(token))
-            key, _, word = message.partition(b" ")
-            if len(self._kept) < _MOST_KEPT:
-                self._kept.setdefault(key, word)
+        """The first word that was left under a token that is expected, if one was; it stays."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_AT_ONCE):
+                key, _, word = self._socket.recv(_MOST_BYTES).partition(b" ")
+                if key in self._kept and self._kept[key] is None:
+                    self._kept[key] = word
+        return self._kept.get(_key(token))
 
 
 def listen(host: str) -> tuple[socket.socket, Mailbox]:

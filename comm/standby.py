@@ -80,6 +80,8 @@ class Standby:
         self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
         self._addresses, self._token, self._store, self._letters = addresses, token, store, letters
+        if letters is not None:
+            letters.expect(token)
         self._verdict: list[int] | None = None  # what this rank was told when it asked
         self._attempts = 0
 

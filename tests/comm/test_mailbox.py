@@ -15,6 +15,8 @@ def test_the_first_word_of_a_token_is_kept_and_others_are_not_mixed_with_it() ->
     listener, box = mailbox.listen("127.0.0.1")
     with closing(listener):
         host, port = listener.getsockname()
+        for token in ("token", "another", "tok"):
+            box.expect(token)
         assert box.read("token") is None
         for word in (b"first", b"second"):
             mailbox.leave(host, port, "token", word)
@@ -42,12 +44,14 @@ def test_a_port_that_is_taken_for_datagrams_is_not_taken_for_connections(monkeyp
 
 
 def test_strangers_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_MOST_KEPT", 3)
+    monkeypatch.setattr(mailbox, "_MOST_AT_ONCE", 4)
     listener, box = mailbox.listen("127.0.0.1")
     with closing(listener):
+        box.expect("7")
         for number in range(9):
             mailbox.leave(*listener.getsockname(), f"{number}", b"x")
-        assert [box.read(f"{number}") for number in range(9)] == [b"x"] * 3 + [None] * 6
+        assert [box.read("7"), box.read("7")] == [None, b"x"]  # so many at once
+        assert box.read("8") is None and list(box._kept) == [b"7"]
 
 
 def test_nobody_there_is_no_error() -> None:
