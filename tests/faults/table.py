@@ -28,6 +28,7 @@ def table(ran: dict[str, Any]) -> str:
     held, runs, late, late_held = (
         sum(cell[key] for cell in ran["cells"]) for key in ("held", "runs", "late", "late_held")
     )
+    judged = sum(run["runs"] for run in ran["runs"]) - runs - late
     counts = {cell["runs"] for cell in ran["cells"]}
     times = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
     slowest = max(cell["slowest"] for cell in ran["cells"])
@@ -36,8 +37,8 @@ def table(ran: dict[str, Any]) -> str:
         _paragraph(
             f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run, {times} times each; {held} "
             f"of {runs} runs held. {late} more do not count, as the machine kept a thread waiting for over "
-            f"{ran['most_late']:g} s; of those {late_held} held. {by_commit(ran, 'runs')} The slowest call of a "
-            f"rank that was left took {slowest:.1f} s."
+            f"{ran['most_late']:g} s; of those {late_held} held. {judged} more were judged by rules that have changed. "
+            f"{by_commit(ran, 'runs')} The slowest call of a rank that was left took {slowest:.1f} s."
         ),
         "",
         *(

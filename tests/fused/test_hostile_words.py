@@ -196,10 +196,9 @@ def test_a_worker_that_ends_in_a_case_is_told_and_followed_by_another() -> None:
 
 
 def test_a_changed_memory_gives_wrong_results_without_checksums_and_none_with_them() -> None:
+    seeds = (0, 4, 6, 9)  # which change what is read, where most cases change what is not read any more
     outcomes = {
-        integrity: {
-            checked.run_case(random.Random(seed), [ROUND], integrity)[1].partition(":")[0] for seed in range(12)
-        }
+        integrity: {checked.run_case(random.Random(seed), [ROUND], integrity)[1].partition(":")[0] for seed in seeds}
         for integrity in ("none", "checksum")
     }
     assert "wrong" in outcomes["none"] and "IntegrityError" not in outcomes["none"], outcomes
