@@ -422,9 +422,13 @@ class ExchangeTransport(DirectTransport):
         source, epoch = int(report[REPORT_SOURCE]), int(report[REPORT_EPOCH])
         first, count = (int(report[word : word + 2].view(np.int64)[0]) for word in (REPORT_FIRST, REPORT_ROWS))
         what = f"rows {first} ... {first + count - 1}" if count else "the header"
-        return IntegrityError(
+        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
+            (),
             f"rank {self.rank} of {self.world}, {self.operation}, call {epoch}, {self.phases[report[REPORT_PHASE]]}: "
             f"what arrived is not what was sent, by its checksums: {what} from rank {source}",
+        )
+        return IntegrityError(
+            text,
             rank=source,
             rows=(range(first, first + count),) if count else (),
             call=epoch,

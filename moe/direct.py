@@ -270,10 +270,14 @@ class DirectRounds(DirectTransport, Rounds):
         what, source, row = (int(report[word]) for word in (REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW))
         whose = "this rank's" if what == CHECKED_SUM else "its"
         of = f" of {whose} token {row}" if what >= CHECKED_PLANES else ""
-        return IntegrityError(
+        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
+            (),
             f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: what arrived is not what was "
             f"sent, by its checksums: the {CHECKED_NAMES[what]}{of} from rank {source}; no lane can be used any more, "
             "rebuild() makes new ones",
+        )
+        return IntegrityError(
+            text,
             rank=source,
             rows=(range(row, row + 1),),
             call=epoch,

@@ -12,6 +12,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 from benchmarks import bench_flight_recorder
 
 
+@pytest.mark.exhaustive
 def test_it_runs_and_says_what_an_entry_and_what_a_call_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

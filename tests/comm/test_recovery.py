@@ -97,6 +97,7 @@ def give_up_in_turn(comm: Communicator) -> None:
     wait_for("all know")  # and can ask, as this process lives
 
 
+@pytest.mark.exhaustive
 def test_who_gave_up_first_is_not_taken_for_lost(tmp_path: Path) -> None:
     with ranks(tmp_path, 4, give_up_in_turn) as case:
         case.told(range(4), "ready")
@@ -336,7 +337,8 @@ def wake_last(comm: Communicator, transport: str) -> object:
     return "left out"
 
 
-@pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", ["direct", "staged"])
 def test_a_rank_0_that_wakes_when_all_others_have_ended_does_not_go_on_alone(tmp_path: Path, transport: str) -> None:
     with ranks(tmp_path, 3, wake_last, transport) as case:
         case.told(range(3), "ready")

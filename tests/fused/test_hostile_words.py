@@ -195,6 +195,7 @@ def test_a_worker_that_ends_in_a_case_is_told_and_followed_by_another() -> None:
     assert report.outcomes["out_of_bounds"] == 1 == len(report.failures) and report.done == 2, report.content()
 
 
+@pytest.mark.exhaustive
 def test_a_changed_memory_gives_wrong_results_without_checksums_and_none_with_them() -> None:
     seeds = (0, 4, 6, 9)  # which change what is read, where most cases change what is not read any more
     outcomes = {

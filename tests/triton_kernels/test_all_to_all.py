@@ -196,6 +196,7 @@ def _staged_too(comm: Communicator) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_both_transports_give_the_same_bits() -> None:
     run_ranks(_staged_too, 2, env=INTERPRETED, timeout=120)
 

@@ -539,5 +539,6 @@ def _late_but_alive(comm: Communicator) -> None:
     assert words.tolist() == [list(Call(OPS[2], (100, 3), seed=2).job().signature)] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_first_line_says_what_its_rank_does() -> None:
     run_ranks(_late_but_alive, 2, env=INTERPRETED, timeout=120)

@@ -136,7 +136,7 @@ def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> 
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     exhaustive_but(
-        [(dispatch.send_tokens_kernel, 11)],
+        [(dispatch.close_round_kernel, 4)],
         [(dispatch.send_tokens_kernel, 11), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 12)],
         several=True,
     ),
