@@ -149,6 +149,7 @@ def test_a_thread_that_raises_ends_its_peers_waits_in_domains():
     assert "AssertionError: told" in caught.value.failures[1]
 
 
+@pytest.mark.exhaustive
 def test_a_wait_in_a_domain_ends_when_run_ranks_gives_up():
     released, ended = threading.Event(), []
 

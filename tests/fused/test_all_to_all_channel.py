@@ -560,6 +560,7 @@ def test_survivors_name_a_rank_that_never_comes() -> None:
     assert waited < 1.0 and error.ranks == () and "ranks 0, 1 gave up too" in str(error)
 
 
+@pytest.mark.exhaustive
 def test_survivors_name_a_rank_that_stops_in_the_middle() -> None:
     group = Group(3, timeout=1.0)
 

@@ -132,6 +132,7 @@ def test_any_pair_in_bfloat16_as_hypothesis_finds_them(seed: int, size: int) -> 
     check([(src.reduced(), dst, shape), (dst.reduced(), src, shape)], size, "thread", torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 def test_processes_agree_with_the_oracle() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

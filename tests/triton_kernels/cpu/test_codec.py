@@ -173,6 +173,7 @@ def test_every_fp8_code_comes_back(dtype: torch.dtype) -> None:
     assert_equals_reference("codes", x, wire)
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_elsewhere_quantises_into_mapped_memory() -> None:
     wire = WireFormat.parse("int8")
     x = torch.randn(1, 300).bfloat16()

@@ -402,6 +402,7 @@ def test_a_death_between_two_dispatch_signals_is_blamed_alike() -> None:
     assert report_of(lanes[0])[1:] == ([0, 1, 1, 1], [1, 1, 0, 1])  # the others were missing too, and said why
 
 
+@pytest.mark.exhaustive
 def test_a_death_between_two_combine_signals_is_blamed_alike() -> None:
     """Rank 0 closed its round and waits for the next one's tokens when the others give up on the last one's sums."""
     own_time = 2.0
