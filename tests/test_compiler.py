@@ -68,8 +68,11 @@ def _collectives(comm: thinwire.Communicator, transport: str, backend: str) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("transport", "backend"), (("direct", "inductor"), ("staged", "eager")))
-@pytest.mark.parametrize("check", (_rounds, _collectives), ids=("rounds", "collectives"))
+@pytest.mark.parametrize(
+    ("check", "transport", "backend"),
+    [(_rounds, "direct", "inductor"), *((each, "staged", "eager") for each in (_rounds, _collectives))]
+    + [(_collectives, "direct", "eager")],
+)
 def test_compiled_code_gives_what_python_gives(check: object, transport: str, backend: str, tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     run_ranks(check, 2, transport, backend, timeout=300, env=env)  # type: ignore[arg-type]

@@ -64,8 +64,8 @@ def copy_words(
 ):  # fmt: skip
     """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
     step: tl.constexpr = VECTOR * BYTES
-    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; or half.
-    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (2 if SUMMED else 1)
+    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; or a quarter.
+    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (4 if SUMMED else 1)
     whole = size // step * VECTOR
     sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
     targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), step)

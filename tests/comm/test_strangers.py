@@ -195,7 +195,10 @@ def _meet_a_stranger(comm: Communicator, name: str, port: int, folder: str, miss
     stranger = _Stranger()
     for step in steps:
         step(stranger)
-    stranger.attack(b'"' if missing else pickle.dumps(_Payload(made)), missing)
+    try:
+        stranger.attack(b'"' if missing else pickle.dumps(_Payload(made)), missing)
+    except RuntimeError:  # at the first of two messages rank 0 may have ended all, before the second was sent
+        assert ended.exists()
     deadline = time.monotonic() + 3 * LIMIT
     while not ended.exists() and time.monotonic() < deadline:  # or rank 0 could see no more than a lost connection
         time.sleep(0.01)

@@ -119,7 +119,7 @@ def test_a_header_that_cannot_be_is_told_with_its_rank() -> None:
 
 @pytest.mark.exhaustive
 def test_a_header_that_cannot_be_is_told_with_its_rank_by_tritons_kernels() -> None:
-    assert run_ranks(_lies_in_headers, 1, True, 4, env=INTERPRETED, timeout=400)[0] > 50
+    assert run_ranks(_lies_in_headers, 1, True, 2, env=INTERPRETED, timeout=400)[0] > 25
 
 
 def _lies_in_rings(comm: Communicator, triton: bool, values: int) -> int:
@@ -148,7 +148,7 @@ def test_a_ring_that_says_too_much_is_not_followed_for_ever_by_tritons_kernels()
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kernels", "rounds"),
-    [("numba", 3000), ("triton", 60)],
+    [("numba", 3000), ("triton", 25)],
 )
 def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, rounds: int, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
@@ -209,10 +209,10 @@ def test_a_changed_memory_gives_wrong_results_without_checksums_and_none_with_th
 @pytest.mark.exhaustive
 def test_no_change_of_memory_gives_a_wrong_result_with_checksums(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.corruption", "--rounds", "300", "--integrity", "checksum"]
+    command = [sys.executable, "-m", "tests.corruption", "--rounds", "100", "--integrity", "checksum"]
     done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
-    assert report["rounds"] == 300 == report["returned"] + report["raised_named_errors"]
-    assert report["outcomes"]["IntegrityError"] > 30 and ROUND in report["cases"]
+    assert report["rounds"] == 100 == report["returned"] + report["raised_named_errors"]
+    assert report["outcomes"]["IntegrityError"] > 10 and ROUND in report["cases"]
     assert {*report["cases"], *report["refused"]} == {*checked.OPERATIONS}

@@ -74,8 +74,8 @@ def _finding(comm: Communicator) -> None:
     [
         pytest.param(_finding, id="two findings"),
         pytest.param(_rows, id="rows", marks=pytest.mark.exhaustive),
-        pytest.param(partial(_corrupted, range(20), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
-        pytest.param(partial(_corrupted, range(20, 40), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(10), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
+        pytest.param(partial(_corrupted, range(20, 30), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),
         pytest.param(
             partial(_same_bytes, TINY, ("int8", "none", "int4", "int8:row", "fp8", "int8:16")), id="wires",
             marks=pytest.mark.exhaustive,
