@@ -64,7 +64,8 @@ def copy_words(
 ):  # fmt: skip
     """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
     step: tl.constexpr = VECTOR * BYTES
-    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; or a quarter.
+    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; with sums a
+    # quarter of them.
     block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (4 if SUMMED else 1)
     whole = size // step * VECTOR
     sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
