@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,7 +139,7 @@ def run_case(rng: random.Random, names: list[str], integrity: str = "checksum") 
             operation.call(first + 3)
 
     def _meet(operation: Operation, number: int, step: int) -> None:
-        change = lambda: memories.change(rng, victim)  # noqa: E731
+        change = partial(memories.change, rng, victim)
         if moment == "before":
             time.sleep(0.002)  # meanwhile the others send
             change()
