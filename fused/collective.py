@@ -82,7 +82,7 @@ def open_collectives(
             return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm))
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
-        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba",))
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 
     return comm.attached(_KEY, new)
 

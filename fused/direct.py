@@ -45,7 +45,7 @@ def open_channel(
         def make(memory: SymmetricMemory) -> Channel:
             return kind(memory, layout, comm.rank, comm.timeout, voters(comm))
 
-        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, checked_by=("numba", "triton"))
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 
     return comm.attached(_KEY, new)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
@@ -146,7 +146,6 @@ def open_direct(
     settings: Mapping[str, Setting],
     make: Callable[[SymmetricMemory], _T],
     generation: int = 0,
-    checked_by: Collection[str] = (),
 ) -> _T | Refusal:
     """What an operation needs on the direct transport, or why there is none. Collective.
 
@@ -154,14 +153,13 @@ def open_direct(
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on, beside the library's version.
         make: takes the memory; not collective. What it raises on one rank keeps the others from going on.
-        checked_by: of "numba" and "triton", whose kernels of this operation compare what they read with its checksums.
 
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
-    reasons = comm.all_gather_data(_why_not(comm, checked_by), str | None)
+    reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return Refusal(name, f"{reason} on rank {rank}")
@@ -186,7 +184,7 @@ def open_direct(
     return made
 
 
-def _why_not(comm: Communicator, checked_by: Collection[str]) -> str | None:
+def _why_not(comm: Communicator) -> str | None:
     """What keeps this rank from the direct transport."""
     backend, on_gpu, triton = os.environ.get(BACKEND_VARIABLE), comm.device.type == "cuda", uses_triton(comm)
     if comm.device.type not in ("cpu", "cuda"):
@@ -199,8 +197,6 @@ def _why_not(comm: Communicator, checked_by: Collection[str]) -> str | None:
         return f"{kernels} is not installed"
     if triton and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
-    if comm.integrity != "none" and kernels not in checked_by:
-        return f"its {kernels} kernels do not check rows, and integrity is {comm.integrity!r},"
     return None
 
 

@@ -142,7 +142,6 @@ class ExpertParallel:
             {},
             lambda memory: DirectRounds(self._config, layout, memory, reason),
             self._generation,
-            checked_by=("numba", "triton"),
         )
 
     @opaque

@@ -221,15 +221,26 @@ def quantize_row(x_row, base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def dequantize_row(base, out_row, LAYOUT: tl.constexpr):
-    """The record at `base` into one row, `out_row` pointing to its first element. `none` copies bit for bit."""
+def dequantize_row(base, out_row, length, LAYOUT: tl.constexpr):
+    """The record at `base` into one row of `length` elements, at most HIDDEN. `none` copies bit for bit."""
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        mask = columns < LAYOUT.HIDDEN
+        mask = columns < length
         if LAYOUT.KIND == NONE:
-            tl.store(out_row + columns, tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=mask), mask=mask)
+            # The record's own end is known when compiling, and keeps the loads wide.
+            elements = tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=columns < LAYOUT.HIDDEN)
+            tl.store(out_row + columns, elements, mask=mask)
         else:
             store_float32(out_row + columns, load_record_tile(base, tile, LAYOUT), mask, True)
+
+
+@triton.jit
+def fill_row(out_row, length, value, LAYOUT: tl.constexpr):
+    """Writes one value to a row of `length` elements, at most HIDDEN."""
+    for tile in range(LAYOUT.NUM_TILES):
+        columns = tile_columns(tile, LAYOUT)
+        values = tl.zeros(columns.shape, tl.float32) + value
+        store_float32(out_row + columns, values, columns < length, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

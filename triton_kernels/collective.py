@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from thinwire.triton_kernels.codec import fill_row
 from thinwire.triton_kernels.collective_rows import (
     first_peer,
     length_and_start,
@@ -34,7 +35,8 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import await_leg, begin_epoch, num_waiting_programs_for
+from thinwire.triton_kernels.exchange import await_leg, begin_epoch, half_offset, num_waiting_programs_for
+from thinwire.triton_kernels.exchange_checksum import arrive_whole, first_unfit, note_corruption, put_sums, slot_seed
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
@@ -86,13 +88,15 @@ def send_kernel(
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
                 offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, LAYOUT)
+                peers: tl.constexpr = world if TO_ALL else 1
                 if TO_ALL:
-                    x_row = x_ptr + (first + row) * LAYOUT.HIDDEN
-                    send_row(
-                        x_row, length, buffer_ptrs, first_peer(row, rank, world), offset, world, world, LAYOUT, False
-                    )  # fmt: skip
+                    x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
                 else:
-                    send_row(x_ptr + start, length, buffer_ptrs, part, offset, 1, world, LAYOUT, False)
+                    x_row, peer = x_ptr + start, part
+                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT, EXCHANGE.SUMS > 0)
+                if EXCHANGE.SUMS > 0:
+                    seed = slot_seed(epoch, rank, _FIRST_LEG)
+                    put_sums(buffer_ptrs, peer, offset, seed, row, a, b, peers, EXCHANGE)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             begin_epoch(buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE, LAUNCH)
@@ -138,16 +142,39 @@ def reduce_kernel(
         while row < rows:
             length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
+                length = tl.minimum(length, LAYOUT.HIDDEN)
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
+                intact = running
+                if running:
+                    if GATHER is None:
+                        a, b = recv_sum(
+                            record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, EXCHANGE, LAYOUT, LAUNCH
+                        )
+                    else:
+                        offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
+                        peer = first_peer(row, rank, world)
+                        a, b, sent_a, sent_b = send_sum(
+                            record, buffer_ptrs, peer, offset, EXCHANGE, LAYOUT, GATHER, LAUNCH
+                        )
+                    if EXCHANGE.SUMS > 0:
+                        base, halves = buffer_ptr.to(tl.int64), half_offset(epoch, 0, EXCHANGE)
+                        source, intact = first_unfit(base, halves, epoch, _FIRST_LEG, row, a, b, EXCHANGE, LAUNCH)
+                        if intact:
+                            if GATHER is not None:
+                                seed = slot_seed(epoch, rank, _SECOND_LEG)
+                                put_sums(buffer_ptrs, peer, offset, seed, row, sent_a, sent_b, world, EXCHANGE)
+                        else:
+                            note_corruption(control_ptr, report_ptr, source, first + row, 1, EXCHANGE)
+                            tl.debug_barrier()  # the row's stores may be other threads'
                 if GATHER is None:
-                    recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, running, EXCHANGE, LAYOUT)
-                else:
-                    offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
-                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
+                    if not intact:
+                        fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
             row += tl.num_programs(0)
-        if GATHER is not None:
-            if arrive(control_ptr, EXCHANGE, LAUNCH):
-                publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
+        if GATHER is not None or EXCHANGE.SUMS > 0:
+            if running:
+                if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH):
+                    if GATHER is not None:
+                        publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -186,9 +213,15 @@ def gather_recv_kernel(
         row, part = row_and_part(item, rank, world)
         length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
-            offset = record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT)
-            recv_row(buffer_ptr + offset, out_ptr + start, length, running, LAYOUT)
+            recv_row(
+                buffer_ptr.to(tl.int64), record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT), out_ptr + start,
+                tl.minimum(length, LAYOUT.HIDDEN), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
+                EXCHANGE, LAYOUT,
+            )  # fmt: skip
         item += tl.num_programs(0)
+    if EXCHANGE.SUMS > 0:
+        if running:
+            arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +318,7 @@ def reduce(
     programs = num_waiting_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    options |= register_limit(device)
+    options |= register_limit(device, end.layout.SUMS > 0, options["num_warps"])
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         reduce_kernel[(programs,)](
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,

@@ -6,20 +6,25 @@ A program has one row at a time. A part's last row may be short: it travels as a
 from __future__ import annotations
 
 from thinwire.triton_kernels.codec import (
+    dequantize_row,
     encode_tile,
+    fill_row,
     group_amax,
+    load_encoded_tile,
     load_record_tile,
     row_amax_bits,
+    scaled_tile,
     store_encoded_tile,
     store_record_tail,
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, slot_offset
-from thinwire.triton_kernels.exchange_checksum import encoded_tile_sums
+from thinwire.triton_kernels.exchange_checksum import fits, note_corruption, slot_seed
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG
-from thinwire.triton_kernels.floats import LARGEST_FLOAT32, load_float32, store_float32
+from thinwire.triton_kernels.floats import LARGEST_FLOAT32, load_float32, rounded, saturated, store_float32
 from thinwire.triton_kernels.record import NONE
+from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row, tile_sums
 
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 
@@ -80,7 +85,7 @@ def send_row(
 ):  # fmt: skip
     """A row of `length` elements, if more are not there, into the record at `offset` of PEERS ranks from `peer` on.
 
-    It is encoded once. Returns, if SUMMED, the sums of a quantised one's words, without seeds.
+    It is encoded once. Returns, if SUMMED, the sums of the record's words, without seeds.
     """
     a = tl.zeros((), tl.int64)
     b = tl.zeros((), tl.int64)
@@ -90,6 +95,10 @@ def send_row(
         there = columns < tl.minimum(length, LAYOUT.HIDDEN)
         if LAYOUT.KIND == NONE:
             elements = tl.load(x_row + columns, mask=there, other=0.0)
+            if SUMMED:
+                more_a, more_b = tile_sums(elements, None, tile, LAYOUT)
+                a += more_a
+                b += more_b
             target = peer
             for _ in range(PEERS):
                 record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(LAYOUT.DTYPE))
@@ -99,7 +108,7 @@ def send_row(
             x = load_float32(x_row + columns, there)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
             if SUMMED:
-                more_a, more_b = encoded_tile_sums(payload, scale_bits, tile, LAYOUT)
+                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
                 a += more_a
                 b += more_b
             target = peer
@@ -115,41 +124,64 @@ def send_row(
 
 
 @triton.jit
-def sum_tile(first_record, tile, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
-    """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0."""
+def sum_tile(first_record, tile, a, b, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+    """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0.
+
+    Returns it with a and b [ranks or more]; with SUMS, what the tile adds to those of each rank's record is added.
+    """
     columns = tile_columns(tile, LAYOUT)
+    ranks = tl.arange(0, a.numel)
     total = tl.zeros(columns.shape, tl.float32)
-    for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=4):
+    unrolled: tl.constexpr = 1 if EXCHANGE.SUMS > 0 else 4  # with sums more at a time would spill
+    for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=unrolled):
         record = tl.multiple_of(first_record + source * EXCHANGE.SLOT_BYTES, 16)
-        total = total + load_record_tile(record, tile, LAYOUT)
+        if EXCHANGE.SUMS > 0:
+            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT)
+            more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
+            a += tl.where(ranks == source, more_a, 0)
+            b += tl.where(ranks == source, more_b, 0)
+            total = total + scaled_tile(payload, scale_bits, LAYOUT)
+        else:
+            total = total + load_record_tile(record, tile, LAYOUT)
     if LAYOUT.KIND != NONE:
         # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
         total = tl.where(
             total > LARGEST_FLOAT32, LARGEST_FLOAT32, tl.where(total < -LARGEST_FLOAT32, -LARGEST_FLOAT32, total)
         )
     # Past its end a row of NaN has NaN.
-    return tl.where(columns < LAYOUT.HIDDEN, total, 0.0)
+    return tl.where(columns < LAYOUT.HIDDEN, total, 0.0), a, b
 
 
 @triton.jit
 def send_sum(
-    first_record, buffer_ptrs, peer, offset, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
-):
+    first_record, buffer_ptrs, peer, offset, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):  # fmt: skip
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
-    It is encoded once, as GATHER.
+    It is encoded once, as GATHER. Returns with SUMS, without seeds, the sums of the ranks' records, two of [BLOCK], and
+    the two of the new one. Where one scale serves several tiles the ranks' records are read twice, and summed the
+    second time, when what is stored is made of them.
     """
     world: tl.constexpr = EXCHANGE.WORLD
+    a, b = tl.full((LAUNCH.BLOCK,), 0, tl.int64), tl.full((LAUNCH.BLOCK,), 0, tl.int64)
+    sent_a, sent_b = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:
         for tile in range(GATHER.NUM_TILES):
             columns = tile_columns(tile, GATHER)
-            total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
-            row_amax = tl.maximum(row_amax, group_amax(total))
+            total, _, _ = sum_tile(first_record, tile, a, b, EXCHANGE, LAYOUT)
+            row_amax = tl.maximum(row_amax, group_amax(tl.reshape(total, columns.shape)))
     for tile in range(GATHER.NUM_TILES):
         columns = tile_columns(tile, GATHER)
-        total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
+        total, a, b = sum_tile(first_record, tile, a, b, EXCHANGE, LAYOUT)
+        total = tl.reshape(total, columns.shape)
         if GATHER.KIND == NONE:
+            if EXCHANGE.SUMS > 0:
+                stored = saturated(total, GATHER.DTYPE) if LAYOUT.KIND != NONE else total
+                more_a, more_b = tile_sums(rounded(stored, GATHER.DTYPE), None, tile, GATHER)
+                sent_a += more_a
+                sent_b += more_b
             target = peer
             for _ in range(world):
                 record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(GATHER.DTYPE))
@@ -157,6 +189,10 @@ def send_sum(
                 target = next_peer(target, world)
         else:
             payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
+            if EXCHANGE.SUMS > 0:
+                more_a, more_b = tile_sums(payload, scale_bits, tile, GATHER)
+                sent_a += more_a
+                sent_b += more_b
             target = peer
             for _ in range(world):
                 store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, GATHER)
@@ -166,30 +202,43 @@ def send_sum(
         for _ in range(world):
             store_record_tail(record_at(buffer_ptrs, target, offset), GATHER)
             target = next_peer(target, world)
+    return a, b, sent_a, sent_b
 
 
 @triton.jit
-def recv_row(record, out_row, length, running, LAYOUT: tl.constexpr):
-    """A record into a row of `length` elements, if more are not there; NaN in poisoned memory."""
+def recv_sum(
+    first_record, out_row, length, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
+    """The sum of a row over all ranks into a row of `length` elements. Returns the ranks' records' sums, as above."""
+    a, b = tl.full((LAUNCH.BLOCK,), 0, tl.int64), tl.full((LAUNCH.BLOCK,), 0, tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
+        total, a, b = sum_tile(first_record, tile, a, b, EXCHANGE, LAYOUT)
         columns = tile_columns(tile, LAYOUT)
-        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
-        if not running:
-            store_float32(out_row + columns, tl.full(columns.shape, float("nan"), tl.float32), there, False)
-        elif LAYOUT.KIND == NONE:
-            elements = tl.multiple_of(record.to(tl.pointer_type(LAYOUT.DTYPE)), 16)
-            tl.store(out_row + columns, tl.load(elements + columns, mask=columns < LAYOUT.HIDDEN), mask=there)
+        store_float32(out_row + columns, total, columns < length, LAYOUT.KIND != NONE)
+    return a, b
+
+
+@triton.jit
+def recv_row(
+    base, offset, out_row, length, running, control_ptr, report_ptr, source, number, row, first, each,
+    EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """The record at `offset` of the buffer `base` into a row of `length` elements; NaN in poisoned memory.
+
+    With SUMS also where it is not what rank `source` put into its slot in the open epoch, under `number` and as row
+    `row` of the slot. Then rows `first` and so on, `each` of them, are noted.
+    """
+    record = tl.multiple_of((base + offset).to(tl.pointer_type(tl.int8)), 16)
+    intact = running
+    if running:
+        if EXCHANGE.SUMS > 0:
+            a, b = dequantize_and_sum_row(record, out_row, length, LAYOUT)
+            seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), source, number)
+            intact = fits(base, offset, seed, row, a, b, EXCHANGE)
+            if not intact:
+                note_corruption(control_ptr, report_ptr, source, first, each, EXCHANGE)
+                tl.debug_barrier()  # the row's stores may be other threads'
         else:
-            store_float32(out_row + columns, load_record_tile(record, tile, LAYOUT), there, True)
-
-
-@triton.jit
-def recv_sum(first_record, out_row, length, running, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
-    """The sum of a row over all ranks into a row of `length` elements, if more are not there; NaN as above."""
-    for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        total = tl.full(columns.shape, float("nan"), tl.float32)
-        if running:
-            total = sum_tile(first_record, tile, EXCHANGE, LAYOUT)
-        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
-        store_float32(out_row + columns, total, there, LAYOUT.KIND != NONE)
+            dequantize_row(record, out_row, length, LAYOUT)
+    if not intact:
+        fill_row(out_row, length, float("nan"), LAYOUT)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.codec import load_encoded_tile, load_record_tile, scaled_tile, tile_columns
+from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, load_record_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
 from thinwire.triton_kernels.floats import store_float32
-from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -195,9 +194,9 @@ def sum_home_kernel(
                     end_lane(lane, SUM, source, token, ROUND, LAUNCH)
                 if bad_planes | bad_sums:
                     tl.debug_barrier()  # the row's stores may be other threads'
-                    fill_row(out_row, float("nan"), LAYOUT)
+                    fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
         else:
-            fill_row(out_row, float("nan"), LAYOUT)
+            fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
         token += tl.num_programs(0)
 
 

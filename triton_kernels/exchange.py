@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange_checksum import header_sums, put_header_sums
+from thinwire.triton_kernels.exchange_checksum import end_exchange, header_sums, note_corruption, put_header_sums
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SIGNATURE_WORDS
 from thinwire.triton_kernels.signal import (
     agreed,
@@ -152,6 +152,12 @@ def wait_alone(
     if LEG == _FIRST_LEG:
         if status == EXCHANGE.RUNNING:
             wrong = differing_signatures(base, lines, signature, EXCHANGE, LAUNCH)
+            if EXCHANGE.SUMS > 0:
+                source, fit = first_misfit(base, lines, epoch, EXCHANGE, LAUNCH)
+                if not fit:
+                    note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
+                    end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, LEG, EXCHANGE, LAUNCH)
+                wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
             if tl.sum(wrong) > 0:
                 peers = tl.arange(0, LAUNCH.BLOCK)
                 tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)

@@ -12,7 +12,7 @@ arrived, as threads of one program that read it in between would go different wa
 
 from __future__ import annotations
 
-from thinwire.triton_kernels.checksum import element_sums, mix, row_seed
+from thinwire.triton_kernels.checksum import mix, row_seed
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange_layout import HEADER_NUMBER, SIGNATURE_WORDS
 from thinwire.triton_kernels.signal import (
@@ -25,7 +25,6 @@ from thinwire.triton_kernels.signal import (
 )
 
 _HEADER_NUMBER, _SIGNATURE_WORDS = tl.constexpr(HEADER_NUMBER), tl.constexpr(SIGNATURE_WORDS)
-_WORDS = tl.constexpr(512)  # of a record that a program has at a time
 
 
 @triton.jit
@@ -67,47 +66,21 @@ def fits(base, offset, seed, number, a, b, EXCHANGE: tl.constexpr):
     return agreed((tl.load(sums) == a + s) & (tl.load(sums + 1) == b + mix(s)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-
-
 @triton.jit
-def encoded_tile_sums(payload, scale_bits, tile, LAYOUT: tl.constexpr):
-    """What one tile adds to a and b, as `thinwire.triton_kernels.codec.store_encoded_tile` stores it."""
-    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-    octets = tl.where(offsets < LAYOUT.SCALES_OFFSET, payload.to(tl.int64) & 0xFF, 0)
-    a, b = element_sums(octets, offsets)
-    if LAYOUT.ROW_SCALE:
-        bits = tl.where(groups < 1, scale_bits.to(tl.int64) & 0xFFFFFFFF, 0)
-        more_a, more_b = element_sums(bits, LAYOUT.SCALES_OFFSET + groups * 0)
-    else:
-        room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
-        bits = tl.where(groups < room, scale_bits.to(tl.int64) & 0xFFFF, 0)
-        more_a, more_b = element_sums(bits, LAYOUT.SCALES_OFFSET + 2 * groups)
-    return a + more_a, b + more_b
+def first_unfit(base, offset, epoch, number, row, a, b, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """The first rank whose row `row` does not fit its sums, LAUNCH.BLOCK if all do; and whether all do, for everyone.
 
-
-@triton.jit
-def record_sums(record, LAYOUT: tl.constexpr):
-    """The same of a whole record in this GPU's memory."""
-    count: tl.constexpr = LAYOUT.ROW_BYTES // 8
-    words = record.to(tl.pointer_type(tl.int64))
-    a = tl.zeros((), tl.int64)
-    b = tl.zeros((), tl.int64)
-    for start in range(0, count, _WORDS):
-        places = start + tl.arange(0, _WORDS)
-        values = tl.load(words + places, mask=places < count, other=0)
-        a += tl.sum(values)
-        b += tl.sum(values * (places + 1).to(tl.int64))
-    return a, b
-
-
-@triton.jit
-def record_fits(base, offset, epoch, source, leg, row, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Whether the record of row `row` of a slot, which lies at `offset` of the buffer `base`, fits its sums."""
-    a, b = record_sums(base + offset, LAYOUT)
-    return fits(base, offset, slot_seed(epoch, source, leg), row, a, b, EXCHANGE)
+    `offset` is that of rank 0's slot of a half, and a and b [BLOCK] are of the ranks' rows.
+    """
+    sources = tl.arange(0, LAUNCH.BLOCK)
+    known = sources < EXCHANGE.WORLD
+    s = row_seed(slot_seed(epoch, sources, number), row)
+    places = base + sums_offset(offset + sources.to(tl.int64) * EXCHANGE.SLOT_BYTES, row, EXCHANGE)
+    sums = places.to(tl.pointer_type(tl.int64))
+    wrong = tl.load(sums, mask=known, other=0) != a + s
+    wrong = wrong | (tl.load(sums + 1, mask=known, other=0) != b + mix(s))
+    first = tl.min(tl.where(wrong & known, sources, LAUNCH.BLOCK))
+    return first, agreed(first == LAUNCH.BLOCK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,7 +95,8 @@ def header_sums(epoch, source, pieces, count, signature):
     low, high = count << 32, (count >> 32) & 0xFFFFFFFF
     a, b = first + low + high + s, first + low + 2 * high + mix(s)
     for word in tl.static_range(_SIGNATURE_WORDS):  # each begins in the upper half of a word of the sums
-        low, high = signature[word] << 32, (signature[word] >> 32) & 0xFFFFFFFF
+        number = signature[word].to(tl.int64)  # the interpreter passes small ones as int32
+        low, high = number << 32, (number >> 32) & 0xFFFFFFFF
         a += low + high
         b += (word + 2) * low + (word + 3) * high
     return a, b

@@ -51,15 +51,21 @@ def bfloat16_bits(y):
 
 
 @triton.jit
+def saturated(y, DTYPE: tl.constexpr):
+    """float32 that stays finite in a dtype, unless it is NaN."""
+    largest: tl.constexpr = (
+        _LARGEST_BFLOAT16 if DTYPE == tl.bfloat16 else _LARGEST_FLOAT16 if DTYPE == tl.float16 else LARGEST_FLOAT32
+    )
+    # Comparisons, not tl.clamp: NaN fails both and stays.
+    return tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
+
+
+@triton.jit
 def store_float32(ptr, y, mask, SATURATE: tl.constexpr):
     """Stores float32 in the pointer's dtype, rounded once; SATURATE keeps what is not NaN finite."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if SATURATE:
-        largest: tl.constexpr = (
-            _LARGEST_BFLOAT16 if dtype == tl.bfloat16 else _LARGEST_FLOAT16 if dtype == tl.float16 else LARGEST_FLOAT32
-        )
-        # Comparisons, not tl.clamp: NaN fails both and stays.
-        y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
+        y = saturated(y, dtype)
     if dtype == tl.bfloat16:
         tl.store(ptr.to(tl.pointer_type(tl.int16)), bfloat16_bits(y).to(tl.int16), mask=mask)
     else:

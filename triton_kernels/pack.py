@@ -50,7 +50,8 @@ def unpack_kernel(
         record = tl.load(record_index_ptr + item)
     if row_index_ptr is not None:
         row = tl.load(row_index_ptr + item)
-    dequantize_row(tl.multiple_of(records_ptr + record * record_stride, 16), out_ptr + row * out_row_stride, LAYOUT)
+    base = tl.multiple_of(records_ptr + record * record_stride, 16)
+    dequantize_row(base, out_ptr + row * out_row_stride, LAYOUT.HIDDEN, LAYOUT)
 
 
 def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:

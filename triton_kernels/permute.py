@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.codec import dequantize_row, tile_columns
+from thinwire.triton_kernels.codec import dequantize_row, fill_row
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row
 from thinwire.triton_kernels.round_checksum import (
@@ -185,15 +184,6 @@ def place_kernel(
     tl.store(weights_ptr + entries, weight, mask=mask)
 
 
-@triton.jit
-def fill_row(out_row, value, LAYOUT: tl.constexpr):
-    """Writes one value to all of a row."""
-    for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        values = tl.zeros(columns.shape, tl.float32) + value
-        store_float32(out_row + columns, values, columns < LAYOUT.HIDDEN, False)
-
-
 @triton.jit(do_not_specialize=["rank", "num_rows", "num_local", "capacity"])
 def gather_kernel(
     buffer_ptr,
@@ -227,7 +217,7 @@ def gather_kernel(
             if tl.where(record < ROUND.WORLD * ROUND.MAX_TOKENS, record, -1) >= 0:
                 base = buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES)
                 if ROUND.CHECKSUMS:
-                    a, b = dequantize_and_sum_row(tl.multiple_of(base, 16), out_row, LAYOUT)
+                    a, b = dequantize_and_sum_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
                     source = (record // ROUND.MAX_TOKENS).to(tl.int32)
                     s, t = seed_words(RECORD, tl.load(control_ptr + ROUND.EPOCH), source, record)
                     sums = buffer_ptr.to(tl.int64) + ROUND.CHECKSUMS + 16 * record
@@ -235,13 +225,13 @@ def gather_kernel(
                         lane = (buffer_ptrs, control_ptr, report_ptr, rank)
                         end_lane(lane, RECORD, source, (record % ROUND.MAX_TOKENS).to(tl.int32), ROUND, LAUNCH)
                         tl.debug_barrier()  # the row's stores may be other threads'
-                        fill_row(out_row, float("nan"), LAYOUT)
+                        fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
                 else:
-                    dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT)
+                    dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
             else:
-                fill_row(out_row, 0.0, LAYOUT)
+                fill_row(out_row, LAYOUT.HIDDEN, 0.0, LAYOUT)
         else:
-            fill_row(out_row, float("nan"), LAYOUT)
+            fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
         row += tl.num_programs(0)
 
 

@@ -6,16 +6,7 @@
 from __future__ import annotations
 
 from thinwire.triton_kernels.checksum import element_sums
-from thinwire.triton_kernels.codec import (
-    dequantize_row,
-    group_amax,
-    load_record_tile,
-    quantize_row,
-    store_record_tail,
-    store_record_tile,
-    tile_columns,
-)
-from thinwire.triton_kernels.collective_rows import send_row
+from thinwire.triton_kernels.collective_rows import recv_row, send_row
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, publish_header, slot_offset
 from thinwire.triton_kernels.exchange_checksum import (
@@ -23,11 +14,8 @@ from thinwire.triton_kernels.exchange_checksum import (
     fits,
     note_corruption,
     put_sums,
-    record_fits,
     slot_seed,
 )
-from thinwire.triton_kernels.floats import load_float32, store_float32
-from thinwire.triton_kernels.permute import fill_row
 from thinwire.triton_kernels.signal import arrive, publish, store_signal_number, store_signal_words
 
 # Rows of an endpoint's table, and of its counters.
@@ -220,25 +208,16 @@ def send_rows_kernel(
                 first = tl.load(table_ptr + SEND_DISPL * EXCHANGE.WORLD + peer)
                 piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
                 slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
-                record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
-                record = tl.multiple_of(record, 16)
-                if EXCHANGE.SUMS > 0:
-                    offset = slot - tl.load(buffer_ptrs + peer) + unit.to(tl.int64) * LAYOUT.ROW_BYTES
-                    if FLAT:
-                        x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
-                    else:
-                        x_row, length = x_ptr + (first + row) * x_row_stride, row * 0 + LAYOUT.HIDDEN
-                    a, b = send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT, True)
+                offset = slot - tl.load(buffer_ptrs + peer) + unit.to(tl.int64) * LAYOUT.ROW_BYTES
+                if FLAT:
+                    x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
+                else:
+                    x_row, length = x_ptr + (first + row) * x_row_stride, LAYOUT.HIDDEN
+                summed: tl.constexpr = EXCHANGE.SUMS > 0
+                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT, summed)
+                if summed:
                     seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
                     put_sums(buffer_ptrs, peer, offset, seed, unit, a, b, 1, EXCHANGE)
-                elif FLAT:  # one tile holds a row, whose last one zeros complete
-                    columns = tile_columns(0, LAYOUT)
-                    x_row = x_ptr + (first + row * LAYOUT.HIDDEN)
-                    x = load_float32(x_row + columns, columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN))
-                    store_record_tile(record, x, group_amax(x), 0, LAYOUT)
-                    store_record_tail(record, LAYOUT)
-                else:
-                    quantize_row(x_ptr + (first + row) * x_row_stride, record, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             publish_pieces(
@@ -279,31 +258,18 @@ def recv_rows_kernel(
             first = tl.load(table_ptr + RECV_DISPL * EXCHANGE.WORLD + peer)
             piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
-            record = (slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES).to(tl.pointer_type(tl.int8))
-            record = tl.multiple_of(record, 16)
-            intact = running
-            if EXCHANGE.SUMS > 0:
-                if running:
-                    offset = slot - base + unit.to(tl.int64) * LAYOUT.ROW_BYTES
-                    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
-                    intact = record_fits(base, offset, epoch, peer, number, unit, EXCHANGE, LAYOUT)
-                    if not intact:
-                        each: tl.constexpr = LAYOUT.HIDDEN if FLAT else 1
-                        note_corruption(control_ptr, report_ptr, peer, row * each, each, EXCHANGE)
+            offset = slot - base + unit.to(tl.int64) * LAYOUT.ROW_BYTES
+            each: tl.constexpr = LAYOUT.HIDDEN if FLAT else 1
             if FLAT:
-                columns = tile_columns(0, LAYOUT)
-                values = tl.full(columns.shape, float("nan"), tl.float32)
-                if intact:
-                    values = load_record_tile(record, 0, LAYOUT)
+                length = tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN)
                 out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
-                wanted = columns < tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN)
-                store_float32(out_row + columns, values, wanted, True)
             else:
+                length = LAYOUT.HIDDEN
                 out_row = out_ptr + (first + row) * out_row_stride
-                if intact:
-                    dequantize_row(record, out_row, LAYOUT)
-                else:
-                    fill_row(out_row, float("nan"), LAYOUT)
+            recv_row(
+                base, offset, out_row, length, running, control_ptr, report_ptr, peer, number, unit, row * each, each,
+                EXCHANGE, LAYOUT,
+            )  # fmt: skip
         item += tl.num_programs(0)
     if not FIRST or EXCHANGE.SUMS > 0:
         if running:

@@ -58,7 +58,7 @@ def stored_tile_sums(x, amax_bits, tile, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def dequantize_and_sum_row(base, out_row, LAYOUT: tl.constexpr):
+def dequantize_and_sum_row(base, out_row, length, LAYOUT: tl.constexpr):
     """`dequantize_row`; returns the record's two sums, without seeds, of the values that the row was made of."""
     a = tl.full((), 0, tl.int64)
     b = tl.full((), 0, tl.int64)
@@ -67,7 +67,7 @@ def dequantize_and_sum_row(base, out_row, LAYOUT: tl.constexpr):
         more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
         a, b = a + more_a, b + more_b
         columns = tile_columns(tile, LAYOUT)
-        mask = columns < LAYOUT.HIDDEN
+        mask = columns < length
         if LAYOUT.KIND == NONE:
             tl.store(out_row + columns, payload, mask=mask)
         else:

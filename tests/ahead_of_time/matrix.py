@@ -56,7 +56,7 @@ PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPI
 WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 #: With checksums, of rounds and of the direct all-to-all-v; `check_planes` is there with them alone.
 CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
-CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS)
+CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS, *COLLECTIVE_KERNELS)
 CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
@@ -92,10 +92,11 @@ def cases() -> Iterator[Case]:
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
     for kernel in CHECKED_KERNELS:
+        hidden = (COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES)[-1]
         for target in CHECKED_TARGETS:
-            yield Case(kernel, "int8", 7168, target, checksums=True)
-        for wire in OTHER_WIRES if kernel in ROUND_KERNELS else ():
-            yield Case(kernel, wire, 7168, "sm_90", checksums=True)
+            yield Case(kernel, "int8", hidden, target, checksums=True)
+        for wire in OTHER_WIRES if kernel in (*ROUND_KERNELS, *COLLECTIVE_KERNELS) else ():
+            yield Case(kernel, wire, hidden, "sm_90", checksums=True)
 
 
 def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
@@ -147,7 +148,7 @@ def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ..
 
 def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct collectives, whose tensors begin anywhere."""
-    layout, wire = collective_layout(8), WireFormat.parse(case.wire)
+    layout, wire = collective_layout(8, checksums=case.checksums), WireFormat.parse(case.wire)
     lane = Endpoint.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
     x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
     ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER}
@@ -210,14 +211,16 @@ def check_signals(case: Case) -> list[str]:
     waits = case.kernel in WAITERS
     # Who may find that something does not fit tells the peers and the host as well.
     publications = 2 * waits + (case.kernel not in ("reduce", "gather_recv"))
-    publications += 2 * (case.checksums and case.kernel in ("send_sums", "recv_rows", "recv_bytes"))
+    publications += 2 * (case.checksums and case.kernel in ("send_sums", "recv_rows", "recv_bytes", *WAITERS))
+    publications += 2 * (case.checksums and case.kernel in ("reduce", "reduce_and_send_to_all"))  # headers, too
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
     if (signals.releases, signals.looks) != (waits, waits):
         faults.append(f"{signals.releases} releases and {signals.looks} acquires between programs, expected {waits}")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
-    if signals.arrivals != (case.kernel not in ("close_round", "reduce", "gather_recv")):
+    silent = () if case.checksums else ("reduce", "gather_recv")
+    if signals.arrivals != (case.kernel not in ("close_round", *silent)):
         faults.append(f"{signals.arrivals} arrivals with acquire and release order")
     return faults
 

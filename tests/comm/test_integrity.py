@@ -25,7 +25,6 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.fused.collective import DirectCollectives, open_collectives
-from thinwire.fused.transport import Refusal, open_direct
 from thinwire.testing import run_ranks
 
 CHECKED = {VARIABLE: "checksum"}
@@ -78,13 +77,11 @@ def transports(comm: Communicator) -> None:
     tw.all_to_all_v(x, comm=comm)
     tw.all_reduce(x, comm=comm)
     assert comm.explain().count(": direct, ") == 2
-    refused = open_direct(comm, "something", 64, {}, lambda memory: None)
-    assert isinstance(refused, Refusal) and "numba kernels do not check rows" in refused.describe()
     with tw.ExpertParallel(comm, 2, 1, 64, 8) as ep:
         assert ep.transport == "direct"
 
 
-def test_a_transport_that_does_not_check_is_not_taken() -> None:
+def test_the_direct_transport_is_taken_with_checksums() -> None:
     run_ranks(transports, 2, env=CHECKED)
 
 

@@ -121,7 +121,7 @@ def _between(comm: Communicator, backends: tuple[str, str]) -> None:
             generator = torch.Generator().manual_seed(comm.rank)
             open_channel(part, None, 9088, 2)
             for wire, tail, *_ in FORMS.values():
-                rows = 3000 if tail in ((), (7,)) else 30
+                rows = 700 if tail in ((), (7,)) else 30
                 for known in (True, False):
                     counts = [[3, rows], [rows // 2, 1]]
                     x = torch.randn(sum(counts[comm.rank]), *tail, generator=generator)
