@@ -22,7 +22,7 @@ from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.collective import open_collectives
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.exchange_layout import SECOND_LEG
+from thinwire.triton_kernels.exchange_layout import FIRST_LEG, HEADER_SIGNATURE, SECOND_LEG
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 
@@ -90,20 +90,28 @@ def test_results_are_the_same_with_either_kind_of_kernels_at_the_other_end(first
     run_ranks(_between, 2, (first, "triton"), env=INTERPRETED, timeout=280)
 
 
-def _told(comm: Communicator) -> str:
+def _told(comm: Communicator, region: str) -> str:
     def flip(victim: Victim) -> None:
-        if victim.epoch == 2 and victim.leg == SECOND_LEG:
-            victim.regions()["rows"][0, 5] ^= 4
+        if victim.epoch == 2 and victim.leg == (SECOND_LEG if region == "rows" else FIRST_LEG):
+            victim.regions()[region][0, 4 * HEADER_SIGNATURE - 4] ^= 4  # the view of a line begins behind its flag
 
-    with pytest.raises(IntegrityError if comm.rank == VICTIM else PeerTimeout) as caught:
-        two_calls(comm, "all_reduce", flip)
+    with Communicator(comm.group, integrity="checksum") as part:
+        with pytest.raises(IntegrityError if comm.rank == VICTIM else PeerTimeout) as caught:
+            two_calls(part, "all_reduce", flip)
     if isinstance(caught.value, PeerTimeout):
         assert caught.value.ranks == ()
     else:
-        assert (caught.value.rank, caught.value.rows, caught.value.call) == (0, (range(1, 2),), 2), caught.value
+        rows = (range(1, 2),) if region == "rows" else ()
+        assert (caught.value.rank, caught.value.rows, caught.value.call) == (0, rows, 2), caught.value
     return str(caught.value)
 
 
 def test_the_error_names_sender_and_rows_and_the_peer_is_told() -> None:
-    told, error = run_ranks(_told, 2, env=INTERPRETED | {"THINWIRE_INTEGRITY": "checksum"}, timeout=120)
+    told, error = run_ranks(_told, 2, "rows", env=INTERPRETED, timeout=120)
     assert "rank 1 gave up too" in told and "call 2, second leg" in error and "rows 1 ... 1 from rank 0" in error
+
+
+@pytest.mark.exhaustive
+def test_what_a_header_says_is_compared_before_it_is_believed() -> None:
+    told, error = run_ranks(_told, 2, "headers", env=INTERPRETED, timeout=120)
+    assert "rank 1 gave up too" in told and "call 2, first leg" in error and "the header from rank 0" in error
