@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import differing_signatures, first_misfit, header_lines, load_numbers
+from thinwire.triton_kernels.exchange import differing_signatures, first_misfit, header_lines, load_headers
 from thinwire.triton_kernels.exchange_checksum import end_exchange, note_corruption
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, SIGNATURE_WORDS, Endpoint, ExchangeLayout
 from thinwire.triton_kernels.pieces import (
@@ -48,7 +48,6 @@ from thinwire.triton_kernels.signal import (
     num_programs_for,
     poison,
     publish,
-    signal_words,
     store_signal_words,
     wait_for_all,
 )
@@ -157,20 +156,19 @@ def wait_kernel(
             give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, EXCHANGE, LAUNCH)
             poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE)
         else:
+            headers = load_headers(base, lines, EXCHANGE, LAUNCH)
             if FOR == _HEADERS and EXCHANGE.SUMS > 0:
-                source, fit = first_misfit(base, lines, epoch, EXCHANGE, LAUNCH)
+                source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
                 if not fit:
                     note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
                     end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, phase, EXCHANGE, LAUNCH)
             if CHECK:
                 signature = load_signature(signature_ptr)
-                wrong = differing_signatures(base, lines, signature, EXCHANGE, LAUNCH)
-                counts = load_numbers(base, lines, EXCHANGE.HEADER_COUNT, EXCHANGE, LAUNCH)
+                wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
                 expected = tl.load(table_ptr + RECV_COUNT * world + peers, mask=known, other=0)
-                wrong = tl.where(counts != expected, 1, wrong)
-                rest = tl.load(signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE), mask=known, other=0)
+                wrong = tl.where(headers[1] != expected, 1, wrong)
                 expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
-                wrong = tl.where(rest + 1 != expected, 1, wrong)
+                wrong = tl.where(headers[0] + 1 != expected, 1, wrong)
                 if EXCHANGE.SUMS > 0:
                     wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
                 if tl.sum(wrong) > 0:

@@ -147,10 +147,12 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_encoded_tile(base, tile, LAYOUT: tl.constexpr):
+def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False):
     """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and nothing.
 
-    `base` points, as int8, to where the record begins. What is past the row's end is zero.
+    `base` points, as int8, to where the record begins. What is past the row's end is zero. ONCE: all that uses a scale
+    uses one and the same load of it. A load of fewer elements than there are threads the compiler repeats for each use
+    of it, and in each warp; so these are of as many.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
@@ -160,12 +162,16 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr):
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
         payload = tl.load(base + offsets, mask=offsets < LAYOUT.SCALES_OFFSET, other=0)
+        places = groups
+        if ONCE:
+            places = groups[:, None] + tl.arange(0, LAYOUT.GROUP // 8)[None, :] * 0
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            return payload, tl.load(scales + groups * 0)
+            loaded = tl.load(scales + places * 0)
         else:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            return payload, tl.load(scales + groups, mask=groups < LAYOUT.NUM_GROUPS, other=0).to(tl.int32)
+            loaded = tl.load(scales + places, mask=places < LAYOUT.NUM_GROUPS, other=0).to(tl.int32)
+        return payload, tl.max(loaded, axis=1) if ONCE else loaded
 
 
 @triton.jit

@@ -136,7 +136,7 @@ def sum_tile(first_record, tile, a, b, EXCHANGE: tl.constexpr, LAYOUT: tl.conste
     for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=unrolled):
         record = tl.multiple_of(first_record + source * EXCHANGE.SLOT_BYTES, 16)
         if EXCHANGE.SUMS > 0:
-            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT)
+            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, True)
             more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
             a += tl.where(ranks == source, more_a, 0)
             b += tl.where(ranks == source, more_b, 0)
@@ -160,9 +160,9 @@ def send_sum(
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
     It is encoded once, as GATHER. Returns with SUMS, without seeds, the sums of the ranks' records, two of [BLOCK], and
-    the two of the new one. Where one scale serves several tiles the ranks' records are read twice, and summed the
-    second time, when what is stored is made of them.
+    the two of the new one.
     """
+    tl.static_assert(EXCHANGE.SUMS == 0 or not GATHER.TWO_PASSES, "the first pass would read what no sums cover")
     world: tl.constexpr = EXCHANGE.WORLD
     a, b = tl.full((LAUNCH.BLOCK,), 0, tl.int64), tl.full((LAUNCH.BLOCK,), 0, tl.int64)
     sent_a, sent_b = tl.zeros((), tl.int64), tl.zeros((), tl.int64)

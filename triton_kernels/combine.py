@@ -172,7 +172,7 @@ def sum_home_kernel(
                             record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
                             record = tl.multiple_of(record, 16)
                             if ROUND.CHECKSUMS:
-                                payload, scale_bits = load_encoded_tile(record, tile, LAYOUT)
+                                payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, True)
                                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
                                 a, b = a + tl.where(js == j, more_a, 0), b + tl.where(js == j, more_b, 0)
                                 sources = tl.where(js == j, last, sources)

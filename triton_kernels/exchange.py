@@ -79,20 +79,16 @@ def load_numbers(base, lines, WORD: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH
 
 
 @triton.jit
-def differing_signatures(base, lines, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """1 for each rank that is doing something else than the signature says, else 0: int32 [BLOCK]."""
+def load_headers(base, lines, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """What a row of headers says, each [BLOCK]: pieces that follow, counts, and the four numbers of the signatures.
+
+    It is loaded once, so that what is compared with the sums is what is used.
+    """
     peers = tl.arange(0, LAUNCH.BLOCK)
-    wrong = tl.zeros_like(peers)
-    for word in tl.static_range(_SIGNATURE_WORDS):
-        numbers = load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 2 * word, EXCHANGE, LAUNCH)
-        wrong = tl.where(numbers != signature[word], 1, wrong)
-    return tl.where(peers < EXCHANGE.WORLD, wrong, 0)
-
-
-@triton.jit
-def load_signatures(base, lines, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """The four numbers of all signatures in a row of headers."""
+    pieces = signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE)
     return (
+        tl.load(pieces, mask=peers < EXCHANGE.WORLD, other=0),
+        load_numbers(base, lines, EXCHANGE.HEADER_COUNT, EXCHANGE, LAUNCH),
         load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE, EXCHANGE, LAUNCH),
         load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 2, EXCHANGE, LAUNCH),
         load_numbers(base, lines, EXCHANGE.HEADER_SIGNATURE + 4, EXCHANGE, LAUNCH),
@@ -101,14 +97,22 @@ def load_signatures(base, lines, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
 
 
 @triton.jit
-def first_misfit(base, lines, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+def differing_signatures(headers, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """1 for each rank that is doing something else than the signature says, else 0: int32 [BLOCK]."""
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    wrong = tl.zeros_like(peers)
+    for word in tl.static_range(_SIGNATURE_WORDS):
+        wrong = tl.where(headers[2 + word] != signature[word], 1, wrong)
+    return tl.where(peers < EXCHANGE.WORLD, wrong, 0)
+
+
+@triton.jit
+def first_misfit(base, lines, headers, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
     """The first rank whose header does not fit its sums, LAUNCH.BLOCK if all do; and whether all do."""
     peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < EXCHANGE.WORLD
-    pieces = tl.load(signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE), mask=known, other=0)
-    signature = load_signatures(base, lines, EXCHANGE, LAUNCH)
-    counts = load_numbers(base, lines, EXCHANGE.HEADER_COUNT, EXCHANGE, LAUNCH)
-    a, b = header_sums(epoch, peers, pieces, counts, signature)
+    signature = (headers[2], headers[3], headers[4], headers[5])
+    a, b = header_sums(epoch, peers, headers[0], headers[1], signature)
     wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_SUMS, EXCHANGE, LAUNCH)
     wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_SUMS + 2, EXCHANGE, LAUNCH))
     first = tl.min(tl.where(wrong & known, peers, LAUNCH.BLOCK))
@@ -151,14 +155,15 @@ def wait_alone(
     )
     if LEG == _FIRST_LEG:
         if status == EXCHANGE.RUNNING:
-            wrong = differing_signatures(base, lines, signature, EXCHANGE, LAUNCH)
+            headers = load_headers(base, lines, EXCHANGE, LAUNCH)
+            wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
             if EXCHANGE.SUMS > 0:
-                source, fit = first_misfit(base, lines, epoch, EXCHANGE, LAUNCH)
+                source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
                 if not fit:
                     note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
                     end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, LEG, EXCHANGE, LAUNCH)
                 wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
-            if tl.sum(wrong) > 0:
+            if agreed(tl.sum(wrong) > 0):  # each warp has loaded headers of its own
                 peers = tl.arange(0, LAUNCH.BLOCK)
                 tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
                 status = status * 0 + EXCHANGE.MISMATCHED

@@ -12,6 +12,8 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import float_bits, rounded, store_float32
 from thinwire.triton_kernels.record import NONE
 
+_ODD = tl.constexpr(0x5851F42D)
+
 
 @triton.jit
 def octet_sums(octets, first):
@@ -38,9 +40,11 @@ def tile_sums(payload, scale_bits, tile, LAYOUT: tl.constexpr):
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         a, b = octet_sums(payload, tile * (LAYOUT.TILE_GROUPS * LAYOUT.GROUP_BYTES))
         if LAYOUT.ROW_SCALE:
-            # Every tile has it, and it is there once.
-            bits = tl.where(groups < 1, scale_bits, 0).to(tl.int64) & 0xFFFFFFFF
-            more_a, more_b = element_sums(bits, LAYOUT.SCALES_OFFSET + 4 * groups)
+            # Every tile has it, and it is there once. The tiles' shares of it add up to that only if all have the same.
+            share: tl.constexpr = _ODD if LAYOUT.NUM_TILES > 1 else 0
+            bits = scale_bits.to(tl.int64) & 0xFFFFFFFF
+            bits = tl.where(groups < 1, bits - bits * (share * (LAYOUT.NUM_TILES - 1)), bits * share)
+            more_a, more_b = element_sums(bits, LAYOUT.SCALES_OFFSET + groups * 0)
         else:
             bits = tl.where(groups < LAYOUT.NUM_GROUPS, scale_bits, 0).to(tl.int64) & 0xFFFF
             more_a, more_b = element_sums(bits, LAYOUT.SCALES_OFFSET + 2 * groups)
@@ -63,7 +67,7 @@ def dequantize_and_sum_row(base, out_row, length, LAYOUT: tl.constexpr):
     a = tl.full((), 0, tl.int64)
     b = tl.full((), 0, tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
-        payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
+        payload, scale_bits = load_encoded_tile(base, tile, LAYOUT, True)
         more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
         a, b = a + more_a, b + more_b
         columns = tile_columns(tile, LAYOUT)

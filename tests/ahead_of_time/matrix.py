@@ -7,6 +7,7 @@ Prints a table of registers, spills, fused multiply-adds and access widths, and 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -57,6 +58,8 @@ WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 #: With checksums, of rounds and of the direct all-to-all-v; `check_planes` is there with them alone.
 CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
 CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS, *COLLECTIVE_KERNELS)
+#: Of them, those that take scales out of records.
+SCALE_READERS = ("gather", "sum_home", "recv_rows", *WAITERS)
 CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
@@ -225,6 +228,16 @@ def check_signals(case: Case) -> list[str]:
     return faults
 
 
+def check_scales(case: Case) -> list[str]:
+    """Whether one of SCALE_READERS, with checksums, sums the very scales that it uses; on NVIDIA GPUs.
+
+    Seen from the rows' source they are loaded once. But what has fewer elements than a program has threads the compiler
+    may load again for each use.
+    """
+    loads = re.findall(r"tt\.load .*x!tt\.ptr<i16>", compiled_case(case).asm["ttgir"])
+    return [] if len(loads) == 1 else [f"scales are loaded in {len(loads)} places"]
+
+
 def check(case: Case, report: Report) -> list[str]:
     """What is wrong with a report; empty when nothing is."""
     faults = []
@@ -270,7 +283,9 @@ def _check_collective(case: Case, report: Report) -> list[str]:
 def _row(case: Case) -> tuple[Case, Report, list[str]]:
     report = compile_case(case)
     signals = check_signals(case) if case.kernel in PUBLISHERS and case.target.startswith("sm_") else []
-    return case, report, check(case, report) + signals
+    reads_scales = case.kernel in SCALE_READERS and case.wire not in ("none", "int8:row")
+    scales = check_scales(case) if case.checksums and reads_scales and case.target.startswith("sm_") else []
+    return case, report, check(case, report) + signals + scales
 
 
 def main() -> int:

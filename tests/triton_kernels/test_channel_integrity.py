@@ -28,6 +28,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 FORMS: dict[str, tuple[str, tuple[int, ...], int, int]] = {
     "int8": ("int8", (64,), 640, 13),
     "int8:row": ("int8:row", (5, 9), 640, 6),
+    "two tiles with one scale": ("int8:row", (8500,), 9088, 3),
     "int4": ("int4", (300,), 640, 5),
     "none": ("none", (7,), 9088, 700),
     "flat": ("int8:32", (), 2304, 5000),

@@ -74,7 +74,8 @@ def _between(comm: Communicator, backends: tuple[str, str]) -> None:
             ):  # fmt: skip
                 some, options = x.to(dtype), {"comm": part, "transport": "direct"}
                 if dtype == torch.float16:
-                    some[5], some[6000] = float("inf"), 60000.0  # sums of these are rounded, and saturate
+                    # In either rank's part; sums of these are rounded, and saturate.
+                    some[5], some[6000], some[8500] = float("inf"), 60000.0, -60000.0
                 results[-1] += [
                     all_reduce(some, wire=wire, gather_wire=gather_wire, **options),
                     reduce_scatter(some[:9000], wire=wire, **options),
