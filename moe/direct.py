@@ -20,6 +20,7 @@ from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
+from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.plan import SendPlan
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
@@ -75,7 +76,9 @@ class DirectRounds(DirectTransport, Rounds):
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, wants: Wants
+    ) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
         self.raise_failure(lane)
         self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
@@ -402,6 +405,9 @@ class _DirectRound(Dispatched):
         self._rounds.kernels.gather(self._tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)
         return tokens, overflow
+
+    def _gradient_plan(self, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> GradientPlan:
+        raise RoutingError("the direct transport has no backward yet: pass transport='staged', or call under no_grad()")
 
     def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
         self._rounds.combine(self.lane, expert_out, self._dtype, out)

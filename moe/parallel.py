@@ -27,6 +27,7 @@ from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched, Rounds
+from thinwire.moe.gradients import Link, Wants
 from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
@@ -48,6 +49,7 @@ class ExpertParallel:
         max_tokens: the most tokens a rank dispatches at once; the same on every rank.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
+        grad_wire: of both legs of backward. "none" sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
             through the process group. `"auto"`: direct where every rank can map every peer's memory, else staged;
             `explain()` says why.
@@ -85,6 +87,7 @@ class ExpertParallel:
         *,
         wire: str | WireFormat | None = None,
         combine_wire: str | WireFormat | None = None,
+        grad_wire: str | WireFormat = "none",
         transport: str = "auto",
         lanes: int = 1,
         align: int = 1,
@@ -95,11 +98,11 @@ class ExpertParallel:
         wire = resolve_wire(wire)
         combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
         config = ParallelConfig(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire,
+            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire),
             transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
-        self.wire, self.combine_wire = wire, combine_wire
+        self.wire, self.combine_wire, self.grad_wire = wire, combine_wire, config.grad_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
         self._closed = False
         with comm._settled_recorder().begin("ExpertParallel"):
@@ -184,16 +187,20 @@ class ExpertParallel:
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        rounds, recorder = self._rounds, self._settle(lane)
+        rounds, recorder, wants = self._rounds, self._settle(lane), Wants.of(x, topk_weights)
         rounds.open_rounds[lane] = None
         told, mark = rounds.legs_told(lane), recorder.mark
-        try:
-            self._record_closing(lane)
-            with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                d = rounds.dispatch(lane, x, topk_ids, topk_weights)
-        except BaseException as error:
-            self._take_back(lane, error, told, mark)
-            raise
+        with torch.no_grad():
+            try:
+                self._record_closing(lane)
+                with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+                    d = rounds.dispatch(lane, x, topk_ids, topk_weights, wants)
+            except BaseException as error:
+                self._take_back(lane, error, told, mark)
+                raise
+            plan = d._gradient_plan(wants, topk_ids, topk_weights) if wants.code else None
+        if plan is not None:
+            d._link = Link(x, topk_ids, topk_weights, plan)
         rounds.open_rounds[lane] = d
         return d
 
@@ -282,9 +289,15 @@ class ExpertParallel:
             raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
         d._require_open()
         d._check_combine(expert_out, out)
+        if d._link is not None and torch.is_grad_enabled():
+            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None))
+        return self._end_round(expert_out, d, out)
+
+    def _end_round(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+        """`combine`, of arguments that were checked."""
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
-        expert_out = expert_out.resolve_neg()
+        expert_out = expert_out.detach().resolve_neg()
         told, mark = self._rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:
             with d._recorded("combine", expert_out.shape):
