@@ -14,7 +14,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.gradients import Link
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,6 @@ class Dispatched(ABC):
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @abstractmethod
-    def _gradient_plan(self, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> GradientPlan:
-        """The way of this round's gradients, given what was dispatched. May be collective, on a first call."""
-
-    @abstractmethod
     def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
         """Sends the weighted sums home, and fills `out` with what comes home here."""
 
@@ -223,9 +219,12 @@ class Rounds:
         self.rounds_begun = [0] * config.lanes
 
     def dispatch(
-        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, wants: Wants
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Dispatched:
-        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
+        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first.
+
+        `tag` is a `Wants.tag`; ranks with different ones raise RoutingError, and nothing is taken.
+        """
         raise NotImplementedError
 
     def refuse(self, lane: int) -> None:

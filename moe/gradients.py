@@ -23,8 +23,9 @@ This does not hold for a graph that was made by several threads (their numbers a
 independent rounds depend on nodes of other devices, whose threads take their own time, or one of which ranks
 differentiate different parts: a rank that leaves out a round, or a rank without tokens that does not call backward.
 A leg therefore names the forward round to which it belongs, and ranks whose legs belong to different ones do not
-exchange rows: no message of another round is taken, so all ranks get PeerTimeout. So do the peers of a rank that runs
-no leg at all. The direct transport has no backward yet.
+exchange rows: the staged transport takes no message of another round, so all ranks get PeerTimeout; the direct one
+raises RoutingError, or on CUDA gives NaN and raises at the next call. A rank that runs no leg at all is a PeerTimeout
+for the others.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from torch.autograd.function import once_differentiable
 
 from thinwire.moe.plan import first_mentions
 
+MOST_WANTS = 4  # different ones
+_TAG_MASK = (1 << 28) - 1
 _DOT_ROWS = 4096  # of which float32 copies are made at a time
 
 
@@ -52,15 +55,15 @@ class Wants(NamedTuple):
         enabled = torch.is_grad_enabled()
         return cls(enabled and x.requires_grad, enabled and topk_weights.requires_grad)
 
-    @property
-    def code(self) -> int:
-        """0 ... 3; 0: no gradients at all."""
-        return self.rows + 2 * self.weights
+    def tag(self, of_round: int = 0) -> int:
+        """This, and to which round's backward a leg belongs; 0: it is one of forward. At most 28 bits."""
+        return (of_round * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
 
-    @staticmethod
-    def describe(code: int) -> str:
-        """The same in words."""
-        return ("no gradients", "gradients of x", "gradients of topk_weights", "gradients of x and topk_weights")[code]
+
+def describe_tag(tag: int) -> str:
+    """A tag in words."""
+    wants = ("no gradients", "gradients of x", "gradients of topk_weights", "gradients of x and topk_weights")
+    return wants[tag % MOST_WANTS] + (f" of round {tag // MOST_WANTS}" if tag >= MOST_WANTS else "")
 
 
 class GradientPlan(ABC):

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, LaneError, ThinwireError
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
+from thinwire.moe.direct_gradients import DirectPlan
 from thinwire.moe.dispatched import Dispatched, Rounds
-from thinwire.moe.gradients import Link, Wants
-from thinwire.moe.staged import StagedRounds
+from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
@@ -114,6 +115,8 @@ class ExpertParallel:
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
+        self._backward: DirectRounds | None = None
+        _ = config.grad_backend  # raises here, and not in a backward
         found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
         if isinstance(found, Refusal):
             reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
@@ -122,28 +125,33 @@ class ExpertParallel:
             self._rounds = found
         self.transport = self._rounds.name
 
-    def _open_direct(self) -> DirectRounds | Refusal:
+    def _open_direct(self, backward: bool = False) -> DirectRounds | Refusal:
+        """Lanes for forward or for backward. Collective."""
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
+        config = self._config
+        if backward:
+            config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
         layout = RoundLayout.of(
             world=self.comm.size,
             num_experts=self.num_experts,
             top_k=self.top_k,
             hidden=self.hidden_size,
             max_tokens=self.max_tokens,
-            wire=self.wire,
-            combine_wire=self.combine_wire,
+            wire=config.wire,
+            combine_wire=config.combine_wire,
             dtype=self.dtype,
             checksums=self.comm.integrity != "none",
+            weight_grads=backward and self.comm.integrity == "none",
         )
-        asked = self._config.transport == "direct"
+        asked = config.transport == "direct"
         reason = "as asked for" if asked else "every rank can map every peer's memory"
         return open_direct(
             self.comm,
             "ExpertParallel",
             self.lanes * layout.NUM_BYTES,
             {},
-            lambda memory: DirectRounds(self._config, layout, memory, reason),
+            lambda memory: DirectRounds(config, layout, memory, reason),
             self._generation,
             checked_by=("numba", "triton"),
         )
@@ -166,9 +174,9 @@ class ExpertParallel:
             lane: which of the `lanes`.
 
         Raises:
-            RoutingError: shapes, dtypes or ids that do not fit; gradients wanted; ranks with tokens of different
-                dtypes (on all of them). On the CPU also, what another rank refused: that rank raises what is wrong, the
-                others are told its number, nothing was taken, and all may go on.
+            RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes, or that
+                want different gradients (on all of them). On the CPU also, what another rank refused: that rank raises
+                what is wrong, the others are told its number, nothing was taken, and all may go on.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens.
@@ -180,6 +188,12 @@ class ExpertParallel:
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
+            wants = Wants.of(x, topk_weights)
+            if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
+                raise RoutingError(
+                    "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
+                    f"integrity is {self.comm.integrity!r}: pass transport='staged', or detach topk_weights"
+                )
         except ThinwireError as error:
             self.refuse(error, lane=lane)
             raise
@@ -187,22 +201,38 @@ class ExpertParallel:
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        rounds, recorder, wants = self._rounds, self._settle(lane), Wants.of(x, topk_weights)
+        rounds, recorder = self._rounds, self._settle(lane)
         rounds.open_rounds[lane] = None
         told, mark = rounds.legs_told(lane), recorder.mark
         with torch.no_grad():
             try:
                 self._record_closing(lane)
                 with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                    d = rounds.dispatch(lane, x, topk_ids, topk_weights, wants)
+                    d = rounds.dispatch(lane, x, topk_ids, topk_weights, wants.tag())
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
-            plan = d._gradient_plan(wants, topk_ids, topk_weights) if wants.code else None
-        if plan is not None:
-            d._link = Link(x, topk_ids, topk_weights, plan)
+            if any(wants):
+                ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
+                plan = self._gradient_plan(d, wants, ids, topk_weights)
+        if any(wants):
+            d._link = Link(x, ids, topk_weights, plan)
         rounds.open_rounds[lane] = d
         return d
+
+    def _gradient_plan(
+        self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> GradientPlan:
+        """The way of a round's gradients. The first one on the direct transport is collective: it allocates lanes."""
+        if isinstance(d, StagedRound):
+            return StagedPlan(d, wants)
+        if self._backward is None:
+            lanes = self._open_direct(backward=True)
+            if isinstance(lanes, Refusal):
+                kind = CapacityError if lanes.no_memory else TransportUnavailable
+                raise kind(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
+            self._backward = lanes
+        return DirectPlan(self._backward, d, wants, topk_ids, topk_weights.float().clone())
 
     @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
@@ -279,7 +309,8 @@ class ExpertParallel:
 
         Raises:
             LaneError: the round is over, or not this object's.
-            RoutingError: shapes or dtypes that do not fit; gradients wanted.
+            RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
+                did; `out` where there are gradients.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout, IntegrityError: as `dispatch`.
         """
@@ -310,8 +341,11 @@ class ExpertParallel:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held between calls, the same before and after each: lanes of the direct transport, none if staged."""
-        return self._rounds.memory_bytes
+        """Bytes held between calls: lanes of the direct transport, none if staged.
+
+        The same before and after each call, but for the first dispatch that wants gradients, which adds as many lanes.
+        """
+        return self._rounds.memory_bytes + (0 if self._backward is None else self._backward.memory_bytes)
 
     @opaque
     def check(self) -> None:
@@ -324,6 +358,8 @@ class ExpertParallel:
         """
         self._require_not_closed()
         self._rounds.check()
+        if self._backward is not None:
+            self._backward.check()
 
     def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
@@ -347,7 +383,7 @@ class ExpertParallel:
         if isinstance(group, Communicator):
             comm = group
         elif group is None or isinstance(group, Iterable):
-            comm = self.comm.shrink(self._rounds.lost if group is None else group)
+            comm = self.comm.shrink(self._lost if group is None else group)
         else:
             old = self.comm
             comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
@@ -364,13 +400,18 @@ class ExpertParallel:
             self._assemble(replace(self._config, comm=comm), max(generations) + 1)
         self._closed = False
 
+    @property
+    def _lost(self) -> tuple[int, ...] | None:
+        found = [rounds.lost for rounds in (self._rounds, self._backward) if rounds is not None]
+        return next((lost for lost in found if lost is not None), None)
+
     def explain(self) -> str:
         """What was chosen, and why."""
         backend = self.dispatch_backend
         return "\n".join(
             (
                 self._rounds.describe(),
-                f"wire: {self.wire} out, {self.combine_wire} back",
+                f"wire: {self.wire} out, {self.combine_wire} back, {self.grad_wire} for gradients",
                 f"kernels: {backend.name} ({backend.reason})",
                 f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
                 self.comm.explain(),
@@ -384,6 +425,8 @@ class ExpertParallel:
         self._closed = True
         self._rounds.open_rounds[:] = [None] * self.lanes
         self._rounds.close()
+        if self._backward is not None:
+            self._backward.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -12,7 +12,7 @@ from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
-from thinwire.moe.gradients import GradientPlan, Wants
+from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 
 _REFUSED = 2**63 - 1  # in place of a count: the rank raised
@@ -24,14 +24,14 @@ class StagedRounds(Rounds):
     name = "staged"
 
     def dispatch(
-        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, wants: Wants
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Dispatched:
         """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
         config = self.config
         self.rounds_begun[lane] += 1
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
-        recv_counts = self._exchange_counts(sends.counts, x.dtype, wants)
+        recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
         weight_words = slice(id_words.stop, id_words.stop + config.top_k)
@@ -51,7 +51,7 @@ class StagedRounds(Rounds):
         arrival = ArrivalPlan.of(
             words[:, id_words], words[:, weight_words].view(torch.float32), config.local_experts, config.align
         )
-        return _StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
+        return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
 
     def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
@@ -62,11 +62,11 @@ class StagedRounds(Rounds):
         """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
         return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k) // 16) * 16
 
-    def _exchange_counts(self, counts: list[int], dtype: torch.dtype, wants: Wants) -> list[int]:
-        """The peers' counts; with them everyone learns everyone's dtype and wants, which must be the same."""
+    def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
+        """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
         config = self.config
-        comm, dtypes, kinds = config.comm, len(FLOAT_DTYPES), 4 * len(FLOAT_DTYPES)
-        kind = dtypes * wants.code + FLOAT_DTYPES.index(dtype)
+        comm, dtypes, kinds = config.comm, len(FLOAT_DTYPES), MOST_WANTS * len(FLOAT_DTYPES)
+        kind = dtypes * tag + FLOAT_DTYPES.index(dtype)
         received = comm.exchange_counts([count * kinds + kind for count in counts])
         refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
         if refusing:
@@ -82,8 +82,8 @@ class StagedRounds(Rounds):
                 )
             if value % kinds != kind:
                 raise RoutingError(
-                    f"rank {comm.rank} dispatches with {Wants.describe(wants.code)}, rank {peer} with "
-                    f"{Wants.describe(value % kinds // dtypes)}; all ranks of a round must want the same, those "
+                    f"rank {comm.rank} dispatches with {describe_tag(tag)}, rank {peer} with "
+                    f"{describe_tag(value % kinds // dtypes)}; all ranks of a round must want the same, those "
                     "without tokens too"
                 )
             if value // kinds > config.max_tokens:
@@ -97,7 +97,7 @@ class StagedRounds(Rounds):
         return f"transport: staged ({self.reason}); a round waits for peers as long as the communicator does"
 
 
-class _StagedRound(Dispatched):
+class StagedRound(Dispatched):
     _rounds: StagedRounds
 
     def __init__(
@@ -147,9 +147,6 @@ class _StagedRound(Dispatched):
         home = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label).wait()
         config.combine_backend.sum_records(home, self._sends.record_index, config.combine_wire, out)
 
-    def _gradient_plan(self, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> GradientPlan:
-        return _StagedPlan(self, wants)
-
     def _abandon(self) -> None:
         config, device = self._rounds.config, self.rows.device
         nothing = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
@@ -165,10 +162,10 @@ class _StagedRound(Dispatched):
         return self._traffic(self._recv_counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))
 
 
-class _StagedPlan(GradientPlan):
+class StagedPlan(GradientPlan):
     """Both plans of a round, along which gradients travel without ids, and without counts."""
 
-    def __init__(self, d: _StagedRound, wants: Wants) -> None:
+    def __init__(self, d: StagedRound, wants: Wants) -> None:
         self.wants = wants
         self._rounds, self._dtype, self._num_tokens = d._rounds, d._dtype, d._num_sent
         self._sends, self._recv_counts, self._arrival = d._sends, d._recv_counts, d._arrival

@@ -19,7 +19,7 @@ pytest.importorskip("numba", reason="CPU ranks need numba")
 
 NUM_EXPERTS, TOP_K, HIDDEN, MOST = 7, 3, 72, 9
 KINDS = ("ragged", "empty_first", "one_expert", "one_token")
-TRANSPORTS = ("staged",)
+TRANSPORTS = ("direct", "staged")
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -151,3 +151,9 @@ def _disagree(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_want_different_gradients_are_told(transport: str) -> None:
     run_ranks(_disagree, 2, transport, mode="thread")
+
+
+@pytest.mark.exhaustive
+def test_gradients_through_tritons_kernels_are_those_of_the_unsharded_model() -> None:
+    env = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
+    run_ranks(_one_layer, 2, "direct", env=env, timeout=280)
