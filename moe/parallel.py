@@ -50,7 +50,7 @@ class ExpertParallel:
         max_tokens: the most tokens a rank dispatches at once; the same on every rank.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
-        grad_wire: of both legs of backward. "none" sends gradients in the tokens' dtype.
+        grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
             through the process group. `"auto"`: direct where every rank can map every peer's memory, else staged;
             `explain()` says why.
@@ -88,7 +88,7 @@ class ExpertParallel:
         *,
         wire: str | WireFormat | None = None,
         combine_wire: str | WireFormat | None = None,
-        grad_wire: str | WireFormat = "none",
+        grad_wire: str | WireFormat | None = "none",
         transport: str = "auto",
         lanes: int = 1,
         align: int = 1,
@@ -99,7 +99,7 @@ class ExpertParallel:
         wire = resolve_wire(wire)
         combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
         config = ParallelConfig(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire),
+            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire or "none"),
             transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import RoutingError
+from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.layer import MoELayer
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -58,6 +60,10 @@ def _run_experts(d: Dispatched, rows: torch.Tensor, experts: torch.Tensor) -> to
         pieces += [torch.zeros(start - end, HIDDEN), (rows[start : start + count] @ experts[expert]).tanh()]
         end = start + count
     return torch.cat([*pieces, torch.zeros(len(rows) - end, HIDDEN)])
+
+
+def _make(comm: Communicator, transport: str, **options: Any) -> ExpertParallel:
+    return ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MOST, **{"wire": "none", "transport": transport, **options})
 
 
 def _sharded(ep: ExpertParallel, inputs: Inputs, lane: int = 0, capacity: int | None = None) -> torch.Tensor:
@@ -110,9 +116,7 @@ def _compare(comm: Communicator, kind: str, model: Any, sharded: Any, bound: flo
 
 def _one_layer(comm: Communicator, transport: str) -> None:
     for align in (1, 4):
-        with ExpertParallel(
-            comm, NUM_EXPERTS, TOP_K, HIDDEN, MOST, wire="none", transport=transport, align=align
-        ) as ep:
+        with _make(comm, transport, align=align) as ep:
             assert ep.transport == transport
             for kind in KINDS:
                 _compare(comm, kind, lambda inputs: _unsharded(*inputs), lambda inputs: _sharded(ep, inputs))
@@ -135,7 +139,7 @@ def test_gradients_of_processes_are_those_of_the_unsharded_model(transport: str)
 
 def _disagree(comm: Communicator, transport: str) -> None:
     x, ids, weights, _ = _inputs(comm.rank, "one_expert")
-    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MOST, wire="none", transport=transport) as ep:
+    with _make(comm, transport) as ep:
         with pytest.raises(RoutingError, match="gradients"):
             ep.dispatch(x.detach() if comm.rank else x, ids, weights)
         d = ep.dispatch(x.detach(), ids, weights.detach())
@@ -157,3 +161,261 @@ def test_ranks_that_want_different_gradients_are_told(transport: str) -> None:
 def test_gradients_through_tritons_kernels_are_those_of_the_unsharded_model() -> None:
     env = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
     run_ranks(_one_layer, 2, "direct", env=env, timeout=280)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order: several rounds, several lanes, recomputation
+
+
+def _three(layer: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    """One layer after two that do not depend on each other."""
+    x, ids, weights, experts = inputs
+    first = layer((x, ids, weights, experts))
+    second = layer((x.cos(), ids.flip(1), weights.flip(1), experts))
+    return layer((first - second, ids.roll(1, 1), weights, experts)) + first
+
+
+def _two_lanes(ep: ExpertParallel, inputs: Inputs) -> torch.Tensor:
+    """The same with both first layers under way at once."""
+    x, ids, weights, experts = inputs
+    mine = experts[ep.local_experts.start : ep.local_experts.stop]
+    both = ((x, ids, weights), (x.cos(), ids.flip(1), weights.flip(1)))
+    rounds = [ep.dispatch(*tokens, lane=lane) for lane, tokens in enumerate(both)]
+    first, second = (ep.combine(_run_experts(d, d.tokens, mine), d) for d in rounds)
+    return _sharded(ep, (first - second, ids.roll(1, 1), weights, experts)) + first
+
+
+def _recomputed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *arguments: checkpoint(function, *arguments, use_reentrant=False)
+
+
+def _several_rounds(comm: Communicator, transport: str) -> None:
+    def unsharded(inputs: Inputs) -> torch.Tensor:
+        return _three(lambda some: _unsharded(*some), inputs)
+
+    with _make(comm, transport, lanes=2) as ep:
+
+        def layer(inputs: Inputs) -> torch.Tensor:
+            return _sharded(ep, inputs)
+
+        for kind in ("ragged", "empty_first"):
+            for sharded in (
+                lambda inputs: _three(layer, inputs),
+                lambda inputs: _two_lanes(ep, inputs),
+                lambda inputs: _three(_recomputed(layer), inputs),
+                _recomputed(lambda inputs: _three(layer, inputs)),
+                _recomputed(lambda inputs: _two_lanes(ep, inputs)),
+                _recomputed(lambda inputs: _three(_recomputed(layer), inputs)),
+            ):
+                _compare(comm, kind, unsharded, sharded, bound=3e-6)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_rounds_and_lanes_and_recomputations_run_backward_in_order(transport: str) -> None:
+    run_ranks(_several_rounds, 3, transport, mode="thread", timeout=100)
+
+
+def _frozen(comm: Communicator, transport: str) -> None:
+    """What wants no gradient gets none, and what does gets the same; recomputed or not."""
+    with _make(comm, transport) as ep:
+        for wanted in ((True, False, True), (False, True, True), (True, False, False), (False, True, False)):
+            for sharded in (lambda inputs: _sharded(ep, inputs), _recomputed(lambda inputs: _sharded(ep, inputs))):
+                expected = _expected(comm, "ragged", lambda inputs: _unsharded(*inputs))
+                inputs = _inputs(comm.rank, "ragged")
+                trained = (inputs[0], inputs[2], inputs[3])
+                for tensor, wants in zip(trained, wanted, strict=True):
+                    tensor.requires_grad_(wants)
+                y = sharded(inputs)
+                (y * _target(comm.rank, len(y))).sum().backward()
+                for number, (want, tensor, wants) in enumerate(zip(expected, trained, wanted, strict=True)):
+                    if not wants:
+                        assert tensor.grad is None
+                    elif number < 2:
+                        assert want is not None and _error("frozen", want, tensor.grad) <= 1e-6
+                    elif len(ep.local_experts):
+                        mine = slice(ep.local_experts.start, ep.local_experts.stop)
+                        assert want is not None and tensor.grad is not None
+                        assert _error("frozen", want[mine], tensor.grad[mine]) <= 1e-6
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_frozen_inputs_get_no_gradient(transport: str) -> None:
+    run_ranks(_frozen, 2, transport, mode="thread", timeout=100)
+
+
+def _without_experts(comm: Communicator, transport: str) -> None:
+    """One expert, so other ranks have no tensors of experts to save, and nothing of theirs asks for a recomputation."""
+    with ExpertParallel(comm, 1, 1, HIDDEN, MOST, wire="none", transport=transport, timeout=5.0) as ep:
+        x, ids, weights, experts = _inputs(comm.rank, "one_expert")
+        rounds = []
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            d = ep.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int64), weights.detach()[:, :1])
+            rounds.append(d)
+            return ep.combine(_run_experts(d, d.tokens, experts[: len(ep.local_experts)]), d)
+
+        recomputed = checkpoint(layer, x, use_reentrant=False)
+        recomputed.sum().backward()
+        assert len(rounds) == 2, "it was not recomputed"
+        first, x.grad = x.grad, None
+        layer(x).sum().backward()
+        assert first is not None and x.grad is not None and torch.equal(first, x.grad)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_without_experts_recompute_too(transport: str) -> None:
+    run_ranks(_without_experts, 2, transport, mode="thread", timeout=20)
+
+
+def _islands(comm: Communicator, transport: str) -> None:
+    with _make(comm, transport) as ep:
+        x, ids, weights, experts = inputs = _inputs(comm.rank, "one_expert")
+        with torch.no_grad():
+            assert not _sharded(ep, inputs).requires_grad
+        d = ep.dispatch(x, ids, weights)
+        with torch.no_grad():
+            assert not d.tokens.requires_grad
+            assert not ep.combine(d.tokens, d).requires_grad
+        # Rows that were looked at before are gathered again.
+        d = ep.dispatch(x, ids, weights)
+        with torch.no_grad():
+            d.tokens.sum()
+        assert d.tokens.requires_grad
+        y = ep.combine(d.tokens, d)
+        y.sum().backward(retain_graph=True)
+        assert x.grad is not None
+        first, x.grad = x.grad, None
+        y.sum().backward()  # the plan serves as often as the graph does
+        assert x.grad is not None and torch.equal(first, x.grad)
+        # Only a part of the graph: the round's second leg is left out, on every rank.
+        x.grad = None
+        d = ep.dispatch(x, ids, weights)
+        expert_out = d.tokens * 2
+        y = ep.combine(expert_out, d)
+        (part,) = torch.autograd.grad(y.sum(), expert_out, retain_graph=True)
+        assert part.shape == expert_out.shape
+        y.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * first)
+        # Rows that are gathered twice, of which the second time some do not fit.
+        x.grad = None
+        d = ep.dispatch(x, ids, weights)
+        fewer, _ = d.gather(len(d.tokens) // 2)
+        padded = torch.cat([fewer, torch.zeros(len(d.tokens) - len(fewer), HIDDEN)])
+        ep.combine(d.tokens + padded, d).sum().backward()
+        both, x.grad = x.grad, None
+        d = ep.dispatch(x, ids, weights)
+        kept = torch.arange(len(d.tokens)).unsqueeze(1) < len(fewer)
+        ep.combine(d.tokens * torch.where(kept, 2.0, 1.0), d).sum().backward()
+        assert both is not None and x.grad is not None and torch.equal(both, x.grad)
+        # The rows alone, without what they come to.
+        x.grad = None
+        d = ep.dispatch(x, ids, weights)
+        rows = d.tokens
+        d.abandon()
+        rows.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, (ids >= 0).any(1, keepdim=True).expand(x.shape).float())
+        # A graph that outlives its object.
+        d = ep.dispatch(x, ids, weights)
+        y = ep.combine(d.tokens, d)
+    with pytest.raises(LaneError, match="closed"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parts_of_a_graph(transport: str) -> None:
+    run_ranks(_islands, 2, transport, mode="thread", timeout=60)
+
+
+def _out_of_order(comm: Communicator, transport: str) -> None:
+    ep = _make(Communicator(comm.group, timeout=2.0) if transport == "staged" else comm, transport)
+    x, ids, weights, experts = _inputs(comm.rank, "one_expert")
+    both = [_sharded(ep, (x, ids, weights, experts)) for _ in range(2)]
+    with pytest.raises((RoutingError, PeerTimeout)) as caught:
+        both[comm.rank].sum().backward()
+    assert caught.type is (RoutingError if transport == "direct" else PeerTimeout), caught.value
+    if transport == "direct":
+        assert "of round 1" in str(caught.value) and "of round 2" in str(caught.value)
+        _sharded(ep, (x, ids, weights, experts)).sum().backward()
+        assert x.grad is not None  # and all may go on
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode"), [("direct", "thread"), pytest.param("staged", "process", marks=pytest.mark.exhaustive)]
+)
+def test_ranks_that_run_backward_of_different_rounds_exchange_nothing(transport: str, mode: str) -> None:
+    run_ranks(_out_of_order, 2, transport, mode=mode, timeout=60)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wires and dtypes
+
+
+def _quantized(comm: Communicator, transport: str, wires: dict[str, str], dtype: torch.dtype) -> list[float]:
+    """Squared errors and squares of gradients of x, weights and experts."""
+    expected = _expected(comm, "ragged", lambda inputs: _unsharded(*inputs))
+    x, ids, weights, experts = _inputs(comm.rank, "ragged")
+    with _make(comm, transport, **wires) as ep:
+        y = _sharded(ep, (x.to(dtype), ids, weights, experts.to(dtype)))
+        assert y.dtype == dtype
+        (y.float() * _target(comm.rank, len(y))).sum().backward()
+    mine = slice(ep.local_experts.start, ep.local_experts.stop)
+    figures = []
+    for want, got in zip(expected, (x.grad, weights.grad, experts.grad), strict=True):
+        assert want is not None and got is not None
+        if want.dim() == 3:
+            want, got = want[mine], got[mine]
+        figures += [float((got - want).square().sum()), float(want.square().sum())]
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("wires", "dtype"),
+    [
+        ({"grad_wire": "int8"}, torch.float32),
+        ({"wire": "int8"}, torch.float32),
+        ({"wire": "int8", "grad_wire": "int8"}, torch.float32),
+        ({"grad_wire": "int8:row"}, torch.float16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_gradients_of_quantised_wires_are_within_two_percent(wires: dict[str, str], dtype: torch.dtype) -> None:
+    direct, staged = (run_ranks(_quantized, 3, name, wires, dtype, mode="thread", timeout=60) for name in TRANSPORTS)
+    assert direct == staged
+    total = torch.tensor(staged).view(3, 3, 2).sum(0)
+    errors = (total[:, 0] / total[:, 1]).sqrt()
+    print(f"{wires}, {dtype}: relative errors of x, weights and experts {errors.tolist()}")
+    assert (errors <= 0.02).all() and (errors > 1e-4).all(), errors.tolist()
+
+
+def _layer(comm: Communicator, transport: str) -> None:
+    """A layer whose experts alone are trained, and one of which everything is."""
+    for frozen in (False, True):
+        torch.manual_seed(5)
+        whole, sharded = (MoELayer(HIDDEN, 16, NUM_EXPERTS, TOP_K) for _ in range(2))
+        sharded.load_state_dict(whole.state_dict())
+        for layer in (whole, sharded):
+            layer.router.requires_grad_(not frozen)
+        with _make(comm, transport) as ep:
+            sharded.shard(ep)
+            xs = [_inputs(rank, "empty_first")[0].detach().requires_grad_(not frozen) for rank in range(comm.size)]
+            own = xs[comm.rank].detach().clone().requires_grad_(not frozen)
+            for rank, x in enumerate(xs):
+                (whole(x) * _target(rank, len(x))).sum().backward()
+            (sharded(own) * _target(comm.rank, len(own))).sum().backward()
+        mine = slice(sharded.local_experts.start, sharded.local_experts.stop)
+        for name, weight in sharded.experts.named_parameters():
+            grad = whole.experts.get_parameter(name).grad
+            assert grad is not None and _error(name, grad[mine], weight.grad) <= 1e-6
+        if frozen:
+            assert own.grad is None
+            continue
+        assert xs[comm.rank].grad is not None and _error("x", xs[comm.rank].grad, own.grad) <= 1e-6
+        total = torch.zeros_like(sharded.router.weight)
+        total += sharded.router.weight.grad if sharded.router.weight.grad is not None else 0
+        comm.all_reduce(total)
+        assert whole.router.weight.grad is not None and _error("router", whole.router.weight.grad, total) <= 1e-6
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sharded_layer_trains_as_the_unsharded_one(transport: str) -> None:
+    run_ranks(_layer, 3, transport, mode="thread", timeout=60)
