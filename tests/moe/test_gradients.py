@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.speeds import exhaustive_but
@@ -419,3 +420,51 @@ def _layer(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_sharded_layer_trains_as_the_unsharded_one(transport: str) -> None:
     run_ranks(_layer, 3, transport, mode="thread", timeout=60)
+
+
+class _Model(torch.nn.Module):
+    """Two sharded layers between dense ones, whose gradients DistributedDataParallel averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.dense = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(MoELayer(HIDDEN, 16, NUM_EXPERTS, TOP_K) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _data_parallel(comm: Communicator, transport: str) -> None:
+    whole, model = _Model(), _Model()
+    counts = [5, 0, 7][: comm.size]
+    xs = [
+        torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(rank)) for rank, count in enumerate(counts)
+    ]
+    sum((whole(x) * _target(rank, len(x))).sum() for rank, x in enumerate(xs)).backward()  # type: ignore[union-attr]
+    with _make(comm, transport) as ep:
+        for layer in model.layers:
+            layer.shard(ep)
+        experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+        parallel = DistributedDataParallel(model, process_group=comm.group, bucket_cap_mb=0.01)
+        for _ in range(2):
+            model.zero_grad()
+            (parallel(xs[comm.rank]) * _target(comm.rank, len(xs[comm.rank]))).sum().backward()
+        mine = slice(ep.local_experts.start, ep.local_experts.stop)
+    for name, weight in model.named_parameters():
+        want = whole.get_parameter(name).grad
+        assert want is not None and weight.grad is not None
+        got = (
+            weight.grad if name in experts else weight.grad * comm.size
+        )  # of which DistributedDataParallel has the mean
+        assert _error(name, want[mine] if name in experts else want, got) <= 3e-6, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_model_in_distributed_data_parallel_trains_as_one_process(transport: str) -> None:
+    run_ranks(_data_parallel, 3, transport, timeout=100)
