@@ -15,15 +15,21 @@ from thinwire.errors import LaneError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
-from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
+
+
+class BackwardRounds(DirectRounds):
+    """Lanes on which gradients travel."""
+
+    phases = ("backward of combine", "backward of dispatch")
 
 
 class DirectPlan(GradientPlan):
     """What a rank dispatched in a round, and the lane on which its gradients travel.
 
     Args:
-        rounds: of backward, whose lanes have the numbers of those of forward.
+        rounds: BackwardRounds, whose lanes have the numbers of those of forward.
         d: the round.
         topk_ids, topk_weights: what was dispatched, float32 weights; nobody else may write into them.
     """
@@ -40,7 +46,7 @@ class DirectPlan(GradientPlan):
 
     def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounds, lane = self._rounds, self._lane
-        with self._recorded("backward of combine", dy):
+        with self._recorded(rounds.phases[DISPATCH], dy):
             tensors = rounds.lanes[lane]
             rounds.open_rounds[lane] = self._open = None
             if tensors.layout.WEIGHT_GRADS:
@@ -72,7 +78,7 @@ class DirectPlan(GradientPlan):
         by_id = _in_order_of_ids(tensors, dots) if tensors.layout.WEIGHT_GRADS else None
         if rows is None:
             rows = dx[:0]
-        with self._recorded("backward of dispatch", rows):
+        with self._recorded(rounds.phases[COMBINE], rows):
             rounds.open_rounds[lane] = self._open = None
             rounds.combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, by_id)
         dw = None

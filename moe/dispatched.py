@@ -68,6 +68,8 @@ class Dispatched(ABC):
     def tokens(self) -> torch.Tensor:
         """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
 
+        They have a gradient where x wants one.
+
         How many rows there are must be known on the host for that, so on CUDA this waits for the device; `gather` does
         not.
 

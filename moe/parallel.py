@@ -26,7 +26,7 @@ from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
-from thinwire.moe.direct_gradients import DirectPlan
+from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, Rounds
 from thinwire.moe.gradients import GradientPlan, Link, Wants
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
@@ -114,9 +114,9 @@ class ExpertParallel:
         self._config, self._generation = config, generation
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
+        self.grad_backend = config.grad_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
         self._backward: DirectRounds | None = None
-        _ = config.grad_backend  # raises here, and not in a backward
         found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
         if isinstance(found, Refusal):
             reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
@@ -125,12 +125,12 @@ class ExpertParallel:
             self._rounds = found
         self.transport = self._rounds.name
 
-    def _open_direct(self, backward: bool = False) -> DirectRounds | Refusal:
+    def _open_direct(self, kind: type[DirectRounds] = DirectRounds) -> DirectRounds | Refusal:
         """Lanes for forward or for backward. Collective."""
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         config = self._config
-        if backward:
+        if backward := kind is BackwardRounds:
             config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
         layout = RoundLayout.of(
             world=self.comm.size,
@@ -144,14 +144,13 @@ class ExpertParallel:
             checksums=self.comm.integrity != "none",
             weight_grads=backward and self.comm.integrity == "none",
         )
-        asked = config.transport == "direct"
-        reason = "as asked for" if asked else "every rank can map every peer's memory"
+        reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
         return open_direct(
             self.comm,
             "ExpertParallel",
             self.lanes * layout.NUM_BYTES,
             {},
-            lambda memory: DirectRounds(config, layout, memory, reason),
+            lambda memory: kind(config, layout, memory, reason),
             self._generation,
             checked_by=("numba", "triton"),
         )
@@ -167,7 +166,8 @@ class ExpertParallel:
         RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
         Args:
-            x: [tokens, hidden_size] float32, float16 or bfloat16.
+            x: [tokens, hidden_size] float32, float16 or bfloat16. It or topk_weights may want a gradient, as on all
+                ranks; the first such dispatch allocates lanes for backward, if transport is direct.
             topk_ids: int32 or int64 [tokens, top_k], global expert ids, -1 for none. A repeated id counts once, with
                 its weights added in ascending k.
             topk_weights: float [tokens, top_k].
@@ -212,11 +212,9 @@ class ExpertParallel:
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
-            if any(wants):
-                ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-                plan = self._gradient_plan(d, wants, ids, topk_weights)
         if any(wants):
-            d._link = Link(x, ids, topk_weights, plan)
+            ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
+            d._link = Link(x, ids, topk_weights, self._gradient_plan(d, wants, ids, topk_weights.detach()))
         rounds.open_rounds[lane] = d
         return d
 
@@ -227,7 +225,8 @@ class ExpertParallel:
         if isinstance(d, StagedRound):
             return StagedPlan(d, wants)
         if self._backward is None:
-            lanes = self._open_direct(backward=True)
+            with self.comm._settled_recorder().begin("lanes for backward"):
+                lanes = self._open_direct(BackwardRounds)
             if isinstance(lanes, Refusal):
                 kind = CapacityError if lanes.no_memory else TransportUnavailable
                 raise kind(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
@@ -402,8 +401,8 @@ class ExpertParallel:
 
     @property
     def _lost(self) -> tuple[int, ...] | None:
-        found = [rounds.lost for rounds in (self._rounds, self._backward) if rounds is not None]
-        return next((lost for lost in found if lost is not None), None)
+        lost = self._rounds.lost
+        return self._backward.lost if lost is None and self._backward is not None else lost
 
     def explain(self) -> str:
         """What was chosen, and why."""
