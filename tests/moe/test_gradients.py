@@ -190,7 +190,7 @@ def _recomputed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return lambda *arguments: checkpoint(function, *arguments, use_reentrant=False)
 
 
-def _several_rounds(comm: Communicator, transport: str) -> None:
+def _several_rounds(comm: Communicator, transport: str, kind: str) -> None:
     def unsharded(inputs: Inputs) -> torch.Tensor:
         return _three(lambda some: _unsharded(*some), inputs)
 
@@ -199,21 +199,21 @@ def _several_rounds(comm: Communicator, transport: str) -> None:
         def layer(inputs: Inputs) -> torch.Tensor:
             return _sharded(ep, inputs)
 
-        for kind in ("ragged", "empty_first"):
-            for sharded in (
-                lambda inputs: _three(layer, inputs),
-                lambda inputs: _two_lanes(ep, inputs),
-                lambda inputs: _three(_recomputed(layer), inputs),
-                _recomputed(lambda inputs: _three(layer, inputs)),
-                _recomputed(lambda inputs: _two_lanes(ep, inputs)),
-                _recomputed(lambda inputs: _three(_recomputed(layer), inputs)),
-            ):
-                _compare(comm, kind, unsharded, sharded, bound=3e-6)
+        for sharded in (
+            lambda inputs: _three(layer, inputs),
+            lambda inputs: _two_lanes(ep, inputs),
+            lambda inputs: _three(_recomputed(layer), inputs),
+            _recomputed(lambda inputs: _three(layer, inputs)),
+            _recomputed(lambda inputs: _two_lanes(ep, inputs)),
+            _recomputed(lambda inputs: _three(_recomputed(layer), inputs)),
+        ):
+            _compare(comm, kind, unsharded, sharded, bound=3e-6)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_rounds_and_lanes_and_recomputations_run_backward_in_order(transport: str) -> None:
-    run_ranks(_several_rounds, 3, transport, mode="thread", timeout=100)
+@pytest.mark.parametrize("transport", exhaustive_but(["direct"], TRANSPORTS))
+@pytest.mark.parametrize("kind", exhaustive_but(["empty_first"], ["empty_first", "ragged"]))
+def test_several_rounds_and_lanes_and_recomputations_run_backward_in_order(kind: str, transport: str) -> None:
+    run_ranks(_several_rounds, 3, transport, kind, mode="thread", timeout=100)
 
 
 def _frozen(comm: Communicator, transport: str) -> None:
@@ -488,3 +488,25 @@ def _lost(comm: Communicator) -> None:
 
 def test_a_rank_that_is_lost_in_backward_is_named_and_the_others_train_on() -> None:
     run_ranks(_lost, 3, mode="thread", timeout=60)
+
+
+def _checked(comm: Communicator, transport: str) -> None:
+    if transport == "staged":
+        _one_layer(comm, transport)
+        return
+    x, ids, weights, experts = _inputs(comm.rank, "ragged")
+    with _make(comm, transport) as ep:
+        assert comm.integrity == "checksum"
+        with pytest.raises(RoutingError, match="travels without checksums|refused what dispatch was given"):
+            ep.dispatch(x, ids, weights)
+        _sharded(ep, (x, ids, weights.detach(), experts)).sum().backward()
+        first, x.grad = x.grad, None
+    with _make(comm, "staged") as ep:
+        _sharded(ep, (x, ids, weights.detach(), experts)).sum().backward()
+        assert first is not None and x.grad is not None and torch.equal(first, x.grad)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_with_checksums(transport: str) -> None:
+    run_ranks(_checked, 3, transport, env={"THINWIRE_INTEGRITY": "checksum"}, timeout=100)
