@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.flight_recorder import DETAILS
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.counts import Counts, parse_integers
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
@@ -35,6 +39,7 @@ def all_gather(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
+    grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
     """The rows of all ranks, in rank order; every rank has the same number of them, and gets the same bits.
 
@@ -50,6 +55,9 @@ def all_gather(
             a CUDA graph; what goes wrong there is raised by a later call.
         async_op: return a Work whose `wait()` gives the tensor. x and out must not be touched before.
 
+        grad_wire: the format of what travels in backward; "none" sends gradients as they are. See
+            `thinwire.fused.gradients`.
+
     Returns:
         The output, [size * rows, ...], or a Work.
 
@@ -58,7 +66,7 @@ def all_gather(
             sends something else.
         ConfigMismatch: on the direct transport, ranks that call something else, or with another size, dtype or
             quantised wire.
-        WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
+        WireFormatError: a dtype that the wire cannot carry, or gradients wanted with `out` or `async_op`.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
 
@@ -70,6 +78,10 @@ def all_gather(
     torch.Size([2, 3])
     >>> comm.close()
     """
+    if wants_gradient(x):
+        there = partial(all_gather, wire=wire, comm=comm, transport=transport)
+        require_linear("all_gather", out, async_op)
+        return with_gradient(x, there, _scatter(x, None, grad_wire, comm, transport))
     call = Call.of(all_gather, x, ["none", wire], comm, transport, async_op)
     return _gather(call, [x.shape[0]] * call.comm.size, out)
 
@@ -84,6 +96,7 @@ def all_gather_v(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
+    grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
     """As `all_gather`, with a number of rows of its own on every rank.
 
@@ -92,7 +105,7 @@ def all_gather_v(
         counts: rows of every rank, list of ints or integer tensor [size], the same on all ranks. None: they are
             exchanged first, which blocks the host.
         out: [sum of counts, ...].
-        wire, comm, transport, async_op: see `all_gather`; "auto" is not for messages whose sizes differ.
+        wire, comm, transport, async_op, grad_wire: see `all_gather`; "auto" is not for messages whose sizes differ.
 
     Returns:
         The output, [sum of counts, ...], or a Work.
@@ -100,6 +113,14 @@ def all_gather_v(
     Raises:
         CountsError: counts that do not fit; else see `all_gather`.
     """
+    if wants_gradient(x):
+        require_linear("all_gather_v", out, async_op)
+        require_float(x, resolve_wire(wire), "all_gather_v")
+        here = communicator_or_default(comm)
+        counts = here.exchange_counts([x.shape[0]] * here.size) if counts is None else counts
+        there = partial(all_gather_v, counts=counts, wire=wire, comm=comm, transport=transport)
+        back = _scatter(x, parse_integers(counts, here.size, "counts"), grad_wire, comm, transport)
+        return with_gradient(x, there, back)
     call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
     comm = call.comm
     if counts is None:
@@ -111,6 +132,24 @@ def all_gather_v(
     if parsed[comm.rank] != x.shape[0]:
         raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
     return _gather(call, parsed, out)
+
+
+def _scatter(
+    x: torch.Tensor, counts: list[int] | None, wire: str | WireFormat, comm: Communicator | None, transport: str
+) -> Operation:
+    """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
+    shape, rows = x.shape, x.shape[0]
+
+    def back(dy: torch.Tensor) -> torch.Tensor:
+        group = communicator_or_default(comm)
+        sends, receives = [rows] * group.size if counts is None else counts, [rows] * group.size
+        arrived: Any = all_to_all_v(dy, sends, receives, wire=wire, comm=group, transport=transport)
+        total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+        for part in arrived.split(rows) if rows else ():
+            total += part
+        return total.to(dy.dtype)
+
+    return back
 
 
 def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:

@@ -8,6 +8,7 @@ On the direct transport the kernel that sums also sends, so three launches do al
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.fused.collective_arguments import Call
+from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.partition import split_parts
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
@@ -32,6 +34,7 @@ def all_reduce(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
+    grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Sums x over the ranks.
 
@@ -48,12 +51,16 @@ def all_reduce(
         comm, transport, async_op: see `all_gather`. On CUDA, direct is three launches for each chunk of as many
             elements as the slots hold. Staged, an asynchronous call returns when the first leg is over.
 
+        grad_wire: the format of both legs of what travels in backward; "none" sends gradients as they are. See
+            `thinwire.fused.gradients`.
+
     Returns:
         The output, of x's shape, or a Work.
 
     Raises:
         CountsError: a scalar, or an `out` that does not fit.
-        WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
+        WireFormatError: a dtype or an operation that the wire cannot carry, or gradients wanted with `out`,
+            `async_op` or another op than a sum.
         ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Allreduce, MPI standard 4.1, section 6.9.
@@ -64,6 +71,11 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
+    if wants_gradient(x):
+        require_linear("all_reduce", out, async_op, op, x.dtype)
+        one = partial(all_reduce, comm=comm, transport=transport)
+        there, back = partial(one, op=op, wire=wire, gather_wire=gather_wire), partial(one, wire=grad_wire)
+        return with_gradient(x, there, back)
     legs = [wire] if gather_wire is None else [wire, gather_wire]
     call = Call.of(all_reduce, x, legs, comm, transport, async_op, op=op)
     call.check_out(out, x.shape, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer
-from thinwire.fused.codec import resolve_wire
+from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import check_input, overlap
 from thinwire.fused.counts import (
     Counts,
@@ -35,6 +36,7 @@ from thinwire.fused.counts import (
     send_segments,
 )
 from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.staged import StagedExchange
@@ -59,6 +61,7 @@ def all_to_all_v(
     transport: str = "auto",
     async_op: bool = False,
     check: bool = False,
+    grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Sends `send_counts[r]` rows of x to each rank r and returns the rows that all ranks sent here.
 
@@ -87,6 +90,8 @@ def all_to_all_v(
             anything else that waits for peers.
         check: also compare counts, row shape, dtype and wire with every peer, at the cost of one small exchange. All
             ranks then raise, before a row moves.
+        grad_wire: the format of what travels in backward; "none" sends gradients as they are. See
+            `thinwire.fused.gradients`.
 
     Returns:
         The output, or a Work.
@@ -96,7 +101,8 @@ def all_to_all_v(
             that disagree between two ranks. On the direct transport also without check, but only on the rank that
             expected something else than it was sent: its output is then undefined, and all ranks may go on.
         CapacityError: more rows than there is memory for an output of.
-        WireFormatError: a dtype that the wire cannot carry, or a tensor that wants a gradient.
+        WireFormatError: a dtype that the wire cannot carry, or gradients wanted with `out` or
+            `async_op`.
         ArgumentError: x or out is no dense tensor with values of its own.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had, and why.
@@ -122,6 +128,23 @@ def all_to_all_v(
             moved = plain.send_plainly(x, send_counts, recv_counts, out, wire, comm._recorder)
             if moved is not None:
                 return moved
+    if wants_gradient(x):
+        require_linear("all_to_all_v", out, async_op)
+        if send_counts is not None:
+            send_counts = parse_integers(send_counts, comm.size, "send_counts")
+            if recv_counts is None:  # backward needs to know them
+                send_segments(send_counts, send_displs, x.shape[0])
+                require_float(x, wire, "all_to_all_v")
+                recv_counts = comm.exchange_counts(send_counts)
+        there = partial(
+            all_to_all_v, send_counts=send_counts, recv_counts=recv_counts, send_displs=send_displs,
+            recv_displs=recv_displs, wire=wire, comm=comm, transport=transport, check=check,
+        )  # fmt: skip
+        back = partial(
+            all_to_all_v, send_counts=recv_counts, recv_counts=send_counts, send_displs=recv_displs, wire=grad_wire,
+            comm=comm, transport=transport, check=check,
+        )  # fmt: skip
+        return with_gradient(x, there, _add_up(x, send_counts, send_displs, back))
     tail = _check_tensors(x, out, wire, comm)
     counts: list[int] | None = None
     if send_counts is None:
@@ -168,6 +191,21 @@ def all_to_all_v(
             elif math.prod(tail):
                 finish = _post_exact(x, sends, placed, comm)
             return deliver(finish, placed.memory.device, recorder.posted(entry) if async_op else None)
+
+
+def _add_up(x: torch.Tensor, send_counts: list[int] | None, send_displs: Counts | None, back: Operation) -> Operation:
+    """What `back` gives, at the rows of x that were sent; of a row that was sent twice, both gradients."""
+    shape = x.shape
+
+    def of_rows(dy: torch.Tensor) -> torch.Tensor:
+        arrived: torch.Tensor = back(dy)
+        if send_counts is None or (send_displs is None and sum(send_counts) == shape[0]):
+            return arrived
+        index = send_segments(send_counts, send_displs, shape[0]).row_index(0, shape[0], dy.device)
+        dx = arrived.new_zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32))
+        return dx.index_add_(0, index, arrived.to(dx.dtype)).to(dy.dtype)
+
+    return of_rows
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:

@@ -8,6 +8,7 @@ rank owns a row, nor on the transport.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,7 +16,9 @@ from thinwire.comm import Communicator
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import CountsError
+from thinwire.fused.all_gather import all_gather
 from thinwire.fused.collective_arguments import Call
+from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
@@ -32,6 +35,7 @@ def reduce_scatter(
     comm: Communicator | None = None,
     transport: str = "auto",
     async_op: bool = False,
+    grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Sums x over the ranks, and gives each rank its share of the rows.
 
@@ -44,12 +48,16 @@ def reduce_scatter(
         wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
         comm, transport, async_op: see `all_gather`.
 
+        grad_wire: the format of what travels in backward; "none" sends gradients as they are. See
+            `thinwire.fused.gradients`.
+
     Returns:
         The output, [rows, ...], or a Work.
 
     Raises:
         CountsError: rows that cannot be shared equally, or an `out` that does not fit.
-        WireFormatError: a dtype or an operation that the wire cannot carry, or a tensor that wants a gradient.
+        WireFormatError: a dtype or an operation that the wire cannot carry, or gradients wanted with `out`,
+            `async_op` or another op than a sum.
         ConfigMismatch, PeerTimeout, TransportUnavailable: see `all_gather`.
 
     Source: the semantics of MPI_Reduce_scatter_block, MPI standard 4.1, section 6.10.
@@ -60,6 +68,11 @@ def reduce_scatter(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
+    if wants_gradient(x):
+        require_linear("reduce_scatter", out, async_op, op, x.dtype)
+        there = partial(reduce_scatter, op=op, wire=wire, comm=comm, transport=transport)
+        back = partial(all_gather, wire=grad_wire, comm=comm, transport=transport)
+        return with_gradient(x, there, back)
     call = Call.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
     comm = call.comm
     if x.shape[0] % comm.size:

@@ -32,6 +32,7 @@ class ParallelConfig:
     max_tokens: int
     wire: WireFormat
     combine_wire: WireFormat
+    grad_wire: WireFormat
     transport: str
     lanes: int
     align: int
@@ -70,6 +71,11 @@ class ParallelConfig:
         """The kernels of the combine leg."""
         return select_backend(self.comm.device, self.combine_wire)
 
+    @cached_property
+    def grad_backend(self) -> Backend:
+        """The kernels of both legs of backward."""
+        return select_backend(self.comm.device, self.grad_wire)
+
     @property
     def local_experts(self) -> range:
         """The experts that this rank owns."""
@@ -88,6 +94,8 @@ class ParallelConfig:
             "wire_alignment": self.wire.alignment,
             "combine_wire": str(self.combine_wire),
             "combine_wire_alignment": self.combine_wire.alignment,
+            "grad_wire": str(self.grad_wire),
+            "grad_wire_alignment": self.grad_wire.alignment,
             "wire_version": WIRE_VERSION,
             "dtype": str(self.dtype),
             "generation": generation,

@@ -20,6 +20,7 @@ from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
+from thinwire.moe.gradients import describe_tag
 from thinwire.moe.plan import SendPlan
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
@@ -28,6 +29,7 @@ from thinwire.triton_kernels.round_layout import (
     CHECKED_SUM,
     COMBINE,
     DISPATCH,
+    DTYPE_BITS,
     DTYPE_CODES,
     REFUSED,
     REPORT_BAD_IDS,
@@ -75,7 +77,9 @@ class DirectRounds(DirectTransport, Rounds):
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
+    ) -> Dispatched:
         """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
         self.raise_failure(lane)
         self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
@@ -85,7 +89,7 @@ class DirectRounds(DirectTransport, Rounds):
         tensors, weights = self.lanes[lane], topk_weights.float()
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
-        self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs)
+        self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
         self._end_leg(lane, DISPATCH)
         self.kernels.route(tensors)
         self.raise_corruption(lane)
@@ -135,11 +139,18 @@ class DirectRounds(DirectTransport, Rounds):
             self.kernels.close_round(self.lanes[lane])
             self._end_leg(lane, COMBINE)
 
-    def combine(self, lane: int, expert_out: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
+    def combine(
+        self,
+        lane: int,
+        expert_out: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor,
+        weight_grads: torch.Tensor | None = None,
+    ) -> None:
         """Launches the sums to their homes, the wait for all peers, and the sums at home."""
         self.raise_failure(lane)
         self._unfinished[lane] = COMBINE
-        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs)
+        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
         self._end_leg(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
         self.raise_corruption(lane)
@@ -312,13 +323,13 @@ class DirectRounds(DirectTransport, Rounds):
                 f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "
                 "tokens were taken, and all ranks may go on"
             )
-        described = [
-            f"rank {rank} {int(line[SIGNAL_TOKENS])} tokens of {names.get(int(line[SIGNAL_DTYPE]), 'an unknown dtype')}"
-            for rank, line in enumerate(lines)
-        ]
+        described = []
+        for rank, (tokens, word) in enumerate(lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()):
+            dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
+            described.append(f"rank {rank} {tokens} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS)}")
         return RoutingError(
-            f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens; they "
-            f"dispatched: {', '.join(described)}"
+            f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens, and must "
+            f"want the same gradients, those without tokens too; they dispatched: {', '.join(described)}"
         )
 
     def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
@@ -334,7 +345,8 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.route(idle)
         self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
         for out_dtype in DTYPE_CODES:
-            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs)
+            weight_grads = idle.weights if idle.layout.WEIGHT_GRADS else None
+            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs, weight_grads)
         self.kernels.close_round(idle)
         self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
         self.kernels.sum_home(idle, row)

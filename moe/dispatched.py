@@ -14,6 +14,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
+from thinwire.moe.gradients import Link
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ class Dispatched(ABC):
         self._tokens: torch.Tensor | None = None
         self._capacity: int | None = None
         self._num_rows: int | None = None  # of `tokens`, once the host knows
+        self._link: Link | None = None  # to the graph, of a round that wants gradients
         self.lane = lane
 
     @property
     @opaque
     def tokens(self) -> torch.Tensor:
         """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
+
+        They have a gradient where x wants one.
 
         How many rows there are must be known on the host for that, so on CUDA this waits for the device; `gather` does
         not.
@@ -74,9 +78,9 @@ class Dispatched(ABC):
             PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
         """
         self._require_open()
-        if self._tokens is None:
+        if self._tokens is None or (self._link is not None and self._link.lacks_gradient(self._tokens)):
             self._num_rows = self._read_num_rows()
-            self._tokens, _ = self._gather(self._num_rows)
+            self._tokens, _ = self._gather_linked(self._num_rows)
         return self._tokens
 
     @opaque
@@ -97,9 +101,12 @@ class Dispatched(ABC):
         if not is_int(capacity, 0, 2**63 - 1):
             negative = " is negative" if isinstance(capacity, int) and capacity < 0 else ""
             raise CapacityError(f"capacity {capacity!r}{negative}; an int of at least 0 is needed")
-        gathered = self._gather(capacity)
+        gathered = self._gather_linked(capacity)
         self._capacity = capacity
         return gathered
+
+    def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))
 
     @opaque
     def abandon(self) -> None:
@@ -170,8 +177,11 @@ class Dispatched(ABC):
                 f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
                 f"[{rows}, {config.hidden_size}], a row for each of the round's tokens, is needed"
             )
-        if torch.is_grad_enabled() and expert_out.requires_grad:
-            raise RoutingError("combine has no backward: call it under torch.no_grad() or torch.inference_mode()")
+        if torch.is_grad_enabled() and expert_out.requires_grad and self._link is None:
+            raise RoutingError(
+                "expert_out wants a gradient, and this round was dispatched without: let x or topk_weights want one, "
+                "on every rank (x.detach().requires_grad_()), or combine under torch.no_grad()"
+            )
         if out is None:
             return
         config.comm.check_device("out", out)
@@ -181,8 +191,8 @@ class Dispatched(ABC):
                 f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
                 f"{self._dtype} {list(shape)} is needed"
             )
-        if torch.is_grad_enabled() and out.requires_grad:
-            raise RoutingError("out wants a gradient, and combine has no backward: detach it, or call under no_grad()")
+        if torch.is_grad_enabled() and (out.requires_grad or self._link is not None):
+            raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
 
     def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
         """The entry of the round's end in the flight recorder."""
@@ -206,11 +216,17 @@ class Rounds:
     def __init__(self, config: ParallelConfig, reason: str) -> None:
         self.config = config
         self.reason = reason
+        self.closed = False
         self.open_rounds: list[Dispatched | None] = [None] * config.lanes  # that may be read and combined
         self.rounds_begun = [0] * config.lanes
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
-        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first."""
+    def dispatch(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
+    ) -> Dispatched:
+        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first.
+
+        `tag` is a `Wants.tag`; ranks with different ones raise RoutingError, and nothing is taken.
+        """
         raise NotImplementedError
 
     def refuse(self, lane: int) -> None:
@@ -255,6 +271,7 @@ class Rounds:
 
     def close(self) -> None:
         """Gives back what it holds."""
+        self.closed = True
 
     def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """What `dispatch` refuses before anything is sent."""
@@ -286,5 +303,3 @@ class Rounds:
                     f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
                     "stands for none"
                 )
-        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-            raise RoutingError("dispatch has no backward: call it under torch.no_grad() or torch.inference_mode()")

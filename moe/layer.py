@@ -29,10 +29,11 @@ class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer: ``y = sum over the top-k experts e of weight_e * expert_e(x)``.
 
     Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
-    collective: every rank of the group calls it as often as the others, with any number of tokens, also none. It has no
-    backward pass then: call it under ``torch.no_grad()``. Built with ``ep`` it draws random experts and a random router
-    of its own, which has to be the same on every rank: load existing ones with
-    :func:`thinwire.moe.checkpoint.load_checkpoint`, or use :meth:`shard`.
+    collective: every rank of the group calls it as often as the others, with any number of tokens, also none, and so it
+    is with backward. There an expert gets the gradient of all ranks' tokens, and the router that of this rank's: add
+    the router's up over the ranks. Built with ``ep`` it draws random experts and a random router of its own, which has
+    to be the same on every rank: load existing ones with :func:`thinwire.moe.checkpoint.load_checkpoint`, or use
+    :meth:`shard`.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded).
 
@@ -135,6 +136,9 @@ class MoELayer(nn.Module):
         if self.ep is None:
             y = self._forward_local(x2d, routing)
         else:
+            if torch.is_grad_enabled() and not (x2d.requires_grad or routing.topk_weights.requires_grad):
+                # Where experts alone are trained, dy has to come to them all the same.
+                x2d = x2d.detach().requires_grad_(any(weight.requires_grad for weight in self.experts.parameters()))
             dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights)
             expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
             y = self.ep.combine(expert_out, dispatched)

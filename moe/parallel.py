@@ -21,13 +21,15 @@ import torch.distributed as dist
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, LaneError, ThinwireError
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
+from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, Rounds
-from thinwire.moe.staged import StagedRounds
+from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
@@ -48,6 +50,7 @@ class ExpertParallel:
         max_tokens: the most tokens a rank dispatches at once; the same on every rank.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
+        grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
             through the process group. `"auto"`: direct where every rank can map every peer's memory, else staged;
             `explain()` says why.
@@ -85,6 +88,7 @@ class ExpertParallel:
         *,
         wire: str | WireFormat | None = None,
         combine_wire: str | WireFormat | None = None,
+        grad_wire: str | WireFormat | None = "none",
         transport: str = "auto",
         lanes: int = 1,
         align: int = 1,
@@ -95,11 +99,11 @@ class ExpertParallel:
         wire = resolve_wire(wire)
         combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
         config = ParallelConfig(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire,
+            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire or "none"),
             transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
-        self.wire, self.combine_wire = wire, combine_wire
+        self.wire, self.combine_wire, self.grad_wire = wire, combine_wire, config.grad_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
         self._closed = False
         with comm._settled_recorder().begin("ExpertParallel"):
@@ -110,7 +114,9 @@ class ExpertParallel:
         self._config, self._generation = config, generation
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
+        self.grad_backend = config.grad_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
+        self._backward: DirectRounds | None = None
         found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
         if isinstance(found, Refusal):
             reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
@@ -119,28 +125,32 @@ class ExpertParallel:
             self._rounds = found
         self.transport = self._rounds.name
 
-    def _open_direct(self) -> DirectRounds | Refusal:
+    def _open_direct(self, kind: type[DirectRounds] = DirectRounds) -> DirectRounds | Refusal:
+        """Lanes for forward or for backward. Collective."""
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
+        config = self._config
+        if backward := kind is BackwardRounds:
+            config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
         layout = RoundLayout.of(
             world=self.comm.size,
             num_experts=self.num_experts,
             top_k=self.top_k,
             hidden=self.hidden_size,
             max_tokens=self.max_tokens,
-            wire=self.wire,
-            combine_wire=self.combine_wire,
+            wire=config.wire,
+            combine_wire=config.combine_wire,
             dtype=self.dtype,
             checksums=self.comm.integrity != "none",
+            weight_grads=backward and self.comm.integrity == "none",
         )
-        asked = self._config.transport == "direct"
-        reason = "as asked for" if asked else "every rank can map every peer's memory"
+        reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
         return open_direct(
             self.comm,
             "ExpertParallel",
             self.lanes * layout.NUM_BYTES,
             {},
-            lambda memory: DirectRounds(self._config, layout, memory, reason),
+            lambda memory: kind(config, layout, memory, reason),
             self._generation,
         )
 
@@ -155,16 +165,17 @@ class ExpertParallel:
         RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
         Args:
-            x: [tokens, hidden_size] float32, float16 or bfloat16.
+            x: [tokens, hidden_size] float32, float16 or bfloat16. It or topk_weights may want a gradient, as on all
+                ranks; the first such dispatch allocates lanes for backward, if transport is direct.
             topk_ids: int32 or int64 [tokens, top_k], global expert ids, -1 for none. A repeated id counts once, with
                 its weights added in ascending k.
             topk_weights: float [tokens, top_k].
             lane: which of the `lanes`.
 
         Raises:
-            RoutingError: shapes, dtypes or ids that do not fit; gradients wanted; ranks with tokens of different
-                dtypes (on all of them). On the CPU also, what another rank refused: that rank raises what is wrong, the
-                others are told its number, nothing was taken, and all may go on.
+            RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes, or that
+                want different gradients (on all of them). On the CPU also, what another rank refused: that rank raises
+                what is wrong, the others are told its number, nothing was taken, and all may go on.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens.
@@ -176,6 +187,12 @@ class ExpertParallel:
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
+            wants = Wants.of(x, topk_weights)
+            if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
+                raise RoutingError(
+                    "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
+                    f"integrity is {self.comm.integrity!r}: pass transport='staged', or detach topk_weights"
+                )
         except ThinwireError as error:
             self.refuse(error, lane=lane)
             raise
@@ -186,15 +203,34 @@ class ExpertParallel:
         rounds, recorder = self._rounds, self._settle(lane)
         rounds.open_rounds[lane] = None
         told, mark = rounds.legs_told(lane), recorder.mark
-        try:
-            self._record_closing(lane)
-            with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                d = rounds.dispatch(lane, x, topk_ids, topk_weights)
-        except BaseException as error:
-            self._take_back(lane, error, told, mark)
-            raise
+        with torch.no_grad():
+            try:
+                self._record_closing(lane)
+                with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+                    d = rounds.dispatch(lane, x, topk_ids, topk_weights, wants.tag())
+            except BaseException as error:
+                self._take_back(lane, error, told, mark)
+                raise
+        if any(wants):
+            ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
+            d._link = Link(x, ids, topk_weights, self._gradient_plan(d, wants, ids, topk_weights.detach()))
         rounds.open_rounds[lane] = d
         return d
+
+    def _gradient_plan(
+        self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> GradientPlan:
+        """The way of a round's gradients. The first one on the direct transport is collective: it allocates lanes."""
+        if isinstance(d, StagedRound):
+            return StagedPlan(d, wants)
+        if self._backward is None:
+            with self.comm._settled_recorder().begin("lanes for backward"):
+                lanes = self._open_direct(BackwardRounds)
+            if isinstance(lanes, Refusal):
+                kind = CapacityError if lanes.no_memory else TransportUnavailable
+                raise kind(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
+            self._backward = lanes
+        return DirectPlan(self._backward, d, wants, topk_ids, topk_weights.float().clone())
 
     @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
@@ -271,7 +307,8 @@ class ExpertParallel:
 
         Raises:
             LaneError: the round is over, or not this object's.
-            RoutingError: shapes or dtypes that do not fit; gradients wanted.
+            RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
+                did; `out` where there are gradients.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout, IntegrityError: as `dispatch`.
         """
@@ -281,9 +318,15 @@ class ExpertParallel:
             raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
         d._require_open()
         d._check_combine(expert_out, out)
+        if d._link is not None and torch.is_grad_enabled():
+            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None))
+        return self._end_round(expert_out, d, out)
+
+    def _end_round(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+        """`combine`, of arguments that were checked."""
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
-        expert_out = expert_out.resolve_neg()
+        expert_out = expert_out.detach().resolve_neg()
         told, mark = self._rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:
             with d._recorded("combine", expert_out.shape):
@@ -296,8 +339,11 @@ class ExpertParallel:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held between calls, the same before and after each: lanes of the direct transport, none if staged."""
-        return self._rounds.memory_bytes
+        """Bytes held between calls: lanes of the direct transport, none if staged.
+
+        The same before and after each call, but for the first dispatch that wants gradients, which adds as many lanes.
+        """
+        return self._rounds.memory_bytes + (0 if self._backward is None else self._backward.memory_bytes)
 
     @opaque
     def check(self) -> None:
@@ -310,6 +356,8 @@ class ExpertParallel:
         """
         self._require_not_closed()
         self._rounds.check()
+        if self._backward is not None:
+            self._backward.check()
 
     def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
@@ -333,7 +381,7 @@ class ExpertParallel:
         if isinstance(group, Communicator):
             comm = group
         elif group is None or isinstance(group, Iterable):
-            comm = self.comm.shrink(self._rounds.lost if group is None else group)
+            comm = self.comm.shrink(self._lost if group is None else group)
         else:
             old = self.comm
             comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
@@ -350,13 +398,18 @@ class ExpertParallel:
             self._assemble(replace(self._config, comm=comm), max(generations) + 1)
         self._closed = False
 
+    @property
+    def _lost(self) -> tuple[int, ...] | None:
+        lost = self._rounds.lost
+        return self._backward.lost if lost is None and self._backward is not None else lost
+
     def explain(self) -> str:
         """What was chosen, and why."""
         backend = self.dispatch_backend
         return "\n".join(
             (
                 self._rounds.describe(),
-                f"wire: {self.wire} out, {self.combine_wire} back",
+                f"wire: {self.wire} out, {self.combine_wire} back, {self.grad_wire} for gradients",
                 f"kernels: {backend.name} ({backend.reason})",
                 f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
                 self.comm.explain(),
@@ -370,6 +423,8 @@ class ExpertParallel:
         self._closed = True
         self._rounds.open_rounds[:] = [None] * self.lanes
         self._rounds.close()
+        if self._backward is not None:
+            self._backward.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -23,7 +23,7 @@ def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -
     ([[3, -1, -1]], [[0.75, 0.0, 0.0]])
     """
     ids, weights = topk_ids.int(), topk_weights.float()
-    first_mention = (ids.unsqueeze(2) == ids.unsqueeze(1)).int().argmax(2)
+    first_mention = first_mentions(ids)
     total = torch.zeros_like(weights)
     for k in range(ids.shape[1]):
         # One target a row, so that scatter_add_ has nothing to reorder.
@@ -31,6 +31,11 @@ def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -
     own = torch.arange(ids.shape[1], device=ids.device)
     kept = (first_mention == own) & (ids >= 0)
     return torch.where(kept, ids, -1), torch.where(kept, total, 0.0)
+
+
+def first_mentions(topk_ids: torch.Tensor) -> torch.Tensor:
+    """Where the expert of each entry of integer ids [tokens, top_k] is named first in its row: int64, of that shape."""
+    return (topk_ids.unsqueeze(2) == topk_ids.unsqueeze(1)).int().argmax(2)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class ArrivalPlan:
     expert_offsets: torch.Tensor  # int64 [local experts + 1], where each expert's rows begin, with padding
     positions: torch.Tensor  # int64 [records, top_k], the rows of each record in ascending expert id, -1 behind them
     weights: torch.Tensor  # float32 [records, top_k], their weights
+    rows_of_ids: torch.Tensor  # int64 [records, top_k], the rows in the order of the ids, -1 where an id is not here
     num_rows: int  # the last of expert_offsets
 
     @classmethod
@@ -100,5 +106,6 @@ class ArrivalPlan:
             expert_offsets=offsets,
             positions=positions.gather(1, ascending),
             weights=torch.where(here, weights, 0.0).gather(1, ascending),
+            rows_of_ids=positions,
             num_rows=int(offsets[-1]),
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.errors import RoutingError
+from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
+from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 
 _REFUSED = 2**63 - 1  # in place of a count: the rank raised
@@ -20,13 +23,15 @@ class StagedRounds(Rounds):
 
     name = "staged"
 
-    def dispatch(self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
+    ) -> Dispatched:
         """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
         config = self.config
         self.rounds_begun[lane] += 1
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
-        recv_counts = self._exchange_counts(sends.counts, x.dtype)
+        recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
         weight_words = slice(id_words.stop, id_words.stop + config.top_k)
@@ -46,7 +51,7 @@ class StagedRounds(Rounds):
         arrival = ArrivalPlan.of(
             words[:, id_words], words[:, weight_words].view(torch.float32), config.local_experts, config.align
         )
-        return _StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
+        return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
 
     def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
@@ -57,11 +62,12 @@ class StagedRounds(Rounds):
         """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
         return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k) // 16) * 16
 
-    def _exchange_counts(self, counts: list[int], dtype: torch.dtype) -> list[int]:
-        """The peers' counts; with them everyone learns everyone's dtype, which must be the same."""
+    def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
+        """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
         config = self.config
-        comm, kinds = config.comm, len(FLOAT_DTYPES)
-        received = comm.exchange_counts([count * kinds + FLOAT_DTYPES.index(dtype) for count in counts])
+        comm, dtypes, kinds = config.comm, len(FLOAT_DTYPES), MOST_WANTS * len(FLOAT_DTYPES)
+        kind = dtypes * tag + FLOAT_DTYPES.index(dtype)
+        received = comm.exchange_counts([count * kinds + kind for count in counts])
         refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
         if refusing:
             raise RoutingError(
@@ -69,10 +75,16 @@ class StagedRounds(Rounds):
                 "taken, and all ranks may go on"
             )
         for peer, value in enumerate(received):
-            if FLOAT_DTYPES[value % kinds] != dtype:
+            if FLOAT_DTYPES[value % dtypes] != dtype:
                 raise RoutingError(
-                    f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % kinds]}; all ranks "
-                    "of a round need the same dtype"
+                    f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % dtypes]}; all "
+                    "ranks of a round need the same dtype"
+                )
+            if value % kinds != kind:
+                raise RoutingError(
+                    f"rank {comm.rank} dispatches with {describe_tag(tag)}, rank {peer} with "
+                    f"{describe_tag(value % kinds // dtypes)}; all ranks of a round must want the same, those "
+                    "without tokens too"
                 )
             if value // kinds > config.max_tokens:
                 raise RoutingError(
@@ -85,7 +97,7 @@ class StagedRounds(Rounds):
         return f"transport: staged ({self.reason}); a round waits for peers as long as the communicator does"
 
 
-class _StagedRound(Dispatched):
+class StagedRound(Dispatched):
     _rounds: StagedRounds
 
     def __init__(
@@ -148,3 +160,91 @@ class _StagedRound(Dispatched):
     def combine_traffic(self) -> Traffic:
         config = self._rounds.config
         return self._traffic(self._recv_counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))
+
+
+class StagedPlan(GradientPlan):
+    """Both plans of a round, along which gradients travel without ids, and without counts."""
+
+    def __init__(self, d: StagedRound, wants: Wants) -> None:
+        self.wants = wants
+        self._rounds, self._dtype, self._num_tokens = d._rounds, d._dtype, d._num_sent
+        self._sends, self._recv_counts, self._arrival = d._sends, d._recv_counts, d._arrival
+        self._place = d._rounds.place(d.lane)
+
+    def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        config, arrival = self._rounds.config, self._arrival
+        slots = dense_segments(self._sends.counts)
+
+        def pack(start: int, stop: int, records: torch.Tensor) -> None:
+            tokens = self._sends.tokens[slots.row_index(start, stop, dy.device)]
+            config.grad_backend.pack_rows(dy, config.grad_wire, tokens, records)
+
+        row_bytes = config.grad_wire.row_bytes(config.hidden_size, self._dtype)
+        arrived = self._exchange(
+            "backward of combine", self._sends.counts, self._recv_counts, row_bytes, pack, dy.shape
+        )
+        rows = new_rows(dy, num_rows, (config.hidden_size,), zero=True)
+        fits = arrival.rows < num_rows
+        config.grad_backend.unpack_rows(arrived, config.grad_wire, arrival.index[fits], arrival.rows[fits], rows)
+        weights = torch.zeros(num_rows, device=dy.device)
+        fits = (arrival.positions >= 0) & (arrival.positions < num_rows)
+        weights[arrival.positions[fits]] = arrival.weights[fits]
+        return rows, weights
+
+    def collect(
+        self, rows: torch.Tensor | None, dots: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The weights' gradients travel behind the sums, as ids and weights did behind the tokens."""
+        config, arrival, device = self._rounds.config, self._arrival, self._arrival.positions.device
+        wire, hidden = config.grad_wire, config.hidden_size
+        if rows is None:
+            rows = torch.empty(0, hidden, dtype=self._dtype, device=device)
+        rows = rows.resolve_neg().contiguous()
+        positions = torch.where(arrival.positions < rows.shape[0], arrival.positions, -1)
+        ones = torch.ones_like(arrival.weights)
+        dots = torch.zeros(1, device=device) if dots is None else torch.nn.functional.pad(dots, (0, 1))
+        of_ids = arrival.rows_of_ids
+        by_id = dots[torch.where((of_ids >= 0) & (of_ids < len(dots)), of_ids, len(dots) - 1)].view(torch.int32)
+        slots = dense_segments(self._recv_counts)
+        row_bytes = wire.row_bytes(hidden, self._dtype) if self.wants.rows else 0
+        tail = slice(row_bytes // 4, row_bytes // 4 + config.top_k * self.wants.weights)
+
+        def pack(start: int, stop: int, records: torch.Tensor) -> None:
+            chosen, words = slots.row_index(start, stop, device), records.view(torch.int32)
+            if self.wants.rows:
+                config.grad_backend.pack_weighted_sums(
+                    rows, positions[chosen], ones[chosen], wire, self._dtype, records[:, :row_bytes]
+                )
+            if self.wants.weights:
+                words[:, tail] = by_id[chosen]
+                words[:, tail.stop :] = 0
+
+        record_bytes = -(-4 * tail.stop // 16) * 16
+        home = self._exchange(
+            "backward of dispatch", self._recv_counts, self._sends.counts, record_bytes, pack, rows.shape
+        )
+        dx = dw = None
+        if self.wants.rows:
+            dx = torch.empty(self._num_tokens, hidden, dtype=self._dtype, device=device)
+            config.grad_backend.sum_records(home[:, :row_bytes], self._sends.record_index, wire, dx)
+        if self.wants.weights:  # all but one of an expert's are zero
+            tails = home.view(torch.int32)[:, tail].view(torch.float32)
+            dw = torch.nn.functional.pad(tails, (0, 0, 0, 1))[self._sends.record_index].sum(1)
+        return dx, dw
+
+    def _exchange(
+        self,
+        name: str,
+        sends: list[int],
+        receives: list[int],
+        record_bytes: int,
+        pack: Callable[[int, int, torch.Tensor], None],
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        rounds = self._rounds
+        config, wire = rounds.config, rounds.config.grad_wire
+        if rounds.closed:
+            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
+        with config.comm._settled_recorder().begin(name, shape, self._dtype, wire, rounds.name, self._place):
+            label = f"{name} {wire!r} {self._dtype} {self._place}"
+            return StagedExchange.post(config.comm, sends, receives, record_bytes, pack, label).wait()

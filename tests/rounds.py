@@ -59,12 +59,13 @@ def make_lanes(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
     checksums: bool = False,
+    weight_grads: bool = False,
 ) -> list[Lane]:
     """A lane of each rank, over buffers in this process."""
     first, second = WireFormat.parse(wire), WireFormat.parse(combine_wire or wire)
     layout = RoundLayout.of(
         world=world, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, wire=first,
-        combine_wire=second, dtype=dtype, checksums=checksums,
+        combine_wire=second, dtype=dtype, checksums=checksums, weight_grads=weight_grads,
     )  # fmt: skip
     buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8, device=device) for _ in range(world)]
     buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
@@ -108,9 +109,12 @@ def run_round(
         plan = _check_route(lane, tokens)
         outputs.append(_check_gather(kernels, lane, tokens, experts))
         plans.append(plan)
-    for lane, expert_out in zip(lanes, outputs, strict=True):
+    grads = [torch.randn(lane.weights.shape, device=lane.weights.device) for lane in lanes]
+    for lane, expert_out, of_weights in zip(lanes, outputs, grads, strict=True):
         if lane.rank in closing:
             kernels.close_round(lane)
+        elif lane.layout.WEIGHT_GRADS:
+            kernels.send_sums(lane, expert_out, tokens[0].x.dtype, None, of_weights)
         else:
             kernels.send_sums(lane, expert_out, tokens[0].x.dtype)
     results = []
@@ -121,6 +125,8 @@ def run_round(
         kernels.sum_home(lane, out)
         results.append(out)
     _check_results(lanes, tokens, plans, outputs, results, closing)
+    if lanes[0].layout.WEIGHT_GRADS:
+        _check_weight_grads(lanes, tokens, grads, closing)
     return results
 
 
@@ -200,3 +206,19 @@ def _check_results(
                 )
         records = torch.cat([*sums, torch.zeros(0, wire.row_bytes(hidden, dtype), dtype=torch.uint8)])
         assert_same_bits("combined", sum_records_reference(records, index, wire, hidden, dtype), result.cpu())
+
+
+def _check_weight_grads(
+    lanes: list[Lane], tokens: list[Tokens], grads: list[torch.Tensor], closing: tuple[int, ...]
+) -> None:
+    """Each rank has stored those of its own experts, and nobody anything else."""
+    layout = lanes[0].layout
+    for lane, mine in zip(lanes, tokens, strict=True):
+        ids, _ = merge_repeated_experts(mine.ids.cpu(), mine.weights.cpu())
+        expected = torch.full((layout.MAX_TOKENS, layout.TOP_K), -1, dtype=torch.int32)  # POISON, four times
+        for source, of_weights in enumerate(grads):
+            local = expert_range(layout.NUM_EXPERTS, layout.WORLD, source)
+            own = (ids >= local.start) & (ids < local.stop) & (source not in closing)
+            sent = of_weights.cpu().view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[lane.rank, : len(ids)]
+            expected[: len(ids)][own] = sent.view(torch.int32)[own]
+        assert torch.equal(lane.weight_grads.cpu().view(torch.int32), expected)

@@ -47,6 +47,12 @@ def _rounds(comm: thinwire.Communicator, transport: str, backend: str) -> None:
         ids = torch.rand(size, EXPERTS, generator=generator).topk(TOP_K).indices
         weights = torch.rand(size, TOP_K, generator=generator)
         torch.testing.assert_close(compiled(x, ids, weights), layer(x, ids, weights), rtol=1e-6, atol=1e-6)
+        found = []
+        for function in (layer, compiled):
+            inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+            function(inputs[0], ids, inputs[1]).square().sum().backward()
+            found.append([tensor.grad for tensor in inputs])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def _collectives(comm: thinwire.Communicator, transport: str, backend: str) -> None:

@@ -37,7 +37,7 @@ from thinwire.triton_kernels.round_checksum import (
     put_line_sums,
     seed_words,
 )
-from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.round_layout import Lane, check_weight_grads
 from thinwire.triton_kernels.signal import (
     Launch,
     agreed,
@@ -72,6 +72,7 @@ def send_sums_kernel(
     weights_ptr,
     rank,
     report_ptr,  # as `lane_to_end` has it
+    weight_grads_ptr,  # float32 [slots, top_k], of which each id's is read; only where lanes carry some
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -114,6 +115,14 @@ def send_sums_kernel(
                     put(home + ROUND.SUM_CHECKSUMS + 16 * place, a + s, b + t)
                 else:
                     store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT)
+                if ROUND.WEIGHT_GRADS:
+                    ks = tl.arange(0, K_BLOCK)
+                    ids = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32)) + ks
+                    ids = tl.load(ids, mask=ks < ROUND.TOP_K, other=-1)
+                    mine = owner_of(ids, ROUND) == rank
+                    grads = tl.load(weight_grads_ptr + slot * ROUND.TOP_K + ks, mask=mine, other=0.0)
+                    target = home + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
+                    tl.store(target.to(tl.pointer_type(tl.float32)) + ks, grads, mask=mine)
             item += tl.num_programs(0)
         last = arrive(control_ptr, ROUND, LAUNCH)
         if ROUND.CHECKSUMS:
@@ -204,7 +213,13 @@ def sum_home_kernel(
 # Launchers
 
 
-def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_programs: int | None = None) -> None:
+def send_sums(
+    lane: Lane,
+    expert_out: torch.Tensor,
+    dtype: torch.dtype,
+    num_programs: int | None = None,
+    weight_grads: torch.Tensor | None = None,
+) -> None:
     """Sums each token's weighted expert rows into its home's memory, and signals all ranks.
 
     Args:
@@ -213,6 +228,8 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
             rows past the last one given add nothing.
         dtype: the tokens' own, which the wire format `none` rounds the sums to.
         num_programs: programs of the launch; None means enough to fill the GPU.
+        weight_grads: on a lane that carries them, float32 [world * max_tokens, top_k], in the order of the ids: those
+            of this rank's experts are stored at their tokens' homes, exactly.
     """
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
     device = expert_out.device
@@ -220,8 +237,9 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     with torch.cuda.device_of(expert_out):  # Triton launches on the current device
         send_sums_kernel[(programs,)](
             expert_out, expert_out.stride(0), expert_out.shape[0], lane.buffer.view(torch.int8), lane.buffer_ptrs,
-            lane.control, lane.positions, lane.weights, lane.rank, lane_to_end(lane)[1], ROUND=lane.layout,
-            LAYOUT=layout, K_BLOCK=top_k_block(lane), LAUNCH=Launch.of(lane.layout, device),
+            lane.control, lane.positions, lane.weights, lane.rank, lane_to_end(lane)[1],
+            check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
+            LAUNCH=Launch.of(lane.layout, device),
             num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **register_limit(device),
         )  # fmt: skip
 

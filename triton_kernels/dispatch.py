@@ -33,7 +33,7 @@ from thinwire.triton_kernels.round_checksum import (
     put_line_sums,
     seed_words,
 )
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, REFUSED, Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_BITS, DTYPE_CODES, REFUSED, Lane
 from thinwire.triton_kernels.signal import (
     Launch,
     arrive,
@@ -275,6 +275,7 @@ def send_tokens(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     num_programs: int | None = None,
+    tag: int = 0,
 ) -> None:
     """Begins a round: quantises each token into the memory of the ranks that own its experts, and signals all ranks.
 
@@ -285,15 +286,16 @@ def send_tokens(
             none too, and is noted in the lane's report.
         topk_weights: float [tokens, top_k].
         num_programs: programs of the launch; None means enough to fill the GPU.
+        tag: 0 ... 2**29 - 1; ranks with different ones find that their lines differ.
     """
-    _send_tokens(lane, x, topk_ids, topk_weights, x.shape[0], num_programs)
+    _send_tokens(lane, x, topk_ids, topk_weights, x.shape[0], num_programs, tag)
 
 
 def refuse(lane: Lane) -> None:
     """Begins a round in which this rank has nothing that it could send: all ranks find that their lines differ."""
     x = torch.empty(1, lane.layout.HIDDEN, dtype=torch.bfloat16, device=lane.buffer.device)
     ids = torch.empty(1, lane.layout.TOP_K, dtype=torch.int64, device=x.device)
-    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1)
+    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1, 0)
 
 
 def _send_tokens(
@@ -303,6 +305,7 @@ def _send_tokens(
     topk_weights: torch.Tensor,
     tokens: int,
     num_programs: int | None,
+    tag: int,
 ) -> None:
     layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, x.dtype)
     programs = num_programs_for(x.shape[0], x.device, num_programs)
@@ -317,7 +320,7 @@ def _send_tokens(
             lane.report,
             lane.rank,
             tokens,
-            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[x.dtype] | tag << DTYPE_BITS,
             ROUND=lane.layout,
             LAYOUT=layout,
             PLANE_TOKENS=_PLANE_TOKENS,

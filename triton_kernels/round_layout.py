@@ -4,7 +4,8 @@ Every rank of a group has one symmetric buffer a lane, with the same offsets eve
 
     [ stuck lines ][ dispatch lines ][ combine lines ][ expert ids ][ router weights ][ records ][ sums ]
 
-and, where rows are checked, behind all that [ checksums ], 16 bytes for each line, token, record and sum.
+and behind all that, on a lane of backward, [ gradients of router weights ], and, where rows are checked, [ checksums ],
+16 bytes for each line, token, record and sum.
 
 A *line* is 64 bytes that one peer writes: a flag, and behind it what the flag publishes. What a peer writes lies at
 that peer's own place, so no two ranks ever write the same byte. `docs/protocol.md` says when each is written and read.
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from thinwire.errors import RoutingError
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
@@ -28,7 +30,7 @@ _ALIGNMENT = 128
 DISPATCH, COMBINE = 0, 1
 
 # int32 words of a line, behind its flag.
-SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype's code
+SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype and tag
 REFUSED = -(2**31)  # for a number of tokens: the source was given some that it cannot send, and raised
 SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
 
@@ -43,6 +45,7 @@ CHECKED_NAMES = ("", "dispatch line", "combine line", "expert ids and weights", 
 
 # What the kernels call a row's dtype.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_BITS = 2  # of a dispatch line's word; above them is the tag, which ranks must agree on, too
 
 
 def _aligned(offset: int) -> int:
@@ -72,6 +75,7 @@ class RoundLayout(SignalLayout):
     RECORDS: int
     SUMS: int
     NUM_BYTES: int
+    WEIGHT_GRADS: int = 0  # byte offset of float32 [max_tokens][top_k] at home, or 0: none travel
     TOKENS: int = SIGNAL_TOKENS
     DTYPE: int = SIGNAL_DTYPE
     HAS_SUMS: int = SIGNAL_HAS_SUMS
@@ -101,12 +105,14 @@ class RoundLayout(SignalLayout):
         combine_wire: WireFormat,
         dtype: torch.dtype | None = None,
         checksums: bool = False,
+        weight_grads: bool = False,
     ) -> RoundLayout:
         """The layout, before anything is allocated.
 
         Args:
             dtype: the tokens'; None leaves room for float32. It matters to the wire format `none` alone.
             checksums: whether there is room for them.
+            weight_grads: whether gradients of router weights come home with the sums.
 
         >>> wire = WireFormat.parse("int8")
         >>> layout = RoundLayout.of(
@@ -126,6 +132,8 @@ class RoundLayout(SignalLayout):
         records = _aligned(weights + plane)
         sums = _aligned(records + world * max_tokens * record_bytes)
         num_bytes, places = _aligned(sums + max_tokens * slots * sum_bytes), {}
+        if weight_grads:
+            places["WEIGHT_GRADS"], num_bytes = num_bytes, _aligned(num_bytes + max_tokens * top_k * 4)
         if checksums:
             counts = {
                 "CHECKSUMS": world * max_tokens, "LINE_CHECKSUMS": 2 * world, "PLANE_CHECKSUMS": world * max_tokens,
@@ -251,6 +259,30 @@ class Lane:
         return self.buffer[layout.RECORDS : layout.RECORDS + size].view(-1, layout.RECORD_BYTES)
 
     @property
+    def weight_grads(self) -> torch.Tensor:
+        """float32 [max_tokens, top_k], which each expert's rank stores into for its own; only if the layout has it."""
+        layout = self.layout
+        size = 4 * layout.MAX_TOKENS * layout.TOP_K
+        plane = self.buffer[layout.WEIGHT_GRADS : layout.WEIGHT_GRADS + size]
+        return plane.view(torch.float32).view(-1, layout.TOP_K)
+
+    @property
     def memory_bytes(self) -> int:
         """All that the lane holds."""
         return sum(value.numel() * value.itemsize for value in vars(self).values() if isinstance(value, torch.Tensor))
+
+
+def check_weight_grads(lane: Lane, weight_grads: torch.Tensor | None) -> torch.Tensor | None:
+    """`weight_grads`, contiguous, if they are what a lane carries.
+
+    Raises:
+        RoutingError: they are not.
+    """
+    shape = lane.weights.shape if lane.layout.WEIGHT_GRADS else None
+    if weight_grads is None and shape is None:
+        return None
+    if weight_grads is None or weight_grads.shape != shape or weight_grads.dtype != torch.float32:
+        given = None if weight_grads is None else f"{weight_grads.dtype} {tuple(weight_grads.shape)}"
+        accepted = f"torch.float32 {tuple(shape)}" if shape else "None, as this lane carries none"
+        raise RoutingError(f"weight_grads is {given}; accepted: {accepted}")
+    return weight_grads.contiguous()

@@ -70,13 +70,14 @@ OTHER_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, for one wire, row length and GPU, of a round with checksums or not; bfloat16 rows."""
+    """One kernel, for one wire, row length and GPU, of a round with checksums or not, or of backward; bfloat16 rows."""
 
     kernel: str
     wire: str
     hidden: int
     target: str
     checksums: bool = False
+    backward: bool = False  # a lane that carries gradients of router weights
 
 
 def cases() -> Iterator[Case]:
@@ -106,7 +107,8 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     """The launcher of a kernel of the direct round, its arguments, and which of its launches the kernel is."""
     top_k, tokens = 8, 128
     x = torch.empty(tokens, case.hidden, dtype=torch.bfloat16)
-    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire, checksums=case.checksums)[0]
+    sizes = (8, 256, top_k, case.hidden, tokens, case.wire)
+    lane = make_lanes(*sizes, checksums=case.checksums, weight_grads=case.backward)[0]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
@@ -116,7 +118,7 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
         "prefix": (permute.route, (lane,), 1),
         "place": (permute.route, (lane,), 2),
         "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
-        "send_sums": (combine.send_sums, (lane, x, x.dtype), 0),
+        "send_sums": (combine.send_sums, (lane, x, x.dtype, None, lane.weights if case.backward else None), 0),
         "close_round": (dispatch.close_round, (lane,), 0),
         "wait_combine": (dispatch.wait, (lane, COMBINE, 30.0, 1.0), 0),
         "sum_home": (combine.sum_home, (lane, x), 0),

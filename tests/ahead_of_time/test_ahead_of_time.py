@@ -55,6 +55,16 @@ def test_kernels_with_checksums_do_not_spill_either(kernel: str, target: str) ->
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("target", CHECKED_TARGETS)
+@pytest.mark.parametrize("wire", ["int8", "none"])
+def test_sums_that_bring_gradients_of_router_weights_do_not_spill_either(wire: str, target: str) -> None:
+    case = Case("send_sums", wire, 7168, target, backward=True)
+    report = compile_case(case)
+    assert not check(case, report), report
+    assert not (target.startswith("sm_") and check_signals(case))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", ["int8:row", "int4", "none"])
 @pytest.mark.parametrize("kernel", COLLECTIVE_KERNELS)
 def test_collectives_of_other_wires_neither_spill_nor_fuse_and_move_wide_words(kernel: str, wire: str) -> None:

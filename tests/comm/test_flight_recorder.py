@@ -229,7 +229,7 @@ def refuse_then_go_on(comm: Communicator) -> str:
             with pytest.raises(ThinwireError):
                 tw.all_to_all_v(x, counts, [2, 2], wire="none", comm=comm)
         with pytest.raises(ThinwireError):
-            tw.all_reduce(x.requires_grad_(), comm=comm)
+            tw.all_reduce(x.requires_grad_(), out=torch.empty_like(x), comm=comm)
     comm.barrier()
     return str(comm.flight_recorder())
 

@@ -229,8 +229,9 @@ def _bad_input(comm: Communicator, warm: bool) -> None:
         (lambda: all_to_all_v(x, ones, ones, wire="int3", comm=comm), WireFormatError, "int3"),
         (lambda: all_to_all_v(x, ones, out=wrong_dtype, comm=comm), CountsError, "needs x's dtype"),
         (lambda: all_to_all_v(from_shared, ones, ones, out=of_shared, comm=comm), CountsError, "shares memory"),
-        (lambda: all_to_all_v(wants_gradient, ones, comm=comm), WireFormatError, "no backward"),
-        (lambda: all_to_all_v(wants_gradient, ones, wire="none", comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(wants_gradient, ones, async_op=True, comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(wants_gradient, ones, out=x, wire="none", comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(wants_gradient, [5, 0], comm=comm), CountsError, "past the end: the input has 4 rows"),
         (lambda: all_to_all_v(x, ones, [0, 2**63], comm=comm), CountsError, "0 to 2**63 - 1"),
         (lambda: all_to_all_v(x, ones, [2, -1], comm=comm), CountsError, "recv_counts[1] is -1"),
         (lambda: all_to_all_v(x, [-1, 2], ones, comm=comm), CountsError, "send_counts[0] is -1"),
@@ -246,7 +247,7 @@ def _bad_input(comm: Communicator, warm: bool) -> None:
         (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 9), comm=comm), CountsError, "row shape, [8]"),
         (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 8, 1), comm=comm), CountsError, "row shape, [8]"),
         (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 16)[:, ::2], comm=comm), CountsError, "contiguous"),
-        (lambda: all_to_all_v(wants_gradient, ones, ones, comm=comm), WireFormatError, "no backward"),
+        (lambda: all_to_all_v(wants_gradient, ones, ones, out=x, comm=comm), WireFormatError, "no backward"),
         (lambda: all_to_all_v(x.tolist(), ones, ones, comm=comm), TransportUnavailable, "x is a list"),  # type: ignore[arg-type]
         (lambda: all_to_all_v(x, ones, ones, out=[x], comm=comm), TransportUnavailable, "out is a list"),  # type: ignore[arg-type]
         (lambda: all_to_all_v(x, ones, comm=comm, transport="fast"), TransportUnavailable, "auto, direct, staged"),

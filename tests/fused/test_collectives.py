@@ -234,7 +234,7 @@ def _refusals(comm: Communicator) -> None:
         (WireFormatError, 'pass wire="none"', lambda: all_reduce(x.long(), comm=comm)),
         (WireFormatError, "op 'max' cannot be quantised", lambda: all_reduce(x, "max", comm=comm)),
         (ThinwireError, "op is 'median'", lambda: all_reduce(x, "median", comm=comm)),
-        (WireFormatError, "has no backward", lambda: all_reduce(x.requires_grad_(), comm=comm)),
+        (WireFormatError, "no backward with out", lambda: all_reduce(x.requires_grad_(), out=x.detach(), comm=comm)),
         (CountsError, "at least 1 dimension", lambda: all_gather(torch.tensor(1.0), comm=comm)),
         (CountsError, "cannot share equally", lambda: reduce_scatter(x.detach()[:5], comm=comm)),
         (CountsError, "it must be torch.float32", lambda: all_reduce(x.detach(), out=torch.zeros(5, 4), comm=comm)),

@@ -57,7 +57,8 @@ def _rounds(
 ) -> None:
     """Rounds of ranks whose kernels are launched one after the other, each step compared with plain torch."""
     generator = torch.Generator().manual_seed(hidden)
-    lanes = make_lanes(world, num_experts, top_k, hidden, max(counts), wire, align=align, device="cuda")
+    sizes = (world, num_experts, top_k, hidden, max(counts), wire)
+    lanes = make_lanes(*sizes, align=align, device="cuda", weight_grads=align > 1)
     for lane in lanes:
         lane.control[CONTROL_EPOCH] = first_epoch
         lane.buffer[: 3 * world * SIGNAL_LINE_BYTES].view(torch.int32).view(3, world, -1)[:, :, 0] = first_epoch

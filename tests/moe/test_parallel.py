@@ -244,11 +244,9 @@ def _bad_tokens(comm: Communicator, transport: str) -> None:
         ((x, ids, ids), RoutingError, "topk_weights is torch.int32"),
         ((x, ids + NUM_EXPERTS, weights), RoutingError, "topk_ids runs from 7 to 7; experts are 0 ... 6"),
         ((x, ids - 2, weights), RoutingError, "topk_ids runs from -2 to -2"),
-        ((x.requires_grad_(), ids, weights), RoutingError, "torch.no_grad()"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             ep.dispatch(*arguments)
-    x = x.detach()
     ep.comm.barrier()
     with pytest.raises(RoutingError, match="all ranks of a round need the same dtype"):
         ep.dispatch(x.half() if comm.rank else x, ids, weights)

@@ -57,9 +57,10 @@ def _rounds(
     first_epoch: int = 0,
     rounds: int = 1,
     closing: tuple[int, ...] = (),
+    weight_grads: bool = False,
 ) -> list[Lane]:
     generator = torch.Generator().manual_seed(len(wire) + world)
-    lanes = make_lanes(world, num_experts, top_k, hidden, max(counts), wire, align=align)
+    lanes = make_lanes(world, num_experts, top_k, hidden, max(counts), wire, align=align, weight_grads=weight_grads)
     experts = torch.randn(num_experts, hidden, generator=generator)
     for lane in lanes:
         lane.control[CONTROL_EPOCH] = first_epoch
@@ -84,7 +85,7 @@ def _every_wire(comm: Communicator) -> None:
 
 def _shapes(comm: Communicator) -> None:
     _rounds("int8", world=1, counts=(5,), num_experts=3)
-    _rounds("int8", world=3, counts=(0, 5, 1), rounds=2, align=4)
+    _rounds("int8", world=3, counts=(0, 5, 1), rounds=2, align=4, weight_grads=True)
     _rounds("int8", world=3, counts=(2, 0, 3), num_experts=2, top_k=2)  # a rank without experts
     _rounds("none", world=2, counts=(3, 2), hidden=1, top_k=1, dtype=torch.float16)
     _rounds("int8:row", counts=(1, 1), hidden=9001, num_experts=40, top_k=32)  # two tiles; two blocks of experts
@@ -97,7 +98,7 @@ def _epochs_wrap(comm: Communicator) -> None:
 
 
 def _some_close(comm: Communicator) -> None:
-    _rounds("int8", world=3, counts=(3, 2, 4), closing=(1,))
+    _rounds("int8", world=3, counts=(3, 2, 4), closing=(1,), weight_grads=True)
     _rounds("int8", counts=(3, 2), closing=(0, 1))
 
 

@@ -12,7 +12,14 @@ from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import dtype_code
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, stack_buffer, store_int64
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    load_float32,
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_float32,
+    store_int64,
+)
 from thinwire.triton_kernels.cpu.lane import (
     MIXED_DTYPES,
     POISONED,
@@ -39,7 +46,7 @@ from thinwire.triton_kernels.cpu.round_checksum import (
 )
 from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, SIGNAL_HAS_SUMS, Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, SIGNAL_HAS_SUMS, Lane, check_weight_grads
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
@@ -60,7 +67,7 @@ def terms_within(positions, lane, row_count, chosen):
 @kernel
 def send_sums_kernel(
     numbers, buffer_ptrs, control, report, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
-    fingerprint=FINGERPRINT,
+    weight_grads, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """Sums to their homes, then the combine line and its flag. `row_stride` is in bytes."""
     lane = numbers_at(numbers)
@@ -94,6 +101,12 @@ def send_sums_kernel(
             place = token * lane.slots + ordinal
             record = sums + place * lane.sum_bytes
             pack_sum_row(total, lane.dtype, record, layout)
+            if lane.weight_grads:
+                grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
+                for k in range(lane.top_k):
+                    expert = load_int32(own + lane.ids + 4 * (first + k)) - lane.first_expert
+                    if 0 <= expert < lane.local_experts:
+                        store_float32(grads + 4 * k, load_float32(weight_grads + 4 * (first + k)))
             if lane.checksums:
                 pair = combined_sums(record, lane, epoch_of(control), lane.rank, place)
                 put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
@@ -101,11 +114,18 @@ def send_sums_kernel(
     return WRITTEN
 
 
-def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_programs: int | None = None) -> None:
+def send_sums(
+    lane: Lane,
+    expert_out: torch.Tensor,
+    dtype: torch.dtype,
+    num_programs: int | None = None,
+    weight_grads: torch.Tensor | None = None,
+) -> None:
     """`thinwire.triton_kernels.combine.send_sums` for CPU tensors, in one thread: other ranks want the other cores.
 
     Raises:
-        RoutingError: another shape of `expert_out`, or with `none` another dtype than the tokens'; nothing was sent.
+        RoutingError: another shape of `expert_out` or `weight_grads`, or with `none` another dtype than the tokens';
+            nothing was sent.
         WireFormatError: a dtype that the kernels cannot read or write; nothing was sent.
         TransportUnavailable: without numba.
     """
@@ -115,7 +135,9 @@ def send_sums(lane: Lane, expert_out: torch.Tensor, dtype: torch.dtype, num_prog
     scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K))
     memory = addresses(lane, "buffer_ptrs", "control", "report", "positions", "weights")
     rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
-    result = send_sums_kernel(numbers.address, *memory, *rows, dtype_code(expert_out.dtype), scratch)
+    weight_grads = check_weight_grads(lane, weight_grads)
+    grads = 0 if weight_grads is None else weight_grads.data_ptr()
+    result = send_sums_kernel(numbers.address, *memory, *rows, dtype_code(expert_out.dtype), scratch, grads)
     check_dtype(result, "dtype", dtype)
 
 

@@ -47,6 +47,7 @@ from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
+    DTYPE_BITS,
     REFUSED,
     REPORT_BAD_IDS,
     SIGNAL_DTYPE,
@@ -102,6 +103,7 @@ def send_tokens_kernel(
     id_bytes,
     topk_weights,
     tokens,
+    tag,
     fingerprint=FINGERPRINT,
 ):
     """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
@@ -150,7 +152,7 @@ def send_tokens_kernel(
                 copy_bytes(base + sums, own + sums, 16 * max(tokens, 0))
         line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
         store_int32(line + 4 * SIGNAL_TOKENS, tokens)
-        store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word)
+        store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word | tag << DTYPE_BITS)
         if lane.checksums:
             put_line_sums(base, line, lane, DISPATCH, epoch, lane.rank)
     store_int32(control + 4 * CONTROL_EPOCH, epoch)
@@ -163,6 +165,7 @@ def send_tokens(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     num_programs: int | None = None,
+    tag: int = 0,
 ) -> None:
     """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors, in one thread: other ranks want the other cores.
 
@@ -186,13 +189,14 @@ def send_tokens(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     memory = *addresses(lane, "buffer_ptrs", "control", "report"), x.data_ptr(), x.stride(0) * x.itemsize
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    send_tokens_kernel(numbers.address, *memory, ids, topk_ids.itemsize, weights, tokens)
+    send_tokens_kernel(numbers.address, *memory, ids, topk_ids.itemsize, weights, tokens, tag)
 
 
 def refuse(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane)
-    send_tokens_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control", "report"), 0, 0, 0, 8, 0, REFUSED)
+    memory = addresses(lane, "buffer_ptrs", "control", "report")
+    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, REFUSED, 0)
 
 
 @device

@@ -18,12 +18,21 @@ from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import NONE
 from thinwire.triton_kernels.cpu.signal import signal_line
-from thinwire.triton_kernels.round_layout import DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane, RoundLayout
+from thinwire.triton_kernels.round_layout import (
+    DTYPE_BITS,
+    DTYPE_CODES,
+    SIGNAL_DTYPE,
+    SIGNAL_TOKENS,
+    Lane,
+    RoundLayout,
+)
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
 
 #: What kernels that fill an output return.
 WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
+
+_DTYPE_MASK = (1 << DTYPE_BITS) - 1
 
 #: Bytes of an array of ranks, as int64.
 RANKS_BYTES = 8 * MAX_WORLD
@@ -33,7 +42,7 @@ RANKS_BYTES = 8 * MAX_WORLD
 _OF_LAYOUT = (
     "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
     "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums",
-    "checksums", "line_checksums", "plane_checksums", "sum_checksums",
+    "checksums", "line_checksums", "plane_checksums", "sum_checksums", "weight_grads",
 )  # fmt: skip
 
 #: All that is the same in every round of a lane.
@@ -128,7 +137,8 @@ def sum_layout_of(lane):
 def mixed_dtypes(buffer_ptrs, lane, kind):
     """Whether records of `kind` hold elements of another dtype than `lane` has: only those of `none` hold a dtype."""
     line = signal_line(buffer_ptrs, lane.rank, lane.signals, lane.rank)
-    return kind == NONE and np.int64(load_int32(line + 4 * SIGNAL_DTYPE)) != lane.dtype_word
+    word = np.int64(load_int32(line + 4 * SIGNAL_DTYPE))
+    return kind == NONE and (word < 0 or word & _DTYPE_MASK != lane.dtype_word)
 
 
 @device

@@ -19,6 +19,8 @@ numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
+from tests import rounds
+from tests.tampered_rounds import Kernels
 from tests.wires import DTYPES, assert_same_bits
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
@@ -529,6 +531,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(message: str) -> N
     with pytest.raises(RoutingError, match=message):
         refusals(lane)[message]()
     assert torch.equal(lane.buffer, image) and lane.control[CONTROL_EPOCH] == epoch
+
+
+def test_gradients_of_router_weights_go_home_with_the_sums() -> None:
+    generator = torch.Generator().manual_seed(2)
+    lanes = rounds.make_lanes(3, 7, 3, 40, 6, "int8", weight_grads=True)
+    for closing in ((), (1,)):
+        tokens = [rounds.Tokens.random(n, 40, 3, 7, torch.bfloat16, generator) for n in (5, 0, 6)]
+        rounds.run_round(Kernels, lanes, tokens, torch.randn(7, 40, generator=generator), closing)
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_gradients_of_router_weights_that_do_not_fit_are_refused(carries: bool) -> None:
+    (lane,) = rounds.make_lanes(1, 2, 1, 8, 4, weight_grads=carries)
+    dispatch_all([lane], [Sent(torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))])
+    image, good = lane.buffer.clone(), torch.zeros(4, 1)
+    accepted = "torch.float32" if carries else "None"
+    for given in (None, good[1:], good.double()) if carries else (good,):
+        with pytest.raises(RoutingError, match=f"weight_grads is .*; accepted: {accepted}"):
+            send_sums(lane, torch.zeros(3, 8), torch.float32, None, given)
+    assert torch.equal(lane.buffer, image)
 
 
 def test_other_dtypes_than_the_tokens_are_refused_where_records_hold_it() -> None:

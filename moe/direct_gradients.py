@@ -1,0 +1,112 @@
+"""Backward over the direct transport: gradients have lanes of their own, beside those of forward.
+
+A gradient takes the way of a token: ids and weights travel with it again, 8 bytes for each of a token's experts, and
+the experts' ranks route anew what comes, in kernels. So a plan is what a rank dispatched, and holds nothing of its
+peers'.
+With the sums come the gradients of router weights, each stored at its token's home by the rank that owns the expert.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.comm.flight_recorder import Recording
+from thinwire.errors import LaneError
+from thinwire.moe.direct import DirectRounds
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.gradients import GradientPlan, Wants
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
+from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
+
+
+class BackwardRounds(DirectRounds):
+    """Lanes on which gradients travel."""
+
+    phases = ("backward of combine", "backward of dispatch")
+
+
+class DirectPlan(GradientPlan):
+    """What a rank dispatched in a round, and the lane on which its gradients travel.
+
+    Args:
+        rounds: BackwardRounds, whose lanes have the numbers of those of forward.
+        d: the round.
+        topk_ids, topk_weights: what was dispatched, float32 weights; nobody else may write into them.
+    """
+
+    def __init__(
+        self, rounds: DirectRounds, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> None:
+        self.wants = wants
+        self._rounds, self._lane, self._dtype = rounds, d.lane, d._dtype
+        self._ids, self._weights = topk_ids, topk_weights
+        self._place = d._rounds.place(d.lane)
+        self._tag = wants.tag(d._rounds.rounds_begun[d.lane])
+        self._open: Dispatched | None = None
+
+    def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rounds, lane = self._rounds, self._lane
+        with self._recorded(rounds.phases[DISPATCH], dy):
+            tensors = rounds.lanes[lane]
+            rounds.open_rounds[lane] = self._open = None
+            if tensors.layout.WEIGHT_GRADS:
+                tensors.weight_grads.zero_()  # peers write there once they have this rank's line
+            self._open = rounds.dispatch(lane, dy, self._ids, self._weights, self._tag)
+            rounds.open_rounds[lane] = self._open
+        rows, _ = self._open._gather(num_rows)
+        # Row `num_rows` takes what has no place.
+        places = torch.where((tensors.positions >= 0) & (tensors.positions < num_rows), tensors.positions, num_rows)
+        weights = torch.zeros(num_rows + 1, device=dy.device)
+        weights[places.view(-1)] = tensors.weights.view(-1)
+        tensors.weights.fill_(1.0)  # the rows' gradients are added up as they are
+        return rows, weights[:num_rows]
+
+    def collect(
+        self, rows: torch.Tensor | None, dots: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rounds, lane = self._rounds, self._lane
+        hidden, device = rounds.config.hidden_size, rounds.device
+        dx = torch.empty(self._ids.shape[0], hidden, dtype=self._dtype, device=device)
+        if self._open is None:  # the sums are not in the graph: only the tokens are
+            self.send(dx.zero_(), 0)
+        if rounds.open_rounds[lane] is not self._open:
+            raise LaneError(
+                f"the backward of another round on lane {lane} began before that of this one was over; the rounds of a "
+                "lane must be used one after the other, by nodes of one device"
+            )
+        tensors = rounds.lanes[lane]
+        by_id = _in_order_of_ids(tensors, dots) if tensors.layout.WEIGHT_GRADS else None
+        if rows is None:
+            rows = dx[:0]
+        with self._recorded(rounds.phases[COMBINE], rows):
+            rounds.open_rounds[lane] = self._open = None
+            rounds.combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, by_id)
+        dw = None
+        if self.wants.weights:
+            running = tensors.control[CONTROL_STATUS] == RUNNING
+            dw = torch.where(running, tensors.weight_grads[: len(dx)], torch.nan)
+        return dx if self.wants.rows else None, dw
+
+    def _recorded(self, name: str, rows: torch.Tensor) -> Recording:
+        rounds = self._rounds
+        if rounds.closed:
+            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
+        recorder, wire = rounds.config.comm._settled_recorder(), rounds.config.wire
+        return recorder.begin(name, rows.shape, self._dtype, wire, rounds.name, self._place)
+
+
+def _in_order_of_ids(lane: Lane, dots: torch.Tensor | None) -> torch.Tensor:
+    """One number for each row, by slot and place of the row's expert among the token's ids; zero elsewhere.
+
+    `lane.positions` has the rows of a slot in ascending expert id; what a peer wrote as ids is only compared.
+    """
+    layout = lane.layout
+    if dots is None:
+        return torch.zeros_like(lane.weights)
+    first = layout.first_expert(lane.rank)
+    ids = lane.buffer[layout.IDS : layout.IDS + 4 * lane.weights.numel()].view(torch.int32).view(lane.weights.shape)
+    here = (ids >= first) & (ids < layout.first_expert(lane.rank + 1)) & (lane.positions[:, :1] >= 0)
+    ordinal = (here.unsqueeze(1) & (ids.unsqueeze(1) < ids.unsqueeze(2))).sum(2)
+    rows = lane.positions.gather(1, ordinal.clamp(max=layout.TOP_K - 1))
+    there = here & (rows >= 0) & (rows < len(dots))
+    return torch.where(there, torch.nn.functional.pad(dots, (0, 1))[torch.where(there, rows, len(dots))], 0.0)

@@ -1,0 +1,209 @@
+"""Gradients of a round: combine's backward is a dispatch of dy, and dispatch's backward is a combine.
+
+With w the router's weight of a token and an expert, and o the expert's output, each token's home sends dy to the ranks
+of its experts, along the plan of the forward round, and what comes back is added up there::
+
+    combine's backward:   d o = w * dy           d w = <dy, o>      at the experts' rank
+    dispatch's backward:  d x = sum of the gradients of the token's rows, and with them the d w      at home
+
+Quantisation counts as the identity (straight through). What travels backward is in `grad_wire`; d w is float32.
+
+The order of rounds. All ranks must run the same legs in the same order, and do. Autograd numbers the nodes of a graph
+as they are made, and of the nodes whose gradients are complete a device's thread always runs the one with the highest
+number. What uses a node's result was made after it, so among all nodes that are left the highest has nothing left to
+wait for: on one device nodes run in exactly the reverse of the order in which they were made, whatever lies between
+them. Ranks that dispatched and combined in the same order in forward therefore run the reverse of it in backward. Of a
+round, combine's node has a higher number than dispatch's, and is connected with it even where no gradient of a row
+flows between them; rounds that were open one after the other on a lane are so in backward, and on two lanes two are
+open. A recomputation (`torch.utils.checkpoint`) runs where the first saved tensor of its region is asked for. Combine's
+node always saves one, and asks for it before it sends: so on every rank the region's forward rounds come after the
+backward of all that was made later, and before the backward of its last round, and none of them is left half done.
+
+This does not hold for a graph that was made by several threads (their numbers are not comparable), one in which
+independent rounds depend on nodes of other devices, whose threads take their own time, or one of which ranks
+differentiate different parts: a rank that leaves out a round, or a rank without tokens that does not call backward.
+A leg therefore names the forward round to which it belongs, and ranks whose legs belong to different ones do not
+exchange rows: the staged transport takes no message of another round, so all ranks get PeerTimeout; the direct one
+raises RoutingError, or on CUDA gives NaN and raises at the next call. A rank that runs no leg at all is a PeerTimeout
+for the others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from thinwire.moe.plan import first_mentions
+
+MOST_WANTS = 4  # different ones
+_TAG_MASK = (1 << 28) - 1
+_DOT_ROWS = 4096  # of which float32 copies are made at a time
+
+
+class Wants(NamedTuple):
+    """What of a round's input wants a gradient; the same on every rank, which the dispatch compares."""
+
+    rows: bool
+    weights: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor, topk_weights: torch.Tensor) -> Wants:
+        enabled = torch.is_grad_enabled()
+        return cls(enabled and x.requires_grad, enabled and topk_weights.requires_grad)
+
+    def tag(self, of_round: int = 0) -> int:
+        """This, and to which round's backward a leg belongs; 0: it is one of forward. At most 28 bits."""
+        return (of_round * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
+
+
+def describe_tag(tag: int) -> str:
+    """A tag in words."""
+    wants = ("no gradients", "gradients of x", "gradients of topk_weights", "gradients of x and topk_weights")
+    return wants[tag % MOST_WANTS] + (f" of round {tag // MOST_WANTS}" if tag >= MOST_WANTS else "")
+
+
+class GradientPlan(ABC):
+    """The way of a round's gradients, for as long as the graph lives: the lane may have gone on to other rounds."""
+
+    wants: Wants
+
+    @abstractmethod
+    def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dispatch of gradients [tokens, hidden], collective.
+
+        Returns:
+            The experts' [num_rows, hidden], in the order and dtype of the round's tokens, zero where a row is padding;
+            and the router weight of each row, float32.
+        """
+
+    @abstractmethod
+    def collect(
+        self, rows: torch.Tensor | None, dots: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A combine of gradients, collective.
+
+        Args:
+            rows: [any number of rows, hidden]; None: there are none.
+            dots: float32, one for each row of expert_out; None: they are zero.
+
+        Returns:
+            What each token's rows add up to, [tokens, hidden], and its weights' gradients, float32 [tokens, top_k];
+            each only where it is wanted.
+        """
+
+
+class RoundGradients:
+    """What the nodes of one round share: its plan, and the gradients that wait for dispatch's node."""
+
+    def __init__(self, plan: GradientPlan, topk_ids: torch.Tensor) -> None:
+        self.plan = plan
+        self._ids = topk_ids
+        self._rows: torch.Tensor | None = None
+        self._dots: torch.Tensor | None = None
+
+    def of_experts(self, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+        """Combine's backward: the gradients of expert_out; the weights' are kept, if expert_out is given."""
+        self._rows = self._dots = None  # of a backward that came to nothing
+        rows, weights = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
+        if expert_out is not None:
+            pieces = zip(rows.split(_DOT_ROWS), expert_out.split(_DOT_ROWS), strict=True)
+            self._dots = torch.cat([torch.linalg.vecdot(left.float(), right.float()) for left, right in pieces])
+        return rows.mul_(weights.unsqueeze(1))
+
+    def add_rows(self, grad: torch.Tensor) -> None:
+        """Keeps gradients of the rows that were gathered; those of several gatherings add up."""
+        if self._rows is None:
+            self._rows = grad
+            return
+        more, fewer = sorted((self._rows, grad), key=len, reverse=True)
+        self._rows = more.clone()
+        self._rows[: len(fewer)] += fewer
+
+    def of_tokens(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dispatch's backward: the gradients of x and topk_weights."""
+        rows, self._rows = self._rows, None
+        dots, self._dots = self._dots, None
+        dx, dw = self.plan.collect(rows, dots)
+        if dw is not None:  # of merged experts: every mention has the gradient of the first
+            dw = torch.where(self._ids >= 0, dw.gather(1, first_mentions(self._ids)), 0.0)
+        return dx, dw
+
+
+class _Dispatch(torch.autograd.Function):
+    """Stands for the round in the graph: its result carries no values, and orders the other nodes before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, gradients: RoundGradients) -> torch.Tensor:
+        ctx.gradients, ctx.dtype = gradients, topk_weights.dtype
+        return x.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dw = ctx.gradients.of_tokens()
+        return dx, None if dw is None else dw.to(ctx.dtype), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, gather: Callable[[], Any]) -> Any:
+        ctx.gradients, ctx.carrier = gradients, torch.empty_like(carrier)
+        tokens, overflow = gather()
+        ctx.mark_non_differentiable(overflow)
+        return tokens, overflow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.gradients.add_rows(grads[0])
+        return ctx.carrier, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        expert_out: torch.Tensor,
+        carrier: torch.Tensor,
+        gradients: RoundGradients,
+        combine: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.num_rows, ctx.dtype = gradients, expert_out.shape[0], expert_out.dtype
+        # Something is saved in any case: the module's docstring says why.
+        ctx.save_for_backward(carrier, *([expert_out] if gradients.plan.wants.weights else []))
+        return combine(expert_out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        carrier, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
+        rows = ctx.gradients.of_experts(grads[0], kept[0] if kept else None, ctx.num_rows)
+        return rows.to(ctx.dtype) if ctx.needs_input_grad[0] else None, torch.empty_like(carrier), None, None
+
+
+class Link:
+    """One round's place in the graph."""
+
+    def __init__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, plan: GradientPlan) -> None:
+        self._gradients = RoundGradients(plan, topk_ids)
+        self._carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, self._gradients)
+
+    def lacks_gradient(self, tokens: torch.Tensor) -> bool:
+        """Whether rows were gathered under no_grad, and shall have a gradient now."""
+        return torch.is_grad_enabled() and self._gradients.plan.wants.rows and not tokens.requires_grad
+
+    def gather(self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `gather` returns; the first of it has a gradient, if x wants one."""
+        if not (torch.is_grad_enabled() and self._gradients.plan.wants.rows):
+            return gather()
+        gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather)
+        return gathered
+
+    def combine(self, expert_out: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What `combine` makes of expert_out, with a gradient."""
+        combined: torch.Tensor = _Combine.apply(expert_out, self._carrier, self._gradients, combine)
+        return combined
