@@ -79,6 +79,19 @@ def test_a_layer_computes_what_the_block_of_transformers_does(family: str, form:
     assert (got - expected).abs().max() / expected.abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("family", _CONFIGS)
+def test_in_bfloat16_a_layer_differs_from_the_block_by_rounding(family: str, tmp_path: Path):
+    model = new_model(family, torch.bfloat16)
+    model.set_experts_implementation("eager")  # torch's grouped products want rows of a multiple of 16 bytes
+    model.save_pretrained(tmp_path)
+    x = torch.randn(1, 100, 16, dtype=torch.bfloat16)
+    expected = block_output(model, x).float()
+    with torch.no_grad():
+        got = load_moe_layer(tmp_path, LAYER)(x)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - expected).norm() / expected.norm() <= 0.01
+
+
 @pytest.mark.parametrize("family,form", FORMS)
 def test_transformers_loads_what_was_written_back(family: str, form: str, tmp_path: Path):
     model = new_model(family)
