@@ -24,7 +24,7 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["MOST_BYTES", "MOST_TEXT", "OneOf", "decode", "encode", "unique_keys"]
+__all__ = ["MOST_BYTES", "MOST_TEXT", "OneOf", "decode", "encode", "parse", "unique_keys"]
 
 #: Of one rank's message.
 MOST_BYTES = 1 << 20
@@ -69,6 +69,19 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def parse(octets: bytes) -> Any:
+    """JSON of any shape; ValueError where it is none, not UTF-8, nested too deep, or has keys twice or long numbers."""
+    try:
+        return json.loads(
+            octets.decode(),  # json would guess at UTF-16 and UTF-32
+            object_pairs_hook=unique_keys,
+            parse_int=lambda digits: int(_bounded(digits)),
+            parse_float=lambda digits: float(_bounded(digits)),
+        )
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
 def decode(message: bytes, shape: Any, source: str) -> Any:
     """What `encode` was given.
 
@@ -87,13 +100,8 @@ def decode(message: bytes, shape: Any, source: str) -> Any:
     thinwire.errors.ThinwireError: rank 3 sent '[1]', expected [str, ...]
     """
     try:
-        value = json.loads(
-            message.decode(),  # json would guess at UTF-16 and UTF-32
-            object_pairs_hook=unique_keys,
-            parse_int=lambda digits: int(_bounded(digits)),
-            parse_float=lambda digits: float(_bounded(digits)),
-        )
-    except (ValueError, RecursionError) as error:
+        value = parse(message)
+    except ValueError as error:
         raise ThinwireError(f"{source} sent {len(message)} bytes that are not JSON: {error}") from None
     if not _fits(value, shape):
         text = message[:80].decode(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -16,18 +17,48 @@ from thinwire.errors import RoutingError
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
-class GroupedExperts(nn.Module):
-    """``num_experts`` two-layer MLPs without biases, held as stacked tensors.
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss's gated experts: ``g * sigmoid(alpha * g) * (u + 1)``.
 
-    Expert e computes ``act(x @ w_in[e]) @ w_out[e]``, or, gated, ``(act(x @ w_gate[e]) * (x @ w_in[e])) @ w_out[e]``
-    (Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202). On a rank of an expert-parallel group,
-    ``num_experts`` counts that rank's experts; it may be 0.
-
-    Parameters: ``w_in`` and, if gated, ``w_gate`` [num_experts, hidden_size, ff_size]; ``w_out`` [num_experts, ff_size,
-    hidden_size]; all drawn from N(0, 1 / fan-in).
+    ``g`` is the gate, at most ``limit``, and ``u`` the other half, within ``-limit .. limit``. Source: "gpt-oss-120b &
+    gpt-oss-20b Model Card", OpenAI, 2025 (arXiv:2508.10925), and the models' published code.
 
     Raises:
-        ValueError: a negative ``num_experts``, a size below 1, or an unknown activation.
+        ValueError: a number that is not finite, or a limit that is not above 0.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha", self.alpha), ("limit", self.limit)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        if self.limit <= 0:
+            raise ValueError(f"limit must be above 0, got {self.limit!r}")
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class GroupedExperts(nn.Module):
+    """``num_experts`` two-layer MLPs, held as stacked tensors.
+
+    Expert e computes ``act(x @ w_in[e]) @ w_out[e]``, or, gated, ``(act(x @ w_gate[e]) * (x @ w_in[e])) @ w_out[e]``
+    (Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202); with biases, each product has its own added.
+    On a rank of an expert-parallel group, ``num_experts`` counts that rank's experts; it may be 0.
+
+    Parameters: ``w_in`` and, if gated, ``w_gate`` [num_experts, hidden_size, ff_size]; ``w_out`` [num_experts, ff_size,
+    hidden_size]; all drawn from N(0, 1 / fan-in). With ``bias`` also ``b_in``, ``b_gate`` [num_experts, ff_size] and
+    ``b_out`` [num_experts, hidden_size], all zero.
+
+    Args:
+        activation: "silu", "gelu", or a :class:`ClampedSwiGLU`, which only gated experts have.
+
+    Raises:
+        ValueError: a negative ``num_experts``, a size below 1, or an activation that is unknown or needs a gate.
 
     >>> experts = GroupedExperts(2, hidden_size=4, ff_size=8)
     >>> experts(torch.zeros(3, 4), torch.tensor([1, 2])).shape
@@ -40,8 +71,9 @@ class GroupedExperts(nn.Module):
         hidden_size: int,
         ff_size: int,
         *,
-        activation: str = "silu",
+        activation: str | ClampedSwiGLU = "silu",
         gated: bool = False,
+        bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -51,8 +83,11 @@ class GroupedExperts(nn.Module):
                 "num_experts must be >= 0, hidden_size and ff_size >= 1, ints below 2**31, got "
                 f"{num_experts!r}, {hidden_size!r}, {ff_size!r}"
             )
-        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        if isinstance(activation, ClampedSwiGLU):
+            if not gated:
+                raise ValueError(f"{activation} is for gated experts: pass gated=True")
+        elif not isinstance(activation, str) or activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)} or a ClampedSwiGLU, got {activation!r}")
         self.hidden_size = hidden_size
         self.ff_size = ff_size
         self.activation = activation
@@ -63,6 +98,13 @@ class GroupedExperts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(outward, dtype=dtype, device=device))
         for weight in self.parameters():
             nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
+
+        def zeros(width: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(num_experts, width, dtype=dtype, device=device))
+
+        self.b_in = zeros(ff_size) if bias else None
+        self.b_gate = zeros(ff_size) if bias and gated else None
+        self.b_out = zeros(hidden_size) if bias else None
 
     @property
     def num_experts(self) -> int:
@@ -104,10 +146,17 @@ class GroupedExperts(nn.Module):
         return torch.cat(pieces)
 
     def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        activate = _ACTIVATIONS[self.activation]
-        inner = rows @ self.w_in[expert]
-        inner = activate(inner) if self.w_gate is None else activate(rows @ self.w_gate[expert]) * inner
-        return inner @ self.w_out[expert]
+        inner = _affine(rows, self.w_in, self.b_in, expert)
+        if self.w_gate is None:
+            assert isinstance(self.activation, str)
+            inner = _ACTIVATIONS[self.activation](inner)
+        else:
+            gate = _affine(rows, self.w_gate, self.b_gate, expert)
+            if isinstance(self.activation, str):
+                inner = _ACTIVATIONS[self.activation](gate) * inner
+            else:
+                inner = self.activation(gate, inner)
+        return _affine(inner, self.w_out, self.b_out, expert)
 
     def _segments(
         self, num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
@@ -139,7 +188,13 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         gate = ", gated" if self.w_gate is not None else ""
-        return f"{self.num_experts} experts, {self.hidden_size} -> {self.ff_size}, {self.activation}{gate}"
+        bias = ", biases" if self.b_in is not None else ""
+        return f"{self.num_experts} experts, {self.hidden_size} -> {self.ff_size}, {self.activation}{gate}{bias}"
+
+
+def _affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
+    product = rows @ weights[expert]
+    return product if biases is None else product + biases[expert]
 
 
 def _require_integers(name: str, numbers: torch.Tensor) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import nn
+from torch.nn import functional as F
 
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
-from thinwire.moe.experts import GroupedExperts
-from thinwire.moe.routing import top_k_route
+from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
+from thinwire.moe.routing import RouterConfig, top_k_route
 
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
@@ -28,6 +30,10 @@ class Routing(NamedTuple):
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer: ``y = sum over the top-k experts e of weight_e * expert_e(x)``.
 
+    With ``shared_ff_size`` above 0 one more expert of that inner size, without biases, is added for every token, with
+    weight 1, on the token's own rank (DeepSeek's shared experts, side by side). ``router_config`` says how experts are
+    chosen and weighted; activation, gate and biases are those of :class:`GroupedExperts`.
+
     Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
     collective: every rank of the group calls it as often as the others, with any number of tokens, also none, and so it
     is with backward. There an expert gets the gradient of all ranks' tokens, and the router that of this rank's: add
@@ -35,16 +41,19 @@ class MoELayer(nn.Module):
     to be the same on every rank: load existing ones with :func:`thinwire.moe.checkpoint.load_checkpoint`, or use
     :meth:`shard`.
 
-    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded).
+    The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
+    shared expert is added to it in the dtype of ``x``.
 
     Raises:
-        ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, or an ``ep`` whose
-            local experts are not among ``num_experts``.
+        ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, groups of
+            ``router_config`` that do not fit these, or an ``ep`` whose local experts are not among ``num_experts``.
 
     >>> layer = MoELayer(hidden_size=8, ff_size=16, num_experts=4, top_k=2)
     >>> layer(torch.zeros(2, 3, 8)).shape
     torch.Size([2, 3, 8])
     """
+
+    correction_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -53,8 +62,11 @@ class MoELayer(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        activation: str = "silu",
+        activation: str | ClampedSwiGLU = "silu",
         gated: bool = False,
+        expert_bias: bool = False,
+        shared_ff_size: int = 0,
+        router_config: RouterConfig | None = None,
         ep: ExpertParallel | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -65,14 +77,23 @@ class MoELayer(nn.Module):
                 raise ValueError(f"{name} must be an int of at least 1, and below 2**31, got {size!r}")
         if not is_int(top_k, 1, num_experts):
             raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k!r}")
+        if not is_int(shared_ff_size, 0):
+            raise ValueError(f"shared_ff_size must be an int of at least 0, and below 2**31, got {shared_ff_size!r}")
+        self.router_config = RouterConfig() if router_config is None else router_config
+        self.router_config.check_sizes(num_experts, top_k)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
         self.ep = ep
         self.local_experts = range(num_experts) if ep is None else self._owned(ep)
-        self.router = nn.Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
-        sizes = (len(self.local_experts), hidden_size, ff_size)
-        self.experts = GroupedExperts(*sizes, activation=activation, gated=gated, dtype=dtype, device=device)
+        bias = self.router_config.bias
+        self.router = nn.Linear(hidden_size, num_experts, bias=bias, dtype=dtype, device=device)
+        correction = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("correction_bias", correction if self.router_config.correction_bias else None)
+
+        experts = partial(GroupedExperts, activation=activation, gated=gated, dtype=dtype, device=device)
+        self.experts = experts(len(self.local_experts), hidden_size, ff_size, bias=expert_bias)
+        self.shared = experts(1, hidden_size, shared_ff_size) if shared_ff_size else None
 
     def _owned(self, ep: ExpertParallel) -> range:
         for name in ("num_experts", "top_k", "hidden_size"):
@@ -105,8 +126,12 @@ class MoELayer(nn.Module):
 
     def route(self, x: torch.Tensor) -> Routing:
         """The router's decision for tokens [T, hidden_size]."""
-        router_logits = self.router(x)
-        topk_ids, topk_weights = top_k_route(router_logits, self.top_k)
+        if self.router_config.scoring == "sigmoid":
+            bias = None if self.router.bias is None else self.router.bias.float()
+            router_logits = F.linear(x.float(), self.router.weight.float(), bias)
+        else:
+            router_logits = self.router(x)
+        topk_ids, topk_weights = top_k_route(router_logits, self.top_k, self.router_config, self.correction_bias)
         return Routing(router_logits, topk_ids, topk_weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +167,8 @@ class MoELayer(nn.Module):
             dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights)
             expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
             y = self.ep.combine(expert_out, dispatched)
+        if self.shared is not None:
+            y = y + self.shared(x2d, torch.tensor([x2d.shape[0]], device="cpu"))
         return y.reshape(x.shape), routing
 
     def _forward_local(self, x2d: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
+from einops import rearrange
 
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
@@ -28,25 +32,92 @@ def expert_range(num_experts: int, world_size: int, rank: int) -> range:
     return range(start, start + block + (rank < larger))
 
 
-def top_k_route(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class RouterConfig:
+    """How router logits become experts and weights; the default is Shazeer's gate, as Mixtral has it.
+
+    ``scores = softmax(logits)`` over all experts, or ``sigmoid(logits)`` of each, in fp32. The ``top_k`` experts with
+    the largest scores are taken, and their weights are ``scale * score``, the scores divided by their sum first if
+    ``renormalize``. What DeepSeek-V3 adds ("DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section 2.1.2, and
+    its published code): experts are chosen, not weighted, by ``score + correction_bias``; and with ``num_groups`` above
+    1 only among those of the ``top_groups`` groups, of consecutive experts, whose two best such sums are largest.
+
+    Attributes:
+        scoring: "softmax" or "sigmoid". For sigmoid a layer computes the logits in fp32, too.
+        renormalize: whether the weights of a token sum to ``scale``.
+        scale: what all weights are multiplied by.
+        num_groups: of equal size; it divides the number of experts.
+        top_groups: 1..num_groups.
+        bias: whether the router has one, [num_experts], which is part of the logits.
+        correction_bias: whether the layer has one, fp32 [num_experts], not trained.
+
+    Raises:
+        ValueError: an unknown scoring, a scale that is not finite and above 0, or numbers of groups out of range.
+    """
+
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    correction_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}")
+        scale: object = self.scale
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not number or not math.isfinite(self.scale) or self.scale <= 0:
+            raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}")
+        if not is_int(self.num_groups, 1) or not is_int(self.top_groups, 1, self.num_groups):
+            raise ValueError(
+                "num_groups must be an int of at least 1, and top_groups lie in 1..num_groups, got "
+                f"{self.num_groups!r} and {self.top_groups!r}"
+            )
+
+    def check_sizes(self, num_experts: int, top_k: int) -> None:
+        """Raises ValueError where experts do not fall into such groups, or ``top_k`` are not in those taken."""
+        group_size, rest = divmod(num_experts, self.num_groups)
+        if rest or (self.num_groups > 1 and group_size < 2):
+            raise ValueError(
+                f"{num_experts} experts in {self.num_groups} groups: groups must be equal, and of at least 2 experts"
+            )
+        if top_k > group_size * self.top_groups:
+            raise ValueError(
+                f"top_k is {top_k}, but {self.top_groups} of {self.num_groups} groups hold "
+                f"{group_size * self.top_groups} of the {num_experts} experts"
+            )
+
+
+def top_k_route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    config: RouterConfig | None = None,
+    correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose ``top_k`` experts for every token and the weights of their outputs.
 
-    ``p = softmax(router_logits)`` over all experts in fp32; the ``top_k`` largest are kept, and their weights are
-    ``p / sum of the kept p``. This is the gate of Shazeer et al., "Outrageously Large Neural Networks: The
-    Sparsely-Gated Mixture-of-Experts Layer", 2017 (arXiv:1701.06538), section 2.1, without its noise. Experts with
-    equal probabilities are taken in ascending id, so that ties do not depend on the device.
+    Without ``config``: ``p = softmax(router_logits)`` over all experts in fp32; the ``top_k`` largest are kept, and
+    their weights are ``p / sum of the kept p``. This is the gate of Shazeer et al., "Outrageously Large Neural
+    Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017 (arXiv:1701.06538), section 2.1, without its noise.
+    Experts with equal scores are taken in ascending id, so that ties do not depend on the device.
 
     Args:
         router_logits: floating point [T, E].
         top_k: 1..E.
+        config: other ways to score and choose; see :class:`RouterConfig`.
+        correction_bias: floating point [E], added to the scores by which experts are chosen; None for none.
 
     Returns:
-        ``topk_ids`` int32 [T, K], the most probable expert first, no id twice in a row;
-        ``topk_weights`` fp32 [T, K], each row sums to 1. The weights are differentiable in ``router_logits``.
+        ``topk_ids`` int32 [T, K], the expert with the best score first, no id twice in a row;
+        ``topk_weights`` fp32 [T, K], by default each row sums to 1. The weights are differentiable in
+        ``router_logits``.
 
     Raises:
-        RoutingError: ``router_logits`` is not a floating-point matrix, or ``top_k`` is outside 1..E.
-        ArgumentError: ``router_logits`` is no dense tensor.
+        RoutingError: ``router_logits`` is not a floating-point matrix, ``top_k`` is outside 1..E, the groups of
+            ``config`` do not fit E and ``top_k``, or ``correction_bias`` is not [E].
+        ArgumentError: ``router_logits`` or ``correction_bias`` is no dense tensor.
 
     >>> ids, weights = top_k_route(torch.tensor([[0.0, 2.0, 2.0, -1.0]]), top_k=2)
     >>> ids.tolist(), weights.tolist()
@@ -61,11 +132,40 @@ def top_k_route(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
     num_experts = router_logits.shape[1]
     if not is_int(top_k, 1, num_experts):
         raise RoutingError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k!r}")
-    probabilities = router_logits.float().softmax(dim=-1)
+    config = RouterConfig() if config is None else config
+    try:
+        config.check_sizes(num_experts, top_k)
+    except ValueError as error:
+        raise RoutingError(str(error)) from error
+    logits = router_logits.float()
+    scores = logits.softmax(dim=-1) if config.scoring == "softmax" else logits.sigmoid()
+    ranking = scores.detach()
+    if correction_bias is not None:
+        require_dense("correction_bias", correction_bias, in_memory=False)
+        if tuple(correction_bias.shape) != (num_experts,) or not correction_bias.is_floating_point():
+            raise RoutingError(
+                f"correction_bias must be floating point [{num_experts}], got {correction_bias.dtype} "
+                f"{tuple(correction_bias.shape)}"
+            )
+        ranking = ranking + correction_bias.float()
+    if config.num_groups > 1:
+        ranking = _only_best_groups(ranking, config)
     # torch.topk leaves the order of equal values open; a stable sort does not.
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    kept = ranked[:, :top_k]
-    return order[:, :top_k].to(torch.int32), kept / kept.sum(dim=-1, keepdim=True)
+    chosen = ranking.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    weights = scores.gather(1, chosen)
+    if config.renormalize:
+        # As DeepSeek-V3 does it: sigmoids may all be 0. A sum of softmaxes is far too large for this to change it.
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return chosen.to(torch.int32), weights if config.scale == 1.0 else weights * config.scale
+
+
+def _only_best_groups(ranking: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    """-inf for the experts of groups that are not taken."""
+    by_group = rearrange(ranking, "tokens (groups experts) -> tokens groups experts", groups=config.num_groups)
+    best = by_group.topk(2, dim=-1).values.sum(dim=-1).argsort(dim=-1, descending=True, stable=True)
+    taken = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranking.device)
+    taken.scatter_(1, best[:, : config.top_groups], True)
+    return by_group.masked_fill(~taken[:, :, None], -math.inf).flatten(1)
 
 
 def load_balancing_loss(router_logits: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:

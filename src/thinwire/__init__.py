@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.layer import MoELayer as MoELayer
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
+    from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
+    from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
     from thinwire.wire import WireFormat as WireFormat
 
 _MODULES = {
@@ -50,6 +52,7 @@ _MODULES = {
     "moe.dispatched": "Dispatched",
     "moe.layer": "MoELayer",
     "moe.parallel": "ExpertParallel",
+    "moe.pretrained": "load_moe_layer save_moe_layers",
     "wire": "WireFormat",
 }
 _PUBLIC = {name: f"thinwire.{module}" for module, names in _MODULES.items() for name in names.split()}

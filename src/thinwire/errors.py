@@ -116,4 +116,4 @@ class TransportUnavailable(ThinwireError, RuntimeError):
 
 
 class CheckpointError(ThinwireError, ValueError):
-    """A checkpoint file that lacks a tensor, or holds one of another shape or dtype."""
+    """A checkpoint that lacks a tensor, holds one of another shape or dtype, or is at odds with itself."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fuzz.change import Change, json_behind, json_in_lines, safetensors_header, words_in_lines
+from tests.fuzz.pretrained import change_file, pretrained
 from tests.guarded import guarded, guarded_copy
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm import mailbox, meeting, standby
@@ -322,6 +323,7 @@ TARGETS: dict[str, Target] = {
     "launcher": Target(launcher, words_in_lines),
     "rank_table": Target(rank_table, json_behind(0)),
     "checkpoint": Target(checkpoint, safetensors_header),
+    "pretrained": Target(pretrained, change_file),
     "thresholds": Target(thresholds, json_behind(0)),
     "flight": Target(flight, json_in_lines),
 }

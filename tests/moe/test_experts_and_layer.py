@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from thinwire.errors import RoutingError
-from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
 from thinwire.moe.layer import MoELayer
+from thinwire.moe.routing import RouterConfig
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
@@ -277,3 +278,67 @@ def test_sharding_twice_or_beyond_the_experts_is_refused():
     for sizes in ((5, 2, 16), (4, 1, 16), (4, 2, 8)):
         with pytest.raises(ValueError, match="they must be the same"):
             MoELayer(16, 8, 4, 2, ep=OneRank(range(0, 2), *sizes))
+
+
+def test_experts_with_biases_and_clamped_swiglu_equal_the_formula_in_float64():
+    torch.manual_seed(11)
+    activation = ClampedSwiGLU(alpha=1.5, limit=0.75)
+    experts = GroupedExperts(3, 6, 5, activation=activation, gated=True, bias=True)
+    assert {name for name, _ in experts.named_parameters()} == {"w_in", "w_gate", "w_out", "b_in", "b_gate", "b_out"}
+    for bias in (experts.b_in, experts.b_gate, experts.b_out):
+        assert bias.detach().count_nonzero() == 0
+        nn.init.normal_(bias)
+    x, counts = torch.randn(7, 6), [4, 0, 3]
+    y = experts(x, torch.tensor(counts))
+    owner = [0] * 4 + [2] * 3
+    clamped = 0
+    for row, expert, got in zip(x.double(), owner, y, strict=True):
+        gate = row @ experts.w_gate[expert].double() + experts.b_gate[expert].double()
+        up = row @ experts.w_in[expert].double() + experts.b_in[expert].double()
+        clamped += int((gate > 0.75).sum()) * int((up.abs() > 0.75).sum())
+        gate = torch.minimum(gate, torch.tensor(0.75))
+        up = up.clamp(min=-0.75).clamp(max=0.75)
+        inner = (up + 1) * gate / (1 + torch.exp(-1.5 * gate))
+        expected = inner @ experts.w_out[expert].double() + experts.b_out[expert].double()
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert clamped, "nothing was clamped"
+
+
+def test_activations_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="gated=True"):
+        GroupedExperts(1, 2, 2, activation=ClampedSwiGLU())
+    for odd in (0.0, float("nan"), True, "7"):
+        with pytest.raises(ValueError, match="limit must be"):
+            ClampedSwiGLU(limit=odd)
+
+
+def test_a_shared_expert_is_added_for_every_token_also_when_sharded():
+    torch.manual_seed(12)
+    layer = MoELayer(8, 12, 4, 2, gated=True, shared_ff_size=10)
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        y = layer(x)
+        shared = torch.stack([exact_expert(layer.shared, 0, row) for row in x])
+        routed = exact_layer(layer, x, layer.route(x).topk_ids)
+        torch.testing.assert_close(y.double(), routed + shared, rtol=1e-5, atol=1e-5)
+        assert layer(x[:0]).shape == (0, 8)
+        assert torch.equal(layer.shard(OneRank(range(4), 4, 2, 8))(x), y)
+
+
+def test_a_router_with_biases_chooses_by_the_corrected_scores_and_weighs_by_the_others():
+    config = RouterConfig("sigmoid", scale=2.5, num_groups=2, top_groups=1, bias=True, correction_bias=True)
+    layer = MoELayer(8, 4, 6, 2, router_config=config, dtype=torch.bfloat16)
+    assert layer.correction_bias.dtype == torch.float32 and "correction_bias" in layer.state_dict()
+    nn.init.normal_(layer.router.bias)
+    layer.correction_bias[:] = torch.tensor([0.0, 0.0, 0.0, 9.0, 8.0, 10.0])
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    routing = layer.route(x)
+    assert routing.router_logits.dtype == torch.float32
+    assert set(routing.topk_ids.flatten().tolist()) == {3, 5}
+    logits = x.double() @ layer.router.weight.double().T + layer.router.bias.double()
+    kept = logits.sigmoid().gather(1, routing.topk_ids.long())
+    torch.testing.assert_close(routing.topk_weights.double(), 2.5 * kept / kept.sum(1, keepdim=True), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="2 of the"):
+        MoELayer(8, 4, 4, 3, router_config=config)
+    with pytest.raises(ValueError, match="shared_ff_size"):
+        MoELayer(8, 4, 4, 2, shared_ff_size=-1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.moe.routing import expert_range, load_balancing_loss, top_k_route
+from thinwire.moe.routing import RouterConfig, expert_range, load_balancing_loss, top_k_route
 
 
 def random_logits(tokens: int, experts: int, seed: int = 0) -> torch.Tensor:
@@ -137,3 +137,55 @@ def test_descending_the_balance_loss_evens_out_the_load():
 def test_balance_loss_refuses_ids_that_do_not_fit(logits: torch.Tensor, ids: torch.Tensor):
     with pytest.raises(RoutingError, match="got"):
         load_balancing_loss(logits, ids, 2)
+
+
+def test_weights_that_are_not_renormalised_are_the_probabilities():
+    logits = random_logits(17, 9)
+    ids, weights = top_k_route(logits, 3, RouterConfig(renormalize=False, scale=0.5))
+    assert torch.equal(ids, top_k_route(logits, 3)[0])
+    probabilities = logits.double().softmax(-1).gather(1, ids.long())
+    torch.testing.assert_close(weights.double(), probabilities / 2, rtol=1e-6, atol=1e-7)
+
+
+def test_only_experts_of_the_best_groups_are_taken():
+    """Against a search over all experts, one token at a time, in float64."""
+    config = RouterConfig("sigmoid", renormalize=False, num_groups=4, top_groups=2, correction_bias=True)
+    logits, bias = random_logits(50, 12), random_logits(1, 12, seed=1)[0] / 6
+    ids, weights = top_k_route(logits, 5, config, bias)
+    corrected = logits.double().sigmoid() + bias.double()
+    differs = 0
+    for token, chosen in enumerate(ids.tolist()):
+        by_group = [sorted(corrected[token, 3 * g : 3 * g + 3].tolist())[1:] for g in range(4)]
+        best = sorted(range(4), key=lambda g: sum(by_group[g]))[2:]
+        allowed = [expert for expert in range(12) if expert // 3 in best]
+        expected = sorted(allowed, key=lambda e: -corrected[token, e].item())[:5]
+        assert chosen == expected
+        differs += set(expected) != set(corrected[token].topk(5).indices.tolist())
+    assert differs > 5, "the groups made no difference"
+    torch.testing.assert_close(weights.double(), logits.double().sigmoid().gather(1, ids.long()), rtol=1e-6, atol=1e-7)
+
+
+def test_sigmoids_that_are_all_zero_give_weights_of_zero():
+    _, weights = top_k_route(torch.full((1, 4), -200.0), 2, RouterConfig("sigmoid"))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "config,top_k,message",
+    [
+        (RouterConfig(num_groups=3), 2, "groups must be equal"),
+        (RouterConfig(num_groups=8), 1, "at least 2"),
+        (RouterConfig(num_groups=4, top_groups=1), 3, "hold 2 of the 8"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(config: RouterConfig, top_k: int, message: str):
+    with pytest.raises(RoutingError, match=message):
+        top_k_route(random_logits(2, 8), top_k, config)
+
+
+def test_odd_router_settings_are_refused():
+    for odd in ({"scoring": "relu"}, {"scale": 0.0}, {"scale": float("inf")}, {"num_groups": 0}, {"top_groups": 2}):
+        with pytest.raises(ValueError, match="must"):
+            RouterConfig(**odd)
+    with pytest.raises(RoutingError, match=r"correction_bias must be floating point \[8\]"):
+        top_k_route(random_logits(2, 8), 2, None, torch.zeros(7))

@@ -1,0 +1,320 @@
+"""How Hugging Face's checkpoints name, shape and lay out the tensors of a mixture-of-experts block, by model family.
+
+Two forms of experts are in use: one tensor an expert and matrix, `experts.{e}.gate_proj.weight` [ff, hidden], as the
+models were published; and all experts of a layer in one tensor, `experts.gate_up_proj` [experts, 2 ff, hidden], gate
+first, as transformers 5 holds them. gpt-oss's is of the second kind, transposed, [experts, hidden, 2 ff], with gate and
+up in alternate columns, and has biases. Names, shapes, configuration and its defaults are those of transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from thinwire.errors import CheckpointError
+from thinwire.moe.checkpoint_folder import CONFIG, CheckpointFolder
+from thinwire.moe.experts import ClampedSwiGLU
+from thinwire.moe.model_config import ModelConfig
+from thinwire.moe.routing import RouterConfig
+
+__all__ = ["FAMILIES", "LayerPlan", "Piece", "plan_layer"]
+
+_View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Slot(NamedTuple):
+    """Values of a stored matrix that are one of a layer's.
+
+    Attributes:
+        parameter: its name in the layer's `state_dict`.
+        view: those values within what is stored, as the layer has them; a view, to be read and to be written.
+    """
+
+    parameter: str
+    view: _View
+
+
+class Piece(NamedTuple):
+    """A tensor of a file, or one expert's part of it.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the whole tensor.
+        row: the part, along its first dimension; None for all of it.
+        expert: whose it is; None for what belongs to no expert.
+        slots: where the values go, all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row: int | None
+    expert: int | None
+    slots: tuple[Slot, ...]
+
+
+def _whole(stored: torch.Tensor) -> torch.Tensor:
+    return stored
+
+
+def _transposed(stored: torch.Tensor) -> torch.Tensor:
+    return stored.T
+
+
+def _first_half(stored: torch.Tensor) -> torch.Tensor:
+    return stored[: len(stored) // 2].T
+
+
+def _second_half(stored: torch.Tensor) -> torch.Tensor:
+    return stored[len(stored) // 2 :].T
+
+
+def _even(stored: torch.Tensor) -> torch.Tensor:
+    return stored[..., ::2]
+
+
+def _odd(stored: torch.Tensor) -> torch.Tensor:
+    return stored[..., 1::2]
+
+
+#: Of one expert: the end of the name, the shape in units of h(idden) and f(f), and where it goes in GroupedExperts.
+_Matrix = tuple[str, str, tuple[Slot, ...]]
+
+
+def _three(gate: str, up: str, down: str) -> tuple[_Matrix, ...]:
+    return (
+        (f"{gate}.weight", "fh", (Slot("w_gate", _transposed),)),
+        (f"{up}.weight", "fh", (Slot("w_in", _transposed),)),
+        (f"{down}.weight", "hf", (Slot("w_out", _transposed),)),
+    )
+
+
+_PROJECTIONS = _three("gate_proj", "up_proj", "down_proj")
+
+
+class Layout(NamedTuple):
+    """A form of experts.
+
+    Attributes:
+        block: the name of the mixture-of-experts block in a layer.
+        stacked: whether all experts are in one tensor.
+        matrices: an expert's.
+    """
+
+    block: str
+    stacked: bool
+    matrices: tuple[_Matrix, ...]
+
+    @property
+    def first(self) -> str:
+        """The name of a tensor, behind the layer's, that there is in this form only."""
+        return f"{self.block}.experts.{'' if self.stacked else '0.'}{self.matrices[0][0]}"
+
+
+_PER_EXPERT = Layout("mlp", False, _PROJECTIONS)
+_FUSED = Layout(
+    "mlp",
+    True,
+    (
+        ("gate_up_proj", "2h", (Slot("w_gate", _first_half), Slot("w_in", _second_half))),
+        ("down_proj", "hf", (Slot("w_out", _transposed),)),
+    ),
+)
+_MIXTRAL = Layout("block_sparse_moe", False, _three("w1", "w3", "w2"))
+_GPT_OSS = Layout(
+    "mlp",
+    True,
+    (
+        ("gate_up_proj", "h2", (Slot("w_gate", _even), Slot("w_in", _odd))),
+        ("gate_up_proj_bias", "2", (Slot("b_gate", _even), Slot("b_in", _odd))),
+        ("down_proj", "fh", (Slot("w_out", _whole),)),
+        ("down_proj_bias", "h", (Slot("b_out", _whole),)),
+    ),
+)
+
+
+class Family(NamedTuple):
+    """What is particular to a family: forms of its experts, and names of its settings in config.json."""
+
+    layouts: tuple[Layout, ...]
+    num_experts: tuple[str, ...]
+    ff_size: str
+    router: Callable[[ModelConfig], RouterConfig]
+    router_name: str = "gate"
+    has_shared: bool = False
+
+
+def _deepseek_router(settings: ModelConfig) -> RouterConfig:
+    settings.one_of("scoring_func", ("sigmoid",), "sigmoid")
+    settings.one_of("topk_method", ("noaux_tc",), "noaux_tc")
+    return RouterConfig(
+        scoring="sigmoid",
+        renormalize=settings.truth("norm_topk_prob", True),
+        scale=settings.number("routed_scaling_factor", 2.5),
+        num_groups=settings.size("n_group", 8),
+        top_groups=settings.size("topk_group", 4),
+        correction_bias=True,
+    )
+
+
+def _softmax_router(settings: ModelConfig) -> RouterConfig:
+    return RouterConfig(renormalize=settings.truth("norm_topk_prob", False))
+
+
+_NUMBER = ("num_experts", "num_local_experts")
+#: By `model_type`.
+FAMILIES = {
+    "mixtral": Family((_MIXTRAL, _FUSED), _NUMBER, "intermediate_size", lambda settings: RouterConfig()),
+    "qwen3_moe": Family((_PER_EXPERT, _FUSED), _NUMBER, "moe_intermediate_size", _softmax_router),
+    "olmoe": Family((_PER_EXPERT, _FUSED), _NUMBER, "intermediate_size", _softmax_router),
+    "deepseek_v3": Family(
+        (_PER_EXPERT, _FUSED), ("n_routed_experts", *_NUMBER), "moe_intermediate_size", _deepseek_router,
+        has_shared=True,
+    ),
+    "gpt_oss": Family(
+        (_GPT_OSS,), _NUMBER, "intermediate_size", lambda settings: RouterConfig(bias=True), router_name="router"
+    ),
+}  # fmt: skip
+
+
+class LayerPlan(NamedTuple):
+    """A layer of a checkpoint: its sizes, and where its values are.
+
+    Attributes:
+        prefix: of its tensors' names, `model.layers.3.`.
+        hidden_size, ff_size, num_experts, top_k, shared_ff_size, activation, router_config: as for `MoELayer`.
+    """
+
+    prefix: str
+    family: Family
+    layout: Layout
+    hidden_size: int
+    ff_size: int
+    num_experts: int
+    top_k: int
+    shared_ff_size: int
+    activation: str | ClampedSwiGLU
+    router_config: RouterConfig
+
+    @property
+    def expert_bias(self) -> bool:
+        return any(slot.parameter == "b_in" for _, _, slots in self.layout.matrices for slot in slots)
+
+    def pieces(self, experts: range) -> Iterator[Piece]:
+        """All tensors of no expert, then those of these experts, each expert's as far as they are its own."""
+        block = f"{self.prefix}{self.layout.block}."
+        router = f"{block}{self.family.router_name}."
+        tensors = [(f"{router}weight", "eh", Slot("router.weight", _whole))]
+        if self.router_config.bias:
+            tensors.append((f"{router}bias", "e", Slot("router.bias", _whole)))
+        if self.router_config.correction_bias:
+            tensors.append((f"{router}e_score_correction_bias", "e", Slot("correction_bias", _whole)))
+        for name, shape, slot in tensors:
+            yield Piece(name, self._shape(shape), None, None, (slot,))
+        if self.shared_ff_size:
+            for name, shape, slots in _PROJECTIONS:
+                named = tuple(_within("shared", slot, lambda tensor: tensor[None]) for slot in slots)
+                yield Piece(f"{block}shared_experts.{name}", self._shape(shape, self.shared_ff_size), None, None, named)
+        for name, shape, slots in self.layout.matrices:
+            named = tuple(_within("experts", slot) for slot in slots)
+            for expert in experts:
+                if self.layout.stacked:
+                    yield Piece(f"{block}experts.{name}", self._shape("e" + shape), expert, expert, named)
+                else:
+                    yield Piece(f"{block}experts.{expert}.{name}", self._shape(shape), None, expert, named)
+
+    def _shape(self, units: str, ff_size: int | None = None) -> tuple[int, ...]:
+        ff_size = self.ff_size if ff_size is None else ff_size
+        sizes = {"e": self.num_experts, "h": self.hidden_size, "f": ff_size, "2": 2 * ff_size}
+        return tuple(sizes[unit] for unit in units)
+
+
+def _within(module: str, slot: Slot, around: _View = _whole) -> Slot:
+    return Slot(f"{module}.{slot.parameter}", lambda stored: around(slot.view(stored)))
+
+
+def plan_layer(folder: CheckpointFolder, layer: int) -> LayerPlan:
+    """Where a layer's values are in a folder. Of files that hold tensors nothing is read but headers.
+
+    Raises:
+        CheckpointError: config.json is of another family or says what cannot be; the layer has no experts, or other
+            tensors than it should.
+    """
+    settings = ModelConfig(folder)
+    if "quantization_config" in folder.config:
+        raise CheckpointError(
+            f"{folder.path} holds quantised weights, by quantization_config in {CONFIG}; expected weights in float64, "
+            "float32, float16 or bfloat16"
+        )
+    family = FAMILIES[settings.get("model_type", f"one of {', '.join(FAMILIES)}", _is_family)]
+    prefix, names = _names_of(folder, family, layer)
+    layouts = [layout for layout in family.layouts if prefix + layout.first in names]
+    if len(layouts) != 1:
+        forms = " or ".join(prefix + layout.first for layout in family.layouts)
+        raise CheckpointError(
+            f"{folder.path}: layer {layer} has experts in no known form, expected {forms}; it has {_few(names)}"
+        )
+    num_experts, ff_size = settings.size(family.num_experts), settings.size(family.ff_size)
+    shared = settings.size("n_shared_experts", 1) if family.has_shared else 0
+    activation: str | ClampedSwiGLU
+    try:
+        if layouts[0] is _GPT_OSS:
+            settings.one_of("hidden_act", ("silu",), "silu")
+            activation = ClampedSwiGLU(settings.number("swiglu_alpha", 1.702), settings.number("swiglu_limit", 7.0))
+        else:
+            activation = settings.one_of("hidden_act", ("silu", "gelu"), "silu")
+        top_k, router_config = settings.size("num_experts_per_tok"), family.router(settings)
+        if top_k > num_experts:
+            raise ValueError(f"num_experts_per_tok is {top_k}, of {num_experts} experts")
+        router_config.check_sizes(num_experts, top_k)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path / CONFIG}: {error}") from error
+    plan = LayerPlan(
+        prefix, family, layouts[0], settings.size("hidden_size"), ff_size, num_experts, top_k, shared * ff_size,
+        activation, router_config,
+    )  # fmt: skip
+    _check_names(folder, plan, names)
+    return plan
+
+
+def _is_family(value: object) -> bool:
+    return isinstance(value, str) and value in FAMILIES
+
+
+def _names_of(folder: CheckpointFolder, family: Family, layer: int) -> tuple[str, set[str]]:
+    """What all tensors of a layer begin with, and those of its mixture-of-experts block."""
+    blocks = tuple({f"{layout.block}." for layout in family.layouts})
+    for prefix in (f"model.layers.{layer}.", f"layers.{layer}."):  # the second without a language model's head
+        starts = tuple(prefix + block for block in blocks)
+        names = {name for name in folder.names if name.startswith(starts)}
+        if any(".experts." in name for name in names):
+            return prefix, names
+    found = sorted({int(match[1]) for name in folder.names if (match := _EXPERTS.match(name))})
+    layers = ", ".join(map(str, found[:100])) if found else "none"
+    raise CheckpointError(f"{folder.path}: layer {layer} has no experts; layers that have: {layers}")
+
+
+_EXPERTS = re.compile(r"(?:model\.)?layers\.([0-9]{1,6})\.(?:mlp|block_sparse_moe)\.experts\.")
+
+
+def _check_names(folder: CheckpointFolder, plan: LayerPlan, names: set[str]) -> None:
+    """What the layer has must be what it should have: a tensor more, such as scales, means something, too."""
+    known = set()
+    # config.json may speak of any number of experts. The size of a stacked tensor is compared when it is read.
+    for piece in plan.pieces(range(1 if plan.layout.stacked else plan.num_experts)):
+        if piece.name not in names:
+            raise CheckpointError(f"{folder.path} lacks {piece.name}, of {plan.num_experts} experts by {CONFIG}")
+        known.add(piece.name)
+    if unknown := names - known:
+        raise CheckpointError(
+            f"{folder.path} has {_few(unknown)}, which a layer of {plan.num_experts} experts does not have here"
+        )
+
+
+def _few(names: set[str]) -> str:
+    first = ", ".join(repr(name[:200]) for name in sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
