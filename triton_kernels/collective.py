@@ -318,7 +318,7 @@ def reduce(
     programs = num_waiting_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    options |= register_limit(device, end.layout.SUMS > 0, options["num_warps"])
+    options |= register_limit(device, options["num_warps"], 1 if end.layout.SUMS else 2)
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         reduce_kernel[(programs,)](
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,

@@ -20,9 +20,11 @@ from tests.ahead_of_time.matrix import (
     CONTROL_KERNELS,
     KERNELS,
     PUBLISHERS,
+    SCALE_READERS,
     WAITERS,
     Case,
     check,
+    check_scales,
     check_signals,
     compile_case,
     compiled_case,
@@ -47,9 +49,11 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
 @pytest.mark.parametrize("target", exhaustive_but(["sm_90"], CHECKED_TARGETS))
 @pytest.mark.parametrize("kernel", exhaustive_but(["sum_home"], CHECKED_KERNELS))
 def test_kernels_with_checksums_do_not_spill_either(kernel: str, target: str) -> None:
-    case = Case(kernel, "int8", 7168, target, checksums=True)
+    case = Case(kernel, "int8", _row_length(kernel), target, checksums=True)
     report = compile_case(case)
     assert not check(case, report), report
+    if kernel in SCALE_READERS and target.startswith("sm_"):
+        assert not check_scales(case)
     if kernel in PUBLISHERS and target.startswith("sm_"):
         assert not check_signals(case)
 
