@@ -350,5 +350,5 @@ def gather_recv(
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
             rows, *job.signature, int(timeout * 1e9), int(grace * 1e9),
             LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, LAYOUT=layout,
-            **_options(end, job, layout.num_warps),
+            **_options(end, job, layout.num_warps), **register_limit(out.device, layout.num_warps),
         )  # fmt: skip
