@@ -98,6 +98,8 @@ class StagedRounds(Rounds):
 
 
 class StagedRound(Dispatched):
+    """A round whose rows came through the process group, and what combine and backward need of the way they took."""
+
     _rounds: StagedRounds
 
     def __init__(
