@@ -17,12 +17,14 @@ from thinwire.fused.counts import new_rows
 from thinwire.moe.direct_lanes import DirectLanes
 from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
+from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
     SIGNAL_DTYPE,
+    Lane,
 )
 
 
@@ -98,11 +100,15 @@ class DirectRounds(DirectLanes):
         dtype: torch.dtype,
         out: torch.Tensor,
         weight_grads: torch.Tensor | None = None,
+        tensors: Lane | None = None,
     ) -> None:
-        """Launches the sums to their homes, the wait for all peers, and the sums at home."""
+        """Launches the sums to their homes, the wait for all peers, and the sums at home.
+
+        `tensors`: the lane with other positions and weights.
+        """
         self.raise_failure(lane)
         self._unfinished[lane] = COMBINE
-        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
+        self.kernels.send_sums(tensors or self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
         self._end_leg(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
         self.raise_corruption(lane)
@@ -187,16 +193,38 @@ class _DirectRound(Dispatched):
             )
         return used
 
+    def _read_arrived(self) -> Arrived:
+        tensors = self._tensors
+        slots = torch.arange(tensors.positions.shape[0], device=self.index.device)
+        most = max(1, tensors.layout.MAX_TOKENS)
+        source = torch.stack((slots // most, slots % most), 1)
+        return Arrived(tensors.positions, torch.where(tensors.positions >= 0, tensors.weights, 0.0), source)
+
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gather_from(self._tensors, capacity)
+
+    def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
+        # The kernel that gathers rows for experts, told that the rows are these records.
+        offsets = torch.zeros_like(self.expert_offsets)
+        offsets[-1] = (chosen >= 0).sum()
+        return self._gather_from(replace(self._tensors, index=chosen, expert_offsets=offsets), len(chosen))[0]
+
+    def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         tokens = new_rows(self._like, capacity, (self._rounds.config.hidden_size,))
         overflow = self._like.new_empty((), dtype=torch.bool)
-        self._rounds.kernels.gather(self._tensors, tokens, overflow)
+        self._rounds.kernels.gather(tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)
         return tokens, overflow
 
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
-        self._rounds.combine(self.lane, expert_out, self._dtype, out)
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
+        tensors = None
+        if weighted:
+            # The kernel that sums rows, told that every record has one, of weight 1.
+            positions = torch.full_like(self._tensors.positions, -1)
+            positions[:, :1] = self._row_of_each_record()
+            tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
+        self._rounds.combine(self.lane, expert_out, self._dtype, out, tensors=tensors)
 
     def _abandon(self) -> None:
         self._rounds.close_round(self.lane)

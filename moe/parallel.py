@@ -242,13 +242,17 @@ class ExpertParallel(Assembly):
                 pass
 
     @opaque
-    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
 
         Args:
             expert_out: [rows, hidden_size] float32, float16 or bfloat16, in the order of `d.tokens` (or of what
                 `d.gather` returned).
             d: the round.
+            weighted: expert_out has a row for each of `d.records` (or of what `d.gather_records` returned) instead, in
+                which its experts here are weighted and summed already. Ranks need not agree on it.
             out: [tokens, hidden_size] in x's dtype, filled in place.
 
         Returns:
@@ -267,12 +271,15 @@ class ExpertParallel(Assembly):
         if d._rounds is not self._rounds:
             raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
         d._require_open()
-        d._check_combine(expert_out, out)
+        d._check_combine(expert_out, out, weighted)
         if d._link is not None and torch.is_grad_enabled():
-            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None))
-        return self._end_round(expert_out, d, out)
+            places = d._places_of(d._chosen(len(expert_out))) if weighted else None
+            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None, weighted), places)
+        return self._end_round(expert_out, d, out, weighted)
 
-    def _end_round(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+    def _end_round(
+        self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None, weighted: bool
+    ) -> torch.Tensor:
         """`combine`, of arguments that were checked."""
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
@@ -281,7 +288,7 @@ class ExpertParallel(Assembly):
         try:
             with d._recorded("combine", expert_out.shape):
                 self._rounds.open_rounds[d.lane] = None
-                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out, weighted)
         except BaseException as error:
             self._take_back(d.lane, error, told, mark)
             raise
