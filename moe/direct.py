@@ -12,70 +12,24 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.exchange import name_ranks
-from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import IntegrityError, LaneError, PeerTimeout, RoutingError
-from thinwire.fused.backend import select_round_kernels
+from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
-from thinwire.fused.transport import DirectTransport, voters
-from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
-from thinwire.moe.gradients import describe_tag
+from thinwire.moe.direct_lanes import DirectLanes
+from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
+from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
-    CHECKED_NAMES,
-    CHECKED_PLANES,
-    CHECKED_SUM,
     COMBINE,
     DISPATCH,
-    DTYPE_BITS,
     DTYPE_CODES,
-    REFUSED,
-    REPORT_BAD_IDS,
-    REPORT_CHECKED,
-    REPORT_ROW,
-    REPORT_SOURCE,
     SIGNAL_DTYPE,
-    SIGNAL_TOKENS,
     Lane,
-    RoundLayout,
 )
 
 
-class DirectRounds(DirectTransport, Rounds):
-    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
-
-    name = "direct"
-    phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
-
-    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
-        comm = config.comm
-        DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
-        Rounds.__init__(self, config, reason)
-        self.kernels = select_round_kernels(config.dispatch_backend)
-        self.lanes = [
-            Lane.of(
-                layout,
-                config.wire,
-                config.combine_wire,
-                self.rank,
-                config.align,
-                memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
-                memory.buffer_ptrs + number * layout.NUM_BYTES,
-            )
-            for number in range(config.lanes)
-        ]
-        # The host's window on what kernels report; it may be read at any time, without asking the device.
-        self._reports = [lane.report.numpy() for lane in self.lanes]
-        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._open = [False] * config.lanes
-        # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
-        self._unfinished: list[int | None] = [None] * config.lanes
-        # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
-        self._failed: int | None = None
-        self._stuck: list[bool] = [False] * self.world
-        self._told_all = False  # that it ended, on every lane
+class DirectRounds(DirectLanes):
+    """The legs of rounds on these lanes."""
 
     def dispatch(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -146,11 +100,15 @@ class DirectRounds(DirectTransport, Rounds):
         dtype: torch.dtype,
         out: torch.Tensor,
         weight_grads: torch.Tensor | None = None,
+        tensors: Lane | None = None,
     ) -> None:
-        """Launches the sums to their homes, the wait for all peers, and the sums at home."""
+        """Launches the sums to their homes, the wait for all peers, and the sums at home.
+
+        `tensors`: the lane with other positions and weights.
+        """
         self.raise_failure(lane)
         self._unfinished[lane] = COMBINE
-        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
+        self.kernels.send_sums(tensors or self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
         self._end_leg(lane, COMBINE)
         self.kernels.sum_home(self.lanes[lane], out)
         self.raise_corruption(lane)
@@ -176,22 +134,6 @@ class DirectRounds(DirectTransport, Rounds):
                     continue  # it is the call's that the exception ended; the round was closed, and that is waited for
             self._unfinished[lane] = None
 
-    def _look_at_own_lines(self, lane: int) -> None:
-        """After an exception: whether a round is open, and how many were begun.
-
-        A round is open while this rank's own dispatch line is ahead of its combine line, and these lines it writes
-        itself, when it sends.
-        """
-        if self._unfinished[lane] is None:
-            return
-        layout = self.lanes[lane].layout
-        dispatched, combined = (
-            int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
-            for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
-        )
-        self._open[lane] = dispatched != combined
-        self.rounds_begun[lane] += (dispatched - self.rounds_begun[lane] + 1) % 2**32 - 1  # flags wrap
-
     def _wait(self, lane: int, phase: int) -> None:
         self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
         if self.on_gpu:
@@ -208,129 +150,6 @@ class DirectRounds(DirectTransport, Rounds):
             self._open[lane] = False
             raise error
         self.raise_failure(lane)
-
-    def _lines(self, lane: int, offset: int) -> torch.Tensor:
-        """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
-        lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
-        return lines.cpu().view(torch.int32).view(self.world, -1)
-
-    def raise_corruption(self, lane: int) -> None:
-        """`raise_failure`, where kernels compare what they read with its checksums, and have done so by now."""
-        if self.lanes[lane].layout.CHECKSUMS and not self.on_gpu:
-            self.raise_failure(lane)
-
-    def raise_failure(self, lane: int) -> None:
-        """Raises what kernels reported on a lane.
-
-        Raises:
-            PeerTimeout: a wait ended, on this lane or another; all stay unusable until `rebuild`.
-            IntegrityError: what arrived is not what was sent; the same goes for it.
-            RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
-        """
-        if self._failed is None:
-            self._look_for_end()
-        if self._failed is not None:
-            self._tell_all_lanes()
-            raise self._end_of(self._failed)
-        report = self._reports[lane]
-        if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
-            raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
-        if report[REPORT_BAD_IDS]:
-            report[REPORT_BAD_IDS] = 0
-            raise RoutingError(
-                f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.config.num_experts - 1}; "
-                "they counted as none"
-            )
-
-    def _look_for_end(self) -> None:
-        for lane, report in enumerate(self._reports):
-            if report[signal.REPORT_STATUS] in (signal.TIMED_OUT, signal.CORRUPTED):
-                if self.capturing:
-                    raise self._end_of(lane)  # what follows would become a part of the graph
-                self._failed = lane
-                return
-
-    def _tell_all_lanes(self) -> None:
-        """Once a wait has ended, tells the peers so on every lane, and looks on every lane for what they have told.
-
-        A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
-        them on the next. Neither are to blame. Whatever ends this before its time, it is done again until it is done.
-        """
-        if self._told_all:
-            return
-        for lane, tensors in enumerate(self.lanes):
-            said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
-            self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
-            if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
-                # A wait for a signal that this rank has not given cannot but end by giving up.
-                self._look_at_own_lines(lane)
-                if not self._open[lane]:
-                    own = self._lines(lane, tensors.layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]
-                    tensors.control[signal.CONTROL_EPOCH] = own + 1
-                self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
-        self._told_all = True
-
-    def _end_of(self, lane: int) -> PeerTimeout | IntegrityError:
-        """What ended a lane, and all others with it."""
-        corrupted = self._reports[lane][signal.REPORT_STATUS] == signal.CORRUPTED
-        return self._corruption(lane) if corrupted else self._timeout(lane)
-
-    def _corruption(self, lane: int) -> IntegrityError:
-        report = self._reports[lane]
-        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
-        what, source, row = (int(report[word]) for word in (REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW))
-        whose = "this rank's" if what == CHECKED_SUM else "its"
-        of = f" of {whose} token {row}" if what >= CHECKED_PLANES else ""
-        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
-            (),
-            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: what arrived is not what was "
-            f"sent, by its checksums: the {CHECKED_NAMES[what]}{of} from rank {source}; no lane can be used any more, "
-            "rebuild() makes new ones",
-        )
-        return IntegrityError(
-            text,
-            rank=source,
-            rows=(range(row, row + 1),),
-            call=epoch,
-        )
-
-    def _timeout(self, lane: int) -> PeerTimeout:
-        report, everyone = self._reports[lane], range(self.world)
-        blamed, missing, said = self.peers_in(report)
-        ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
-        stuck_on_us = [rank for rank in everyone if said[rank] == 2]
-        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
-        if ranks:
-            reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
-        elif stuck_on_us:
-            reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
-        else:
-            reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
-        lost, text = self.agree(
-            ranks,
-            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
-            "any more, rebuild() makes new ones",
-        )
-        return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
-
-    def _mismatch(self, lane: int) -> RoutingError:
-        layout = self.lanes[lane].layout
-        names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
-        lines = self._lines(lane, layout.SIGNALS)
-        refusing = (lines[:, SIGNAL_TOKENS] == REFUSED).nonzero()[:, 0].tolist()
-        if refusing:
-            return RoutingError(
-                f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "
-                "tokens were taken, and all ranks may go on"
-            )
-        described = []
-        for rank, (tokens, word) in enumerate(lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()):
-            dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
-            described.append(f"rank {rank} {tokens} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS)}")
-        return RoutingError(
-            f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens, and must "
-            f"want the same gradients, those without tokens too; they dispatched: {', '.join(described)}"
-        )
 
     def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
         lane = self.lanes[0]
@@ -350,39 +169,6 @@ class DirectRounds(DirectTransport, Rounds):
         self.kernels.close_round(idle)
         self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
         self.kernels.sum_home(idle, row)
-
-    @property
-    def lost(self) -> tuple[int, ...] | None:
-        """The ranks that the wait which ended first named."""
-        if self._failed is None:
-            return None
-        self._tell_all_lanes()
-        error = self._end_of(self._failed)
-        return error.ranks if isinstance(error, PeerTimeout) else ()  # whose row it was is there, and may stay
-
-    @property
-    def memory_bytes(self) -> int:
-        """Symmetric buffers and what lanes keep beside them; nothing is allocated later but results."""
-        return sum(lane.memory_bytes for lane in self.lanes)
-
-    def describe(self) -> str:
-        """For `explain`."""
-        size = self.memory_bytes / 2**20
-        return (
-            f"transport: direct ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, {self.memory.kind} "
-            f"heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
-        )
-
-    def require_usable(self) -> None:
-        """Raises what kernels reported on any lane."""
-        for lane in range(len(self.lanes)):
-            self.raise_failure(lane)
-
-    def close(self) -> None:
-        """Gives the memory back. Tensors made from it stay readable."""
-        self.lanes.clear()
-        self._views.clear()
-        super().close()
 
 
 class _DirectRound(Dispatched):
@@ -407,16 +193,38 @@ class _DirectRound(Dispatched):
             )
         return used
 
+    def _read_arrived(self) -> Arrived:
+        tensors = self._tensors
+        slots = torch.arange(tensors.positions.shape[0], device=self.index.device)
+        most = max(1, tensors.layout.MAX_TOKENS)
+        source = torch.stack((slots // most, slots % most), 1)
+        return Arrived(tensors.positions, torch.where(tensors.positions >= 0, tensors.weights, 0.0), source)
+
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gather_from(self._tensors, capacity)
+
+    def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
+        # The kernel that gathers rows for experts, told that the rows are these records.
+        offsets = torch.zeros_like(self.expert_offsets)
+        offsets[-1] = (chosen >= 0).sum()
+        return self._gather_from(replace(self._tensors, index=chosen, expert_offsets=offsets), len(chosen))[0]
+
+    def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         tokens = new_rows(self._like, capacity, (self._rounds.config.hidden_size,))
         overflow = self._like.new_empty((), dtype=torch.bool)
-        self._rounds.kernels.gather(self._tensors, tokens, overflow)
+        self._rounds.kernels.gather(tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)
         return tokens, overflow
 
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
-        self._rounds.combine(self.lane, expert_out, self._dtype, out)
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
+        tensors = None
+        if weighted:
+            # The kernel that sums rows, told that every record has one, of weight 1.
+            positions = torch.full_like(self._tensors.positions, -1)
+            positions[:, :1] = self._row_of_each_record()
+            tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
+        self._rounds.combine(self.lane, expert_out, self._dtype, out, tensors=tensors)
 
     def _abandon(self) -> None:
         self._rounds.close_round(self.lane)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from thinwire.comm.flight_recorder import Recording
-from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.gradients import Link
+from thinwire.moe.received import Received
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Traffic:
     wire_bytes: int
 
 
-class Dispatched(ABC):
+class Dispatched(Received):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
-    On the direct transport all tensors are the lane's own: the next dispatch on the lane overwrites them, their shapes
-    never change, and reading them from kernels needs no synchronisation with the host.
+    On the direct transport the attributes' tensors are the lane's own: the next dispatch on the lane overwrites them,
+    their shapes never change, and reading them from kernels needs no synchronisation with the host.
 
     Attributes:
         rows: uint8 [records, row_bytes], the records as they arrived. Staged: by source rank, then token. Direct: one
@@ -48,65 +47,12 @@ class Dispatched(ABC):
         lane: the lane of the round.
     """
 
-    rows: torch.Tensor
-    index: torch.Tensor
-    expert_counts: torch.Tensor
-    expert_offsets: torch.Tensor
-
     def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
+        super().__init__()
         self._rounds = rounds
         self._dtype = x.dtype
         self._num_sent = x.shape[0]  # tokens that this rank dispatched
-        self._tokens: torch.Tensor | None = None
-        self._capacity: int | None = None
-        self._num_rows: int | None = None  # of `tokens`, once the host knows
-        self._link: Link | None = None  # to the graph, of a round that wants gradients
         self.lane = lane
-
-    @property
-    @opaque
-    def tokens(self) -> torch.Tensor:
-        """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
-
-        They have a gradient where x wants one.
-
-        How many rows there are must be known on the host for that, so on CUDA this waits for the device; `gather` does
-        not.
-
-        Raises:
-            LaneError: the round is over.
-            PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
-        """
-        self._require_open()
-        if self._tokens is None or (self._link is not None and self._link.lacks_gradient(self._tokens)):
-            self._num_rows = self._read_num_rows()
-            self._tokens, _ = self._gather_linked(self._num_rows)
-        return self._tokens
-
-    @opaque
-    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' input in a fixed shape. Does not wait for the device.
-
-        Args:
-            capacity: rows of the result. Rows past it are dropped: they add nothing to `combine`.
-
-        Returns:
-            tokens [capacity, hidden], zero past the last row, and whether rows were dropped: bool [], on the device.
-
-        Raises:
-            LaneError: the round is over.
-            CapacityError: a negative capacity, or more rows than there is memory for.
-        """
-        self._require_open()
-        if not is_int(capacity, 0, 2**63 - 1):
-            negative = " is negative" if isinstance(capacity, int) and capacity < 0 else ""
-            raise CapacityError(f"capacity {capacity!r}{negative}; an int of at least 0 is needed")
-        gathered = self._gather_linked(capacity)
-        self._capacity = capacity
-        return gathered
-
-    def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))
 
     @opaque
     def abandon(self) -> None:
@@ -142,14 +88,7 @@ class Dispatched(ABC):
         """
 
     @abstractmethod
-    def _read_num_rows(self) -> int:
-        """Rows of the experts' input with padding, on the host."""
-
-    @abstractmethod
-    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @abstractmethod
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
         """Sends the weighted sums home, and fills `out` with what comes home here."""
 
     @abstractmethod
@@ -161,21 +100,26 @@ class Dispatched(ABC):
         rows = sum(counts) - counts[config.comm.rank]
         return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
 
-    def _check_combine(self, expert_out: torch.Tensor, out: torch.Tensor | None) -> None:
+    def _check_combine(self, expert_out: torch.Tensor, out: torch.Tensor | None, weighted: object) -> None:
         """What `combine` refuses before anything is sent."""
+        if not isinstance(weighted, bool):
+            raise RoutingError(f"weighted is {weighted!r}; True or False is needed")
         config = self._rounds.config
         config.comm.check_device("expert_out", expert_out)
-        accepted = [rows for rows in (self._num_rows, self._capacity) if rows is not None]
+        known = (self._num_records, self._record_capacity) if weighted else (self._num_rows, self._capacity)
+        accepted = [rows for rows in known if rows is not None]
         if not accepted and not (expert_out.is_cuda and self._rounds.name == "direct"):
-            accepted = [self._read_num_rows()]
+            accepted = [self._read_num_records() if weighted else self._read_num_rows()]
         right_shape = expert_out.dim() == 2 and expert_out.shape[1] == config.hidden_size
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
-        right_rows = not accepted or (right_shape and expert_out.shape[0] in (*accepted, self.index.shape[0]))
+        in_place = () if weighted else (self.index.shape[0],)
+        right_rows = not accepted or (right_shape and expert_out.shape[0] in (*accepted, *in_place))
         if expert_out.dtype not in FLOAT_DTYPES or not right_shape or not right_rows:
             rows = " or ".join(map(str, accepted)) or "rows"
+            whose = "records, as weighted is True," if weighted else "tokens,"
             raise RoutingError(
                 f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
-                f"[{rows}, {config.hidden_size}], a row for each of the round's tokens, is needed"
+                f"[{rows}, {config.hidden_size}], a row for each of the round's {whose} is needed"
             )
         if torch.is_grad_enabled() and expert_out.requires_grad and self._link is None:
             raise RoutingError(

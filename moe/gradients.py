@@ -37,11 +37,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions
 
 MOST_WANTS = 4  # different ones
 _TAG_MASK = (1 << 28) - 1
 _DOT_ROWS = 4096  # of which float32 copies are made at a time
+
+#: Rows of a round's `tokens`, int64, -1 for none, and how many rows there are.
+_Places = tuple[torch.Tensor, int]
 
 
 class Wants(NamedTuple):
@@ -114,14 +118,19 @@ class RoundGradients:
             self._dots = torch.cat([torch.linalg.vecdot(left.float(), right.float()) for left, right in pieces])
         return rows.mul_(weights.unsqueeze(1))
 
+    def of_records(self, dy: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The same of a combine of rows that were weighted: a record's is what came to the place of its first row."""
+        self._rows = self._dots = None
+        rows, _ = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
+        return torch.nn.functional.pad(rows, (0, 0, 0, 1))[places]  # -1 is the row of zeros behind the last
+
     def add_rows(self, grad: torch.Tensor) -> None:
         """Keeps gradients of the rows that were gathered; those of several gatherings add up."""
-        if self._rows is None:
-            self._rows = grad
-            return
-        more, fewer = sorted((self._rows, grad), key=len, reverse=True)
-        self._rows = more.clone()
-        self._rows[: len(fewer)] += fewer
+        self._rows = _added(self._rows, grad)
+
+    def add_dots(self, grad: torch.Tensor) -> None:
+        """Keeps gradients of the rows' router weights, which add up, too."""
+        self._dots = _added(self._dots, grad)
 
     def of_tokens(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Dispatch's backward: the gradients of x and topk_weights."""
@@ -131,6 +140,22 @@ class RoundGradients:
         if dw is not None:  # of merged experts: every mention has the gradient of the first
             dw = torch.where(self._ids >= 0, dw.gather(1, first_mentions(self._ids)), 0.0)
         return dx, dw
+
+
+def _added(known: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+    if known is None:
+        return grad
+    more, fewer = sorted((known, grad), key=len, reverse=True)
+    total = more.clone()
+    total[: len(fewer)] += fewer
+    return total
+
+
+def put_rows(values: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Values [n, ...] at their places, int64 [n], among so many rows, zero elsewhere; of place -1 nowhere."""
+    rows = new_rows(values, num_rows + 1, values.shape[1:], zero=True)
+    rows[torch.where(places >= 0, places, num_rows)] = values
+    return rows[:num_rows]
 
 
 class _Dispatch(torch.autograd.Function):
@@ -150,8 +175,10 @@ class _Dispatch(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, gather: Callable[[], Any]) -> Any:
-        ctx.gradients, ctx.carrier = gradients, torch.empty_like(carrier)
+    def forward(
+        ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, gather: Callable[[], Any], places: _Places | None
+    ) -> Any:
+        ctx.gradients, ctx.carrier, ctx.places = gradients, torch.empty_like(carrier), places
         tokens, overflow = gather()
         ctx.mark_non_differentiable(overflow)
         return tokens, overflow
@@ -159,8 +186,26 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.gradients.add_rows(grads[0])
-        return ctx.carrier, None, None
+        ctx.gradients.add_rows(grads[0] if ctx.places is None else put_rows(grads[0], *ctx.places))
+        return ctx.carrier, None, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """Router weights as experts see them, each of the row of an expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, weights: torch.Tensor, places: _Places
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.carrier, ctx.places = gradients, torch.empty_like(carrier), places
+        return weights.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        places, num_rows = ctx.places
+        ctx.gradients.add_dots(put_rows(grads[0].flatten(), places.flatten(), num_rows))
+        return ctx.carrier, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -171,18 +216,24 @@ class _Combine(torch.autograd.Function):
         carrier: torch.Tensor,
         gradients: RoundGradients,
         combine: Callable[[torch.Tensor], torch.Tensor],
+        places: _Places | None,
     ) -> torch.Tensor:
         ctx.gradients, ctx.num_rows, ctx.dtype = gradients, expert_out.shape[0], expert_out.dtype
+        ctx.places = places
         # Something is saved in any case: the module's docstring says why.
-        ctx.save_for_backward(carrier, *([expert_out] if gradients.plan.wants.weights else []))
+        kept = [expert_out] if gradients.plan.wants.weights and places is None else []
+        ctx.save_for_backward(carrier, *kept)
         return combine(expert_out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         carrier, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
-        rows = ctx.gradients.of_experts(grads[0], kept[0] if kept else None, ctx.num_rows)
-        return rows.to(ctx.dtype) if ctx.needs_input_grad[0] else None, torch.empty_like(carrier), None, None
+        if ctx.places is None:
+            rows = ctx.gradients.of_experts(grads[0], kept[0] if kept else None, ctx.num_rows)
+        else:
+            rows = ctx.gradients.of_records(grads[0], *ctx.places)
+        return rows.to(ctx.dtype) if ctx.needs_input_grad[0] else None, torch.empty_like(carrier), None, None, None
 
 
 class Link:
@@ -196,14 +247,31 @@ class Link:
         """Whether rows were gathered under no_grad, and shall have a gradient now."""
         return torch.is_grad_enabled() and self._gradients.plan.wants.rows and not tokens.requires_grad
 
-    def gather(self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `gather` returns; the first of it has a gradient, if x wants one."""
+    def gather(
+        self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]], places: _Places | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `gather` returns; the first of it has a gradient, if x wants one.
+
+        It is that of the rows at `places`, if they are given.
+        """
         if not (torch.is_grad_enabled() and self._gradients.plan.wants.rows):
             return gather()
-        gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather)
+        gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather, places)
         return gathered
 
-    def combine(self, expert_out: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What `combine` makes of expert_out, with a gradient."""
-        combined: torch.Tensor = _Combine.apply(expert_out, self._carrier, self._gradients, combine)
+    def weights(self, weights: torch.Tensor, places: _Places) -> torch.Tensor:
+        """The same of weights of any shape, float32, if topk_weights wants a gradient; places has their shape."""
+        if not (torch.is_grad_enabled() and self._gradients.plan.wants.weights):
+            return weights
+        linked: torch.Tensor = _Weights.apply(self._carrier, self._gradients, weights, places)
+        return linked
+
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        combine: Callable[[torch.Tensor], torch.Tensor],
+        places: _Places | None = None,
+    ) -> torch.Tensor:
+        """What `combine` makes of expert_out, with a gradient; of rows that were weighted, if `places` are given."""
+        combined: torch.Tensor = _Combine.apply(expert_out, self._carrier, self._gradients, combine, places)
         return combined

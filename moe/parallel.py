@@ -11,33 +11,27 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.codec import resolve_wire
-from thinwire.fused.transport import Refusal, choose, open_direct
+from thinwire.fused.transport import Refusal
+from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, Rounds
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Link, Wants
-from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
-from thinwire.triton_kernels.round_layout import RoundLayout
-from thinwire.triton_kernels.signal import MAX_WORLD
+from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.wire import WireFormat
 
 _MOST_GENERATIONS = 1 << 31
 
 
-class ExpertParallel:
+class ExpertParallel(Assembly):
     """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
 
     The constructor is collective. One object serves all layers of a model that have these sizes.
@@ -102,57 +96,13 @@ class ExpertParallel:
             comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire or "none"),
             transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
         )  # fmt: skip
-        self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
-        self.wire, self.combine_wire, self.grad_wire = wire, combine_wire, config.grad_wire
-        self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
-        self._closed = False
-        with comm._settled_recorder().begin("ExpertParallel"):
-            self._assemble(config, generation=0)
+        super().__init__(config)
 
-    def _assemble(self, config: ParallelConfig, generation: int) -> None:
-        """Everything that depends on the group. Collective."""
-        self._config, self._generation = config, generation
-        self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
-        self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
-        self.grad_backend = config.grad_backend
-        self.comm.require_same("ExpertParallel", config.settings(generation))
-        self._backward: DirectRounds | None = None
-        found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
-        if isinstance(found, Refusal):
-            reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
-            self._rounds: Rounds = StagedRounds(config, reason)
-        else:
-            self._rounds = found
-        self.transport = self._rounds.name
+    def __enter__(self) -> ExpertParallel:
+        return self
 
-    def _open_direct(self, kind: type[DirectRounds] = DirectRounds) -> DirectRounds | Refusal:
-        """Lanes for forward or for backward. Collective."""
-        if self.comm.size > MAX_WORLD:
-            return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
-        config = self._config
-        if backward := kind is BackwardRounds:
-            config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
-        layout = RoundLayout.of(
-            world=self.comm.size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden=self.hidden_size,
-            max_tokens=self.max_tokens,
-            wire=config.wire,
-            combine_wire=config.combine_wire,
-            dtype=self.dtype,
-            checksums=self.comm.integrity != "none",
-            weight_grads=backward and self.comm.integrity == "none",
-        )
-        reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
-        return open_direct(
-            self.comm,
-            "ExpertParallel",
-            self.lanes * layout.NUM_BYTES,
-            {},
-            lambda memory: kind(config, layout, memory, reason),
-            self._generation,
-        )
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @opaque
     def dispatch(
@@ -292,13 +242,17 @@ class ExpertParallel:
                 pass
 
     @opaque
-    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
 
         Args:
             expert_out: [rows, hidden_size] float32, float16 or bfloat16, in the order of `d.tokens` (or of what
                 `d.gather` returned).
             d: the round.
+            weighted: expert_out has a row for each of `d.records` (or of what `d.gather_records` returned) instead, in
+                which its experts here are weighted and summed already. Ranks need not agree on it.
             out: [tokens, hidden_size] in x's dtype, filled in place.
 
         Returns:
@@ -317,12 +271,15 @@ class ExpertParallel:
         if d._rounds is not self._rounds:
             raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
         d._require_open()
-        d._check_combine(expert_out, out)
+        d._check_combine(expert_out, out, weighted)
         if d._link is not None and torch.is_grad_enabled():
-            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None))
-        return self._end_round(expert_out, d, out)
+            places = d._places_of(d._chosen(len(expert_out))) if weighted else None
+            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None, weighted), places)
+        return self._end_round(expert_out, d, out, weighted)
 
-    def _end_round(self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+    def _end_round(
+        self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None, weighted: bool
+    ) -> torch.Tensor:
         """`combine`, of arguments that were checked."""
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
@@ -331,118 +288,8 @@ class ExpertParallel:
         try:
             with d._recorded("combine", expert_out.shape):
                 self._rounds.open_rounds[d.lane] = None
-                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out)
+                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out, weighted)
         except BaseException as error:
             self._take_back(d.lane, error, told, mark)
             raise
         return out
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held between calls: lanes of the direct transport, none if staged.
-
-        The same before and after each call, but for the first dispatch that wants gradients, which adds as many lanes.
-        """
-        return self._rounds.memory_bytes + (0 if self._backward is None else self._backward.memory_bytes)
-
-    @opaque
-    def check(self) -> None:
-        """Waits for what was launched on the current stream, and raises what went wrong on the device.
-
-        Raises:
-            PeerTimeout: a peer did not answer in time.
-            IntegrityError: what arrived in an earlier call is not what was sent.
-            RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
-        """
-        self._require_not_closed()
-        self._rounds.check()
-        if self._backward is not None:
-            self._backward.check()
-
-    def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
-        """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
-
-        Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
-        that was given up and wakes. `comm`, `local_experts` and, with transport `"auto"`, the transport may be others
-        afterwards. The old communicator stays the caller's.
-
-        Args:
-            group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
-                has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
-                communicator, or a process group that is given this one's device, timeout and integrity.
-
-        Raises:
-            ArgumentError: ranks that this one's communicator does not have.
-            ThinwireError: this rank is one of those that are lost, or the others go on without it.
-            PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
-            ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
-        """
-        self._require_not_closed()
-        if isinstance(group, Communicator):
-            comm = group
-        elif group is None or isinstance(group, Iterable):
-            comm = self.comm.shrink(self._lost if group is None else group)
-        else:
-            old = self.comm
-            comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
-        with comm._settled_recorder().begin("rebuild"):
-            generations = comm.all_gather_data(self._generation, int)
-            for rank, generation in enumerate(generations):
-                if not 0 <= generation < _MOST_GENERATIONS:
-                    raise ThinwireError(
-                        f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
-                    )
-            self.close()
-            self._assemble(replace(self._config, comm=comm), max(generations) + 1)
-        self._closed = False
-
-    @property
-    def _lost(self) -> tuple[int, ...] | None:
-        lost = self._rounds.lost
-        return self._backward.lost if lost is None and self._backward is not None else lost
-
-    def explain(self) -> str:
-        """What was chosen, and why."""
-        backend = self.dispatch_backend
-        return "\n".join(
-            (
-                self._rounds.describe(),
-                f"wire: {self.wire} out, {self.combine_wire} back, {self.grad_wire} for gradients",
-                f"kernels: {backend.name} ({backend.reason})",
-                f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
-                self.comm.explain(),
-            )
-        )
-
-    def close(self) -> None:
-        """Ends every round and gives memory back; the communicator stays open. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        self._rounds.open_rounds[:] = [None] * self.lanes
-        self._rounds.close()
-        if self._backward is not None:
-            self._backward.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
-            "itself, as one serves all layers of these sizes, or construct another one on all ranks; of a sharded "
-            "MoELayer copy the state_dict()"
-        )
-
-    def __enter__(self) -> ExpertParallel:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _require_not_closed(self) -> None:
-        if self._closed:
-            raise LaneError("this ExpertParallel is closed")
-
-    def _require_lane(self, lane: object) -> None:
-        if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
-            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")

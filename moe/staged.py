@@ -14,6 +14,7 @@ from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
+from thinwire.moe.received import Arrived
 
 _REFUSED = 2**63 - 1  # in place of a count: the rank raised
 
@@ -26,7 +27,7 @@ class StagedRounds(Rounds):
     def dispatch(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Dispatched:
-        """Sends each token's record, its expert ids and router weights behind it, to the ranks that own its experts."""
+        """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
         config = self.config
         self.rounds_begun[lane] += 1
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
@@ -35,6 +36,7 @@ class StagedRounds(Rounds):
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
         weight_words = slice(id_words.stop, id_words.stop + config.top_k)
+        number_word = weight_words.stop
         slots = dense_segments(sends.counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
@@ -43,7 +45,8 @@ class StagedRounds(Rounds):
             tail = records.view(torch.int32)
             tail[:, id_words] = ids[tokens]
             tail[:, weight_words] = weights[tokens].view(torch.int32)
-            tail[:, weight_words.stop :] = 0
+            tail[:, number_word] = tokens
+            tail[:, number_word + 1 :] = 0
 
         label = f"dispatch {config.wire!r} {x.dtype}"
         arrived = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
@@ -51,7 +54,7 @@ class StagedRounds(Rounds):
         arrival = ArrivalPlan.of(
             words[:, id_words], words[:, weight_words].view(torch.float32), config.local_experts, config.align
         )
-        return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival)
+        return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival, words[:, number_word])
 
     def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
@@ -59,8 +62,8 @@ class StagedRounds(Rounds):
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
 
     def message_bytes(self, dtype: torch.dtype) -> int:
-        """A dispatched record with the token's expert ids and weights behind it; kernels need a multiple of 16."""
-        return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k) // 16) * 16
+        """A dispatched record, behind it the token's ids, weights and number; kernels need a multiple of 16."""
+        return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k + 4) // 16) * 16
 
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
@@ -111,11 +114,13 @@ class StagedRound(Dispatched):
         recv_counts: list[int],
         rows: torch.Tensor,
         arrival: ArrivalPlan,
+        token_numbers: torch.Tensor,
     ) -> None:
         super().__init__(rounds, lane, x)
         self._sends = sends
         self._recv_counts = recv_counts
         self._arrival = arrival
+        self._token_numbers = token_numbers  # int32 [records], at their sources
         self.rows = rows
         self.index = torch.full((arrival.num_rows,), -1, dtype=torch.int64, device=rows.device)
         self.index[arrival.rows] = arrival.index
@@ -125,23 +130,43 @@ class StagedRound(Dispatched):
     def _read_num_rows(self) -> int:
         return self._arrival.num_rows
 
+    def _read_arrived(self) -> Arrived:
+        arrival, device = self._arrival, self.rows.device
+        counts = torch.tensor(self._recv_counts, device=device)
+        ranks = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=len(self.rows))
+        return Arrived(arrival.positions, arrival.weights, torch.stack((ranks, self._token_numbers.long()), 1))
+
     def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        config, arrival = self._rounds.config, self._arrival
-        like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
-        tokens = new_rows(like, capacity, (config.hidden_size,), zero=True)
+        arrival = self._arrival
         fits = arrival.rows < capacity
-        config.dispatch_backend.unpack_rows(self.rows, config.wire, arrival.index[fits], arrival.rows[fits], tokens)
+        tokens = self._unpack_at(arrival.index[fits], arrival.rows[fits], capacity)
         return tokens, torch.tensor(arrival.num_rows > capacity, device=self.rows.device)
 
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor) -> None:
+    def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
+        there = (chosen >= 0).nonzero()[:, 0]
+        return self._unpack_at(chosen[there], there, len(chosen))
+
+    def _unpack_at(self, index: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Records by number at places among so many rows, the others of which are zero."""
+        config = self._rounds.config
+        like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
+        tokens = new_rows(like, num_rows, (config.hidden_size,), zero=True)
+        config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
+        return tokens
+
+    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
         config, dtype = self._rounds.config, self._dtype
-        positions = torch.where(self._arrival.positions < expert_out.shape[0], self._arrival.positions, -1)
+        positions, weights = self._arrival.positions, self._arrival.weights
+        if weighted:
+            positions = self._row_of_each_record()
+            weights = weights.new_ones(positions.shape)
+        positions = torch.where(positions < expert_out.shape[0], positions, -1)
         slots = dense_segments(self._recv_counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen = slots.row_index(start, stop, positions.device)
             config.combine_backend.pack_weighted_sums(
-                expert_out, positions[chosen], self._arrival.weights[chosen], config.combine_wire, dtype, records
+                expert_out, positions[chosen], weights[chosen], config.combine_wire, dtype, records
             )
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)

@@ -26,6 +26,17 @@ def test_the_sharded_layer_gives_what_the_whole_one_gives() -> None:
     assert all(0.004 < float(error) < 0.012 for error in errors["int8"])
 
 
+def test_a_layer_of_ones_own_learns_as_it_does_on_one_rank() -> None:
+    shown = re.findall(r"^(\d) ranks, (\w+), (\w+): loss (.*)$", _output("own_layer.py"), re.MULTILINE)
+    assert [(ranks, name, wire) for ranks, name, wire, _ in shown] == [
+        ("1", "OwnLayer", "none"), ("3", "OwnLayer", "none"), ("3", "OwnLayer", "int8"), ("3", "ByToken", "int8"),
+    ]  # fmt: skip
+    alone, exact, *quantized = ([float(loss) for loss in losses.split(", ")] for *_, losses in shown)
+    assert len(alone) == 4 and alone[-1] < alone[0] / 4
+    assert all(abs(a - b) < 1e-4 for a, b in zip(alone, exact, strict=True))
+    assert all(abs(a - b) < 0.01 for losses in quantized for a, b in zip(alone, losses, strict=True))
+
+
 def test_the_sharded_product_gives_what_the_whole_one_gives() -> None:
     shown = re.findall(r"^ +\d  .* (\S+), (\S+)$", _output("layout_matmul.py"), re.MULTILINE)
     assert len(shown) == 8

@@ -80,10 +80,12 @@ class _MeasuredExpertParallel(ExpertParallel):
             self._compare(0, d.tokens, self._exact_round.tokens)
         return d
 
-    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        y = super().combine(expert_out, d, out=out)
+    def combine(
+        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = super().combine(expert_out, d, weighted=weighted, out=out)
         if self.exact is not None:
-            self._compare(2, y, self.exact.combine(expert_out, self._exact_round))
+            self._compare(2, y, self.exact.combine(expert_out, self._exact_round, weighted=weighted))
         return y
 
     def _compare(self, position: int, value: torch.Tensor, exact: torch.Tensor) -> None:

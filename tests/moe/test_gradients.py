@@ -138,6 +138,66 @@ def test_gradients_of_processes_are_those_of_the_unsharded_model(transport: str,
     run_ranks(_one_layer, 3, transport, env={"THINWIRE_BACKEND": backend}, timeout=100)
 
 
+def _by_record(ep: ExpertParallel, inputs: Inputs, capacity: int | None) -> torch.Tensor:
+    """The layer over one row a record, weighted here; with a capacity in a fixed shape."""
+    x, ids, weights, experts = inputs
+    d = ep.dispatch(x, ids, weights)
+    if capacity is None:
+        rows, local, factors = d.records, d.record_ids, d.record_weights
+    else:
+        rows, local, factors, *_ = d.gather_records(capacity)
+    total = torch.zeros(rows.shape)
+    for expert in range(len(ep.local_experts)):
+        weight = (factors * (local == expert)).sum(1, keepdim=True)
+        total = total + weight * (rows @ experts[ep.local_experts.start + expert]).tanh()
+    return ep.combine(total, d, weighted=True)
+
+
+def _records_layer(comm: Communicator, transport: str) -> None:
+    for align in (1, 4):
+        with _make(comm, transport, align=align) as ep:
+            for kind in KINDS:
+                for capacity in (None, 50):
+
+                    def sharded(inputs: Inputs, capacity: int | None = capacity) -> torch.Tensor:
+                        return _by_record(ep, inputs, capacity)
+
+                    _compare(comm, kind, lambda inputs: _unsharded(*inputs), sharded)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", exhaustive_but([3], [1, 2, 3, 4]))
+def test_gradients_of_weighted_records_are_those_of_the_unsharded_model(size: int, transport: str) -> None:
+    run_ranks(_records_layer, size, transport, mode="thread", timeout=100)
+
+
+def _weights_of_rows(comm: Communicator, transport: str) -> None:
+    """What is done with d.weights beside the round adds to the weights' gradients; only they want one here."""
+    with _make(comm, transport, align=4) as ep:
+        x, ids, weights, experts = inputs = _inputs(comm.rank, "ragged")
+        mine = experts[ep.local_experts.start : ep.local_experts.stop].detach()
+        x.requires_grad_(False)
+        for both in (True, False):
+            weights.grad = None
+            d = ep.dispatch(x, ids, weights)
+            aside = (d.weights * (d.source[:, 1] + 1)).square().sum() + d.gather_routing(2).weights.sum() * 0
+            y = ep.combine(_run_experts(d, d.tokens, mine), d)
+            (aside + (y.sum() if both else 0 * y.sum())).backward()
+            merged = torch.where(ids[:, :, None] == ids[:, None], weights.detach()[:, None], 0.0).sum(2)
+            expected = 2 * merged * (torch.arange(len(x)) + 1).unsqueeze(1) ** 2 * (ids >= 0)
+            if both:
+                got, weights.grad = weights.grad, None
+                _unsharded(*(tensor.detach() for tensor in inputs[:2]), weights, experts).sum().backward()
+                assert weights.grad is not None
+                expected, weights.grad = expected + weights.grad, got
+            assert _error("weights", expected, weights.grad) <= 1e-6
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_that_experts_see_have_a_gradient(transport: str) -> None:
+    run_ranks(_weights_of_rows, 2, transport, mode="thread", timeout=100)
+
+
 def _disagree(comm: Communicator, transport: str) -> None:
     x, ids, weights, _ = _inputs(comm.rank, "one_expert")
     with _make(comm, transport) as ep:

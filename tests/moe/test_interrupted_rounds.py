@@ -27,7 +27,15 @@ from thinwire.testing import run_ranks
 
 TOKENS, HIDDEN, LAST = 40, 32, 99
 #: Where the exception comes from: what runs in Python between a call and its kernels.
-TRACED = ("moe/parallel.py", "moe/direct.py", "moe/dispatched.py", "cpu/dispatch.py", "cpu/combine.py", "cpu/signal.py")
+TRACED = (
+    "moe/parallel.py",
+    "moe/direct.py",
+    "moe/direct_lanes.py",
+    "moe/dispatched.py",
+    "cpu/dispatch.py",
+    "cpu/combine.py",
+    "cpu/signal.py",
+)
 
 
 class Interrupted(Exception):

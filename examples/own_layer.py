@@ -1,0 +1,82 @@
+"""A layer of one's own, with experts of any kind in a ModuleList, split over three CPU ranks and trained.
+
+python examples/own_layer.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import thinwire as tw
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 8, 2, 48
+
+
+class OwnLayer(nn.Module):
+    """A router, the same on every rank, and this rank's experts."""
+
+    def __init__(self, ep: tw.ExpertParallel, experts: list[nn.Module], router: nn.Linear) -> None:
+        super().__init__()
+        self.ep, self.router = ep, router
+        self.experts = nn.ModuleList(experts[ep.local_experts.start : ep.local_experts.stop])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
+        d = self.ep.dispatch(x, ids, weights)  # d.tokens: a row for each of this rank's experts, sorted by expert
+        rows = d.tokens.split(d.expert_counts.tolist())
+        return self.ep.combine(torch.cat([expert(r) for expert, r in zip(self.experts, rows, strict=True)]), d)
+
+
+class ByToken(OwnLayer):
+    """The same over one row a token, for experts that want it so: they are weighted and summed here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
+        d = self.ep.dispatch(x, ids, weights)
+        records, ids, weights = d.records, d.record_ids, d.record_weights  # ids of this rank's experts, -1 for others
+        parts = [(weights * (ids == e)).sum(1, keepdim=True) * expert(records) for e, expert in enumerate(self.experts)]
+        return self.ep.combine(torch.stack(parts).sum(0), d, weighted=True)
+
+
+def make_model() -> tuple[list[nn.Module], nn.Linear]:
+    """The whole model, the same wherever it is made."""
+    torch.manual_seed(0)
+    wide = 2 * HIDDEN
+    experts = [nn.Sequential(nn.Linear(HIDDEN, wide), nn.GELU(), nn.Linear(wide, HIDDEN)) for _ in range(EXPERTS)]
+    return [*experts], nn.Linear(HIDDEN, EXPERTS)
+
+
+def train(comm: tw.Communicator, kind: type[OwnLayer], wire: str, tokens: torch.Tensor, steps: int) -> list[float]:
+    """Teaches the layer to turn tokens around, each rank with its share of them; gives the mean loss of each step."""
+    mine, losses = tokens[comm.rank :: comm.size], []
+    with tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, max_tokens=TOKENS, wire=wire) as ep:
+        layer = kind(ep, *make_model())
+        optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (layer(mine) - mine.flip(1)).square().sum() / tokens.numel()
+            loss.backward()
+            for parameter in layer.router.parameters():  # all ranks hold it, so its gradients are added up
+                comm.all_reduce(parameter.grad)
+            optimizer.step()
+            total = loss.detach().clone()
+            comm.all_reduce(total)
+            losses.append(float(total))
+    return losses
+
+
+def main() -> None:
+    tokens = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for ranks, kind, wire in (
+        (1, OwnLayer, "none"),
+        (3, OwnLayer, "none"),
+        (3, OwnLayer, "int8"),
+        (3, ByToken, "int8"),
+    ):
+        losses = tw.testing.run_ranks(train, ranks, kind, wire, tokens, 20)[0]
+        print(f"{ranks} ranks, {kind.__name__}, {wire}: loss {', '.join(f'{loss:.5f}' for loss in losses[::6])}")
+
+
+if __name__ == "__main__":
+    main()
