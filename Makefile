@@ -59,6 +59,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_dispatch --device cpu
 	$(RUN) -m benchmarks.bench_all_reduce --device cpu
 	$(RUN) -m benchmarks.bench_accuracy
+	$(RUN) -m benchmarks.bench_experts
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_link

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
+from thinwire.moe import grouped_mm
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
@@ -114,7 +115,10 @@ class GroupedExperts(nn.Module):
     def forward(
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run each expert on its own rows. Reads the counts on the host (a synchronisation on an accelerator).
+        """Run each expert on its own rows: by a grouped product for each weight, or a loop (`explain` says which).
+
+        On CUDA the former does not wait for the device. It cannot look at the counts, then: those that do not fit the
+        rows are cut off instead of refused.
 
         Args:
             tokens: [N, hidden_size], sorted by expert, in the dtype of the weights.
@@ -130,55 +134,112 @@ class GroupedExperts(nn.Module):
                 of another width.
             ArgumentError: what is no dense tensor.
         """
+        reason, segments = self._choose(tokens, expert_counts, expert_offsets)
+        if reason is not None:
+            assert segments is not None
+            return self._loop(tokens, *segments)
+        if segments is None:
+            return self._grouped_on_device(tokens, expert_counts, expert_offsets)
+        ends = torch.tensor(segments[0]).cumsum(0, dtype=torch.int32)
+        is_row = torch.ones(tokens.shape[0], dtype=torch.bool)
+        out = self._grouped(grouped_mm.aligned(tokens), ends, is_row)
+        if out.requires_grad:
+            out.register_hook(grouped_mm.aligned)  # a gradient may be expanded, which grouped_mm does not take
+        return out
+
+    def explain(
+        self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None = None
+    ) -> str:
+        """Which way a call with these arguments goes, and why. Raises what the call would raise for them."""
+        reason, _ = self._choose(tokens, expert_counts, expert_offsets)
+        if reason is not None:
+            return f"experts: loop ({reason})"
+        return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type})"
+
+    def _choose(
+        self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
+    ) -> tuple[str | None, tuple[list[int], list[int]] | None]:
+        """Why there is a loop, or None; and counts and first rows as the host knows them, or None."""
         require_dense("tokens", tokens, in_memory=False)
         if tokens.dim() != 2 or tokens.shape[1] != self.hidden_size:
             raise RoutingError(f"tokens must be [rows, {self.hidden_size}], got {tuple(tokens.shape)}")
+        self._check_shapes(expert_counts, expert_offsets)
+        weights = [weight for weight in (self.w_in, self.w_gate, self.w_out) if weight is not None]
+        reason = grouped_mm.why_not(tokens, weights, expert_counts)
+        if reason is None and tokens.device.type != "cpu":
+            return None, None
         counts, starts = self._segments(tokens.shape[0], expert_counts, expert_offsets)
+        if reason is None and sum(counts) < tokens.shape[0]:
+            reason = "there are padding rows, which a loop on the CPU leaves out"
+        return reason, (counts, starts)
+
+    def _loop(self, tokens: torch.Tensor, counts: list[int], starts: list[int]) -> torch.Tensor:
         # Concatenation instead of writes into a zero tensor: autograd then keeps no version of the whole output.
         pieces = [tokens[:0]]
         end = 0
+        # Not indexed: the gradient of an index is a tensor of zeros, of the size of all experts, for each of them.
+        held = (self.w_in, self.b_in, self.w_gate, self.b_gate, self.w_out, self.b_out)
+        weights = [() if weight is None else weight.unbind() for weight in held]
         for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
             pieces.append(tokens.new_zeros(start - end, self.hidden_size))
             end = start + count
             # Also for no rows: the weights then get a zero gradient, and the output stays attached to the tokens.
-            pieces.append(self._expert(expert, tokens[start:end]))
+            w_in, b_in, w_gate, b_gate, w_out, b_out = (of[expert] if of else None for of in weights)
+            assert w_in is not None and w_out is not None
+            rows = tokens[start:end]
+            inner = self._activate(_affine(rows, w_in, b_in), None if w_gate is None else _affine(rows, w_gate, b_gate))
+            pieces.append(_affine(inner, w_out, b_out))
         pieces.append(tokens.new_zeros(tokens.shape[0] - end, self.hidden_size))
         return torch.cat(pieces)
 
-    def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        inner = _affine(rows, self.w_in, self.b_in, expert)
-        if self.w_gate is None:
-            assert isinstance(self.activation, str)
-            inner = _ACTIVATIONS[self.activation](inner)
-        else:
-            gate = _affine(rows, self.w_gate, self.b_gate, expert)
-            if isinstance(self.activation, str):
-                inner = _ACTIVATIONS[self.activation](gate) * inner
-            else:
-                inner = self.activation(gate, inner)
-        return _affine(inner, self.w_out, self.b_out, expert)
+    def _grouped_on_device(
+        self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
+    ) -> torch.Tensor:
+        ends, is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets)
+        # Padding may hold NaN, which zero gradients would not keep out of the weights', and the rest anything.
+        rows = torch.where(is_row.unsqueeze(1), tokens, 0)
+        return torch.where(is_row.unsqueeze(1), self._grouped(rows, ends, is_row), 0)
+
+    def _grouped(self, rows: torch.Tensor, ends: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
+        def affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+            product = F.grouped_mm(rows, weights, offs=ends)
+            return product if biases is None else product + grouped_mm.biases_of_rows(biases, is_row, ends)
+
+        inner = affine(rows, self.w_in, self.b_in)
+        inner = self._activate(inner, None if self.w_gate is None else affine(rows, self.w_gate, self.b_gate))
+        return affine(inner, self.w_out, self.b_out)
+
+    def _activate(self, inner: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        if not isinstance(self.activation, str):
+            assert gate is not None
+            return self.activation(gate, inner)
+        activate = _ACTIVATIONS[self.activation]
+        return activate(inner) if gate is None else activate(gate) * inner
+
+    def _check_shapes(self, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None) -> None:
+        _require_integers("expert_counts", expert_counts)
+        if tuple(expert_counts.shape) != (self.num_experts,):
+            raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
+        if expert_offsets is None:
+            return
+        _require_integers("expert_offsets", expert_offsets)
+        if tuple(expert_offsets.shape) != (self.num_experts + 1,):
+            raise RoutingError(f"expert_offsets must be [{self.num_experts + 1}], got {tuple(expert_offsets.shape)}")
 
     def _segments(
         self, num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> tuple[list[int], list[int]]:
         """Counts and first rows as checked host integers."""
-        _require_integers("expert_counts", expert_counts)
-        if expert_offsets is not None:
-            _require_integers("expert_offsets", expert_offsets)
-        if tuple(expert_counts.shape) != (self.num_experts,):
-            raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
         counts = expert_counts.tolist()
         if expert_offsets is None:
             bounds = [0, *accumulate(counts)]
             if bounds[-1] != num_rows:
                 raise RoutingError(f"expert_counts {counts} sum to {bounds[-1]}, but there are {num_rows} token rows")
-        elif tuple(expert_offsets.shape) != (self.num_experts + 1,):
-            raise RoutingError(f"expert_offsets must be [{self.num_experts + 1}], got {tuple(expert_offsets.shape)}")
         else:
             bounds = expert_offsets.tolist()
         ordered = all(
             count >= 0 and 0 <= start and start + count <= stop
-            for count, start, stop in zip(counts, bounds[:-1], bounds[1:], strict=True)
+            for count, (start, stop) in zip(counts, pairwise(bounds), strict=True)
         )
         if not ordered or bounds[-1] > num_rows:
             raise RoutingError(
@@ -192,9 +253,9 @@ class GroupedExperts(nn.Module):
         return f"{self.num_experts} experts, {self.hidden_size} -> {self.ff_size}, {self.activation}{gate}{bias}"
 
 
-def _affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
-    product = rows @ weights[expert]
-    return product if biases is None else product + biases[expert]
+def _affine(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = rows @ weights
+    return product if bias is None else product + bias
 
 
 def _require_integers(name: str, numbers: torch.Tensor) -> None:
