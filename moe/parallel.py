@@ -16,19 +16,19 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm import Communicator, Group
 from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.groups import group_of
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
-from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, Rounds
 from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
@@ -40,10 +40,10 @@ _MOST_GENERATIONS = 1 << 31
 class ExpertParallel:
     """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
 
-    The constructor is collective. One object serves all layers of a model that have these sizes.
+    The constructor is collective. One object serves all layers of a model that have these sizes: see `shared`.
 
     Args:
-        comm: the group.
+        comm: the group: a communicator, a process group, or a DeviceMesh of one axis.
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
         top_k: experts a token may name, at most 32.
         hidden_size: elements of a token.
@@ -80,7 +80,7 @@ class ExpertParallel:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         num_experts: int,
         top_k: int,
         hidden_size: int,
@@ -96,18 +96,19 @@ class ExpertParallel:
         timeout: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wire = resolve_wire(wire)
-        combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
-        config = ParallelConfig(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire or "none"),
-            transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
+        config = ParallelConfig.of(
+            comm, num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire,
+            grad_wire=grad_wire, transport=transport, lanes=lanes, align=align, num_programs=num_programs,
+            timeout=timeout, dtype=dtype,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size, self.max_tokens = num_experts, top_k, hidden_size, max_tokens
-        self.wire, self.combine_wire, self.grad_wire = wire, combine_wire, config.grad_wire
+        self.wire, self.combine_wire, self.grad_wire = config.wire, config.combine_wire, config.grad_wire
         self.lanes, self.align, self.num_programs, self.dtype = lanes, align, num_programs, dtype
         self._closed = False
-        with comm._settled_recorder().begin("ExpertParallel"):
+        with config.comm._settled_recorder().begin("ExpertParallel"):
             self._assemble(config, generation=0)
+
+    shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared_parallel)
 
     def _assemble(self, config: ParallelConfig, generation: int) -> None:
         """Everything that depends on the group. Collective."""
@@ -359,7 +360,7 @@ class ExpertParallel:
         if self._backward is not None:
             self._backward.check()
 
-    def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
+    def rebuild(self, group: Group | Iterable[int] | None = None) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
 
         Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
@@ -384,7 +385,7 @@ class ExpertParallel:
             comm = self.comm.shrink(self._lost if group is None else group)
         else:
             old = self.comm
-            comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
+            comm = Communicator(group_of(group)[0], device=old.device, timeout=old.timeout, integrity=old.integrity)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._settled_recorder().begin("rebuild"):
