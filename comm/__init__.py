@@ -5,7 +5,7 @@
 1
 """
 
-from thinwire.comm.bootstrap import communicator_or_default, default_communicator, init
+from thinwire.comm.bootstrap import Group, as_communicator, communicator_or_default, default_communicator, init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted
 from thinwire.comm.launchers import RankInfo, discover
@@ -16,6 +16,7 @@ from thinwire.comm.work import Work
 
 __all__ = [
     "Communicator",
+    "Group",
     "Layout",
     "Posted",
     "RankInfo",
@@ -24,6 +25,7 @@ __all__ = [
     "TensorLayout",
     "Work",
     "allocate",
+    "as_communicator",
     "communicator_or_default",
     "default_communicator",
     "discover",

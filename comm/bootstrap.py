@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,28 +17,37 @@ import torch.distributed as dist
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
 from thinwire.comm.flight_files import WrittenOnSignal
 from thinwire.comm.flight_recorder import write_all
-from thinwire.comm.groups import as_device, backends_of, member_group
+from thinwire.comm.groups import as_device, backends_of, group_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.tensors import is_seconds
-from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+from thinwire.errors import PeerTimeout, ThinwireError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: What operations take as `comm`.
+Group: TypeAlias = "Communicator | dist.ProcessGroup | DeviceMesh"
 
 
 class _WritesOnSignal(WrittenOnSignal, Attachment):
     """Kept with the world that `init` made."""
 
+    outlives_shrink = True  # or the signal would end the process from then on
+
 
 class Domains:
-    """The communicators that `init` made in one process, or in one thread that is a rank.
+    """The communicators that `init` made in one process, or in one thread that is a rank, and those of other groups.
 
     The domain None is that of all calls that name none. The others are made from it, and end with it.
     """
 
     def __init__(self) -> None:
         self.by_name: dict[str | None, Communicator] = {}
+        self._of_groups: list[tuple[dist.ProcessGroup, Communicator]] = []
         self._recent: list[Communicator] = []  # the one that init returned last comes last
 
     def find(self, name: str | None) -> Communicator | None:
@@ -53,6 +63,22 @@ class Domains:
     def current(self) -> Communicator | None:
         """The one that was chosen last, of those that are open."""
         return next((latest for comm in reversed(self._recent) if (latest := comm._latest)), None)
+
+    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
+        """The communicator of a process group that was not made here, and of a type of device, if one is given."""
+        world = self.find(None)
+        known = [*([] if world is None else [(world._group, world)]), *self._of_groups]
+        for its_group, comm in known:
+            latest = comm._latest
+            if its_group is group and latest is not None and device in (None, latest.device.type):
+                return latest
+        self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
+        like = self.current()
+        timeout, integrity = (None, None) if like is None else (like.timeout, like.integrity)
+        made = Communicator(group, device=device, timeout=timeout, integrity=integrity)
+        atexit.register(made._close_all)
+        self._of_groups.append((group, made))
+        return made
 
 
 class _Opened(Attachment):
@@ -204,15 +230,24 @@ def default_communicator() -> Communicator:
     return found
 
 
-def communicator_or_default(comm: Communicator | None) -> Communicator:
-    """What a call that takes `comm=` is to use; or ArgumentError."""
-    if comm is None:
-        return default_communicator()
-    if not isinstance(comm, Communicator):
-        raise ArgumentError(
-            f"comm is a {type(comm).__name__}, expected a Communicator, such as thinwire.init() returns"
-        )
-    return comm
+def communicator_or_default(comm: Group | None) -> Communicator:
+    """What a call that takes `comm=` is to use; see `as_communicator`."""
+    return default_communicator() if comm is None else as_communicator(comm)
+
+
+def as_communicator(comm: Group) -> Communicator:
+    """A communicator itself, or that of a process group or of a DeviceMesh of one axis.
+
+    A group has one communicator: that of :func:`init`, where it wraps this group, else one that is made when the group
+    is first passed, collectively over it, with the timeout and integrity of the default communicator if there is one.
+    It ends with the process, or with the group; if it was shrunk, its group stands for the ranks that are left.
+
+    Raises:
+        ArgumentError: something else, or a mesh of several axes.
+        ThinwireError: this rank is not in the group.
+        TransportUnavailable, PeerTimeout, ConfigMismatch: as :class:`Communicator`, when it is made.
+    """
+    return comm if isinstance(comm, Communicator) else current_domains().of_group(*group_of(comm))
 
 
 def _join(

@@ -308,8 +308,8 @@ class Communicator(Collectives):
         else:
             made = self._shrink_group(left_out)
         self._successor = made
-        if (kept := self._attachments.pop("SIGUSR1", None)) is not None:
-            made._attachments["SIGUSR1"] = kept  # or the signal would end the process from now on
+        for key in [key for key, attachment in self._attachments.items() if attachment.outlives_shrink]:
+            made._attachments[key] = self._attachments.pop(key)
         self.close()
         return made
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -24,6 +27,37 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup) or not group_exists(group):
         raise ThinwireError(f"{group!r} is no process group that this rank belongs to; only members may wrap a group")
     return group
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh) -> tuple[dist.ProcessGroup, str | None]:
+    """A process group, or that of a DeviceMesh of one axis, and the mesh's type of device.
+
+    Raises:
+        ArgumentError: neither, or a mesh of several axes.
+        ThinwireError: this rank is not in it.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(group, DeviceMesh):
+        if not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(
+                f"comm is {_shown(group)}, expected a Communicator, such as thinwire.init() returns, a process group "
+                "of torch.distributed, or a DeviceMesh of one axis"
+            )
+        return member_group(group), None
+    if group.ndim != 1:
+        names = group.mesh_dim_names
+        raise ArgumentError(
+            f"comm is a DeviceMesh of {group.ndim} axes, {names or tuple(group.shape)}, expected one of one axis: "
+            + (f"choose it by name, such as mesh[{names[-1]!r}]" if names else "name its axes, and choose one")
+        )
+    if group.get_coordinate() is None:
+        raise ThinwireError(f"this rank is not in {group!r}; only members may pass a mesh")
+    return member_group(group.get_group()), group.device_type
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:

@@ -43,6 +43,8 @@ class Attachment(ABC):
     raises only what comes from outside, such as a signal handler's exception, and can be called again then.
     """
 
+    outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
+
     @abstractmethod
     def describe(self) -> str: ...
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm import Group, communicator_or_default
 from thinwire.comm.flight_recorder import DETAILS
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
@@ -36,7 +36,7 @@ def all_gather(
     *,
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
@@ -49,7 +49,7 @@ def all_gather(
             any dtype.
         out: [size * rows, ...], filled in place; x may be this rank's place in it.
         wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
-        comm: None means the communicator that `init` made.
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged; see
             `comm.explain()`. Both give the same bits. On CUDA, direct never waits for the device and can be captured in
             a CUDA graph; what goes wrong there is raised by a later call.
@@ -93,7 +93,7 @@ def all_gather_v(
     *,
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
@@ -135,7 +135,7 @@ def all_gather_v(
 
 
 def _scatter(
-    x: torch.Tensor, counts: list[int] | None, wire: str | WireFormat, comm: Communicator | None, transport: str
+    x: torch.Tensor, counts: list[int] | None, wire: str | WireFormat, comm: Group | None, transport: str
 ) -> Operation:
     """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
     shape, rows = x.shape, x.shape[0]

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Communicator
+from thinwire.comm import Group
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.fused.collective_arguments import Call
@@ -31,7 +31,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
     gather_wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",

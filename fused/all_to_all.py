@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
@@ -57,7 +57,7 @@ def all_to_all_v(
     recv_displs: Counts | None = None,
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     async_op: bool = False,
     check: bool = False,
@@ -79,7 +79,7 @@ def all_to_all_v(
             `max(displ + count)` rows, and gaps are zero.
         wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto", for equal splits alone, sends small
             messages exactly.
-        comm: None means the communicator that `init` made.
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
             is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
             with recv_counts, direct never waits for the device, and can be captured in a CUDA graph; what goes wrong

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT, Recording
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
@@ -52,7 +52,7 @@ class Call:
         function: Callable[..., object],
         x: torch.Tensor,
         wires: Sequence[str | WireFormat | None],
-        comm: Communicator | None,
+        comm: Group | None,
         transport: str,
         async_op: bool,
         *,

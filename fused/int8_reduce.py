@@ -12,7 +12,7 @@ import zlib
 
 import torch
 
-from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm import Group, communicator_or_default
 from thinwire.comm.tensors import require_dense
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, WireFormatError
@@ -29,7 +29,7 @@ def int8_all_to_all_reduce(
     *,
     dtype: torch.dtype = torch.float16,
     gather_wire: str | WireFormat = "none",
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     check: bool = False,
 ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
 from thinwire.comm.shared_split import shared_split
@@ -37,7 +37,7 @@ def redistribute(
     *,
     shape: Sequence[int] | None = None,
     wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     grad_layout: TensorLayout | Sequence[int] | None = None,
     grad_wire: str | WireFormat | None = None,
@@ -56,7 +56,7 @@ def redistribute(
         src, dst: layouts over the ranks of `comm`, or numbers of parts such as (4, 1), see `as_tensor_layout`.
         shape: of the whole tensor, to be compared with what x's shape and `src` give.
         wire: the format of what travels; None means THINWIRE_WIRE, else int8. With `none` values are moved as they are.
-        comm: None means the communicator that `init` made.
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged" or "auto", see `all_to_all_v`.
         grad_layout: the layout in which the gradient of the result arrives; None means `dst`, with what is partial
             repeated. Where ranks hold the same part but each uses it in another part of the work, as in a matrix

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Communicator
+from thinwire.comm import Group
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import CountsError
@@ -32,7 +32,7 @@ def reduce_scatter(
     *,
     out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     transport: str = "auto",
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm import Communicator, Group
+from thinwire.comm.groups import group_of
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, ThinwireError
 from thinwire.fused.transport import Refusal, choose, open_direct
@@ -105,7 +105,7 @@ class Assembly:
         if self._backward is not None:
             self._backward.check()
 
-    def rebuild(self, group: dist.ProcessGroup | Communicator | Iterable[int] | None = None) -> None:
+    def rebuild(self, group: Group | Iterable[int] | None = None) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
 
         Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
@@ -130,7 +130,7 @@ class Assembly:
             comm = self.comm.shrink(self._lost if group is None else group)
         else:
             old = self.comm
-            comm = Communicator(group, device=old.device, timeout=old.timeout, integrity=old.integrity)
+            comm = Communicator(group_of(group)[0], device=old.device, timeout=old.timeout, integrity=old.integrity)
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._settled_recorder().begin("rebuild"):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.tensors import is_int, is_seconds
-from thinwire.errors import RoutingError, TransportUnavailable
+from thinwire.errors import RoutingError
 from thinwire.fused.backend import Backend, select_backend
-from thinwire.fused.codec import FLOAT_DTYPES
+from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
 from thinwire.version import VERSION
@@ -56,10 +57,26 @@ class ParallelConfig:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in FLOAT_DTYPES):
             raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16 or None is needed")
         check_transport(self.transport)
-        if not isinstance(self.comm, Communicator):
-            raise TransportUnavailable(
-                f"comm is {self.comm!r}; a Communicator is needed, such as thinwire.init() returns"
-            )
+        object.__setattr__(self, "comm", as_communicator(self.comm))  # last, as others may have to be met for it
+
+    @classmethod
+    def of(
+        cls,
+        comm: Any,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        max_tokens: int,
+        *,
+        wire: str | WireFormat | None,
+        combine_wire: str | WireFormat | None,
+        grad_wire: str | WireFormat | None,
+        **rest: Any,
+    ) -> ParallelConfig:
+        """What was passed, checked. `comm` is a Group; the rest has the names of the fields."""
+        wire = resolve_wire(wire)
+        wires = wire, wire if combine_wire is None else resolve_wire(combine_wire), resolve_wire(grad_wire or "none")
+        return cls(comm, num_experts, top_k, hidden_size, max_tokens, *wires, **rest)
 
     @cached_property
     def dispatch_backend(self) -> Backend:

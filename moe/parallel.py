@@ -14,30 +14,28 @@ import contextlib
 
 import torch
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm import Group
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
-from thinwire.fused.codec import resolve_wire
 from thinwire.fused.transport import Refusal
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.wire import WireFormat
-
-_MOST_GENERATIONS = 1 << 31
 
 
 class ExpertParallel(Assembly):
     """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
 
-    The constructor is collective. One object serves all layers of a model that have these sizes.
+    The constructor is collective. One object serves all layers of a model that have these sizes: see `shared`.
 
     Args:
-        comm: the group.
+        comm: the group: a communicator, a process group, or a DeviceMesh of one axis.
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
         top_k: experts a token may name, at most 32.
         hidden_size: elements of a token.
@@ -74,7 +72,7 @@ class ExpertParallel(Assembly):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         num_experts: int,
         top_k: int,
         hidden_size: int,
@@ -90,13 +88,14 @@ class ExpertParallel(Assembly):
         timeout: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wire = resolve_wire(wire)
-        combine_wire = wire if combine_wire is None else resolve_wire(combine_wire)
-        config = ParallelConfig(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire, combine_wire, resolve_wire(grad_wire or "none"),
-            transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
+        config = ParallelConfig.of(
+            comm, num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire,
+            grad_wire=grad_wire, transport=transport, lanes=lanes, align=align, num_programs=num_programs,
+            timeout=timeout, dtype=dtype,
         )  # fmt: skip
         super().__init__(config)
+
+    shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared_parallel)
 
     def __enter__(self) -> ExpertParallel:
         return self

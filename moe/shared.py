@@ -1,0 +1,68 @@
+"""One ExpertParallel for all layers of a group that ask for the same settings."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+from thinwire.comm import Group
+from thinwire.comm.host_collectives import Attachment
+from thinwire.moe.config import ParallelConfig
+
+_T = TypeVar("_T")
+
+
+class _Shared(Attachment):
+    """What was made for one communicator, in that order; what was rebuilt onto its successor is known to that one."""
+
+    outlives_shrink = True
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def describe(self) -> str:
+        return f"shared ExpertParallel: {sum(not ep._closed for ep in self.made)}"
+
+    def close(self) -> None:
+        for ep in self.made:
+            if ep.comm.closed:  # and not rebuilt onto another group
+                ep.close()
+
+
+def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
+    """The group's ExpertParallel with these settings: constructed by the first call, returned by those that follow.
+
+    All ranks of the group call this, `close` and `rebuild` in the same order, with the same arguments. Whether there is
+    such an object depends on these calls alone, so either all ranks construct it, which is collective and compares what
+    they passed, or none does, and nothing is sent. A rank that finds an object where others construct one gives them
+    PeerTimeout.
+
+    It belongs to all who asked: it is closed with its communicator, and who closes it before ends it for all of them;
+    the next call constructs another one. One that was rebuilt after `comm.shrink()` is the one of the ranks that are
+    left; one that was rebuilt onto another group is shared no longer.
+
+    Args:
+        comm: a communicator, a process group, or a DeviceMesh of one axis.
+        sizes: the constructor's, and so are `settings`. Formats count as what they stand for, `wire=None` too.
+
+    Raises:
+        ThinwireError: the communicator is closed.
+        TypeError, and what the constructor raises.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm:
+    ...     layers = [tw.ExpertParallel.shared(comm, 4, 2, 64, max_tokens=16, wire="none") for _ in range(2)]
+    ...     layers[0] is layers[1]
+    True
+    """
+    bound = inspect.signature(cls).bind(comm, *sizes, **settings)
+    bound.apply_defaults()
+    wanted = ParallelConfig.of(*bound.args, **bound.kwargs)
+    wanted.comm._require_open()
+    registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
+    registry.made = [ep for ep in registry.made if not ep._closed]
+    found = next((ep for ep in registry.made if ep._config == wanted), None)
+    if found is None:
+        found = cls(*bound.args, **bound.kwargs)
+        registry.made.append(found)
+    return found
