@@ -17,7 +17,14 @@ from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
-__all__ = ["BACKEND_VARIABLE", "Backend", "RoundKernels", "select_backend", "select_round_kernels"]
+__all__ = [
+    "BACKEND_VARIABLE",
+    "Backend",
+    "RoundKernels",
+    "reference_backend",
+    "select_backend",
+    "select_round_kernels",
+]
 
 #: Environment variable that overrides the choice: `triton`, `numba` or `torch` (slow; the reference).
 BACKEND_VARIABLE = "THINWIRE_BACKEND"
@@ -67,7 +74,7 @@ def _select(
     if name == "numba":
         return _numba(device, reason)
     if name == "torch":
-        return _reference(reason)
+        return reference_backend(reason)
     raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
 
 
@@ -145,7 +152,9 @@ def _numba(device: torch.device, reason: str) -> Backend:
     )
 
 
-def _reference(reason: str) -> Backend:
+def reference_backend(reason: str) -> Backend:
+    """Plain torch; alone in that it takes float64 rows, as `none`."""
+
     def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
         records.copy_(pack.pack_rows_reference(x[: records.shape[0]] if row_index is None else x, wire, row_index))
 

@@ -59,6 +59,8 @@ class Assembly:
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         config = self._config
+        if config.is_double:
+            return Refusal("ExpertParallel", "its kernels do not take float64")
         if backward := kind is BackwardRounds:
             config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
         layout = RoundLayout.of(

@@ -12,7 +12,7 @@ from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import RoutingError
-from thinwire.fused.backend import Backend, select_backend
+from thinwire.fused.backend import Backend, reference_backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
@@ -20,6 +20,7 @@ from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
 
 _MAX_TOP_K = 32
+ROUND_DTYPES = (*FLOAT_DTYPES, torch.float64)  # the last one is for comparisons: staged, exact, in plain torch
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,14 @@ class ParallelConfig:
             raise RoutingError(
                 f"timeout is {self.timeout!r}; a finite number of seconds above 0, at most 1e9, is needed"
             )
-        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in FLOAT_DTYPES):
-            raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16 or None is needed")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in ROUND_DTYPES):
+            raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16, float64 or None is needed")
+        wires = self.wire, self.combine_wire, self.grad_wire
+        if self.is_double and any(wire.quantized for wire in wires):
+            raise RoutingError(
+                "dtype is torch.float64, of which all formats have to be 'none'; wire, combine_wire and grad_wire are "
+                + ", ".join(map(str, wires))
+            )
         check_transport(self.transport)
         object.__setattr__(self, "comm", as_communicator(self.comm))  # last, as others may have to be met for it
 
@@ -81,17 +88,39 @@ class ParallelConfig:
     @cached_property
     def dispatch_backend(self) -> Backend:
         """The kernels of the dispatch leg."""
-        return select_backend(self.comm.device, self.wire)
+        return self._backend(self.wire)
 
     @cached_property
     def combine_backend(self) -> Backend:
         """The kernels of the combine leg."""
-        return select_backend(self.comm.device, self.combine_wire)
+        return self._backend(self.combine_wire)
 
     @cached_property
     def grad_backend(self) -> Backend:
         """The kernels of both legs of backward."""
-        return select_backend(self.comm.device, self.grad_wire)
+        return self._backend(self.grad_wire)
+
+    def _backend(self, wire: WireFormat) -> Backend:
+        return reference_backend("float64") if self.is_double else select_backend(self.comm.device, wire)
+
+    @property
+    def is_double(self) -> bool:
+        """Whether tokens, router weights and sums are float64."""
+        return self.dtype == torch.float64
+
+    @property
+    def row_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of rows that experts may give back; of tokens, too, where `dtype` is None."""
+        return (torch.float64,) if self.is_double else FLOAT_DTYPES
+
+    def describe_dtypes(self) -> str:
+        """Those in words."""
+        return "float64" if self.is_double else "float32, float16 or bfloat16"
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of router weights and their gradients, as they travel."""
+        return torch.float64 if self.is_double else torch.float32
 
     @property
     def local_experts(self) -> range:

@@ -11,7 +11,6 @@ import torch
 from thinwire.comm.flight_recorder import Recording
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
-from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.received import Received
 
@@ -114,11 +113,11 @@ class Dispatched(Received):
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
         in_place = () if weighted else (self.index.shape[0],)
         right_rows = not accepted or (right_shape and expert_out.shape[0] in (*accepted, *in_place))
-        if expert_out.dtype not in FLOAT_DTYPES or not right_shape or not right_rows:
+        if expert_out.dtype not in config.row_dtypes or not right_shape or not right_rows:
             rows = " or ".join(map(str, accepted)) or "rows"
             whose = "records, as weighted is True," if weighted else "tokens,"
             raise RoutingError(
-                f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; float32, float16 or bfloat16 "
+                f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; {config.describe_dtypes()} "
                 f"[{rows}, {config.hidden_size}], a row for each of the round's {whose} is needed"
             )
         if torch.is_grad_enabled() and expert_out.requires_grad and self._link is None:
@@ -222,9 +221,9 @@ class Rounds:
         config = self.config
         for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             config.comm.check_device(name, tensor)
-        dtypes = FLOAT_DTYPES if config.dtype is None else (config.dtype,)
+        dtypes = config.row_dtypes if config.dtype is None else (config.dtype,)
         if x.dtype not in dtypes or x.dim() != 2 or x.shape[1] != config.hidden_size:
-            accepted = "float32, float16 or bfloat16" if config.dtype is None else config.dtype
+            accepted = config.describe_dtypes() if config.dtype is None else config.dtype
             raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
         if x.shape[0] > config.max_tokens:
             raise CapacityError(

@@ -115,7 +115,9 @@ class RoundGradients:
         rows, weights = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
         if expert_out is not None:
             pieces = zip(rows.split(_DOT_ROWS), expert_out.split(_DOT_ROWS), strict=True)
-            self._dots = torch.cat([torch.linalg.vecdot(left.float(), right.float()) for left, right in pieces])
+            self._dots = torch.cat(
+                [torch.linalg.vecdot(left.to(weights.dtype), right.to(weights.dtype)) for left, right in pieces]
+            )
         return rows.mul_(weights.unsqueeze(1))
 
     def of_records(self, dy: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -52,7 +52,8 @@ class ExpertParallel(Assembly):
             means four a multiprocessor. Of no effect on the CPU.
         timeout: seconds that a round of the direct transport may wait for a peer; None means the communicator's. The
             staged transport waits as long as the communicator does.
-        dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16. It spares memory
+        dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16; float64, router
+            weights included, for comparisons: staged, in plain torch, with the format `none` alone. It spares memory
             with the direct transport and wire format `none`, and does nothing else.
 
     Raises:
@@ -114,7 +115,7 @@ class ExpertParallel(Assembly):
         RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
         Args:
-            x: [tokens, hidden_size] float32, float16 or bfloat16. It or topk_weights may want a gradient, as on all
+            x: [tokens, hidden_size] float32, float16 or bfloat16; float64 if that is `dtype`. It or topk_weights may want a gradient, as on all
                 ranks; the first such dispatch allocates lanes for backward, if transport is direct.
             topk_ids: int32 or int64 [tokens, top_k], global expert ids, -1 for none. A repeated id counts once, with
                 its weights added in ascending k.

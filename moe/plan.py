@@ -13,16 +13,18 @@ import torch
 from thinwire.moe.routing import expert_range
 
 
-def merge_repeated_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_repeated_experts(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes every expert of a token unique: the first mention keeps the sum of the weights, the others become -1.
 
-    Integer ids and float weights [tokens, top_k] become int32 and float32; weights are added in ascending k.
+    Integer ids and float weights [tokens, top_k] become int32 and `dtype`; weights are added in ascending k.
 
     >>> ids, weights = merge_repeated_experts(torch.tensor([[3, 3, -1]]), torch.tensor([[0.5, 0.25, 9.0]]))
     >>> ids.tolist(), weights.tolist()
     ([[3, -1, -1]], [[0.75, 0.0, 0.0]])
     """
-    ids, weights = topk_ids.int(), topk_weights.float()
+    ids, weights = topk_ids.int(), topk_weights.to(dtype)
     first_mention = first_mentions(ids)
     total = torch.zeros_like(weights)
     for k in range(ids.shape[1]):
@@ -73,7 +75,7 @@ class ArrivalPlan:
     expert_counts: torch.Tensor  # int64 [local experts], rows of each expert, without padding
     expert_offsets: torch.Tensor  # int64 [local experts + 1], where each expert's rows begin, with padding
     positions: torch.Tensor  # int64 [records, top_k], the rows of each record in ascending expert id, -1 behind them
-    weights: torch.Tensor  # float32 [records, top_k], their weights
+    weights: torch.Tensor  # [records, top_k], their weights
     rows_of_ids: torch.Tensor  # int64 [records, top_k], the rows in the order of the ids, -1 where an id is not here
     num_rows: int  # the last of expert_offsets
 

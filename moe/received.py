@@ -26,7 +26,7 @@ class Arrived(NamedTuple):
     """What a transport knows of the records, in the order of `Dispatched.rows`."""
 
     positions: torch.Tensor  # int64 [records, top_k], their rows in ascending expert id, -1 behind them
-    weights: torch.Tensor  # float32 [records, top_k], 0 where there is no row
+    weights: torch.Tensor  # of the config's weight_dtype, [records, top_k], 0 where there is no row
     source: torch.Tensor  # int64 [records, 2], source rank, and the token's number there
 
 

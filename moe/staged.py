@@ -8,9 +8,9 @@ import torch
 
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import LaneError, RoutingError
-from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.moe.config import ROUND_DTYPES
 from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
 from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
@@ -30,12 +30,12 @@ class StagedRounds(Rounds):
         """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
         config = self.config
         self.rounds_begun[lane] += 1
-        ids, weights = merge_repeated_experts(topk_ids, topk_weights)
+        ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
         recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
-        weight_words = slice(id_words.stop, id_words.stop + config.top_k)
+        weight_words = slice(id_words.stop, id_words.stop + config.top_k * config.weight_dtype.itemsize // 4)
         number_word = weight_words.stop
         slots = dense_segments(sends.counts)
 
@@ -52,7 +52,7 @@ class StagedRounds(Rounds):
         arrived = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
         words = arrived.view(torch.int32)
         arrival = ArrivalPlan.of(
-            words[:, id_words], words[:, weight_words].view(torch.float32), config.local_experts, config.align
+            words[:, id_words], _floats(words[:, weight_words], config.weight_dtype), config.local_experts, config.align
         )
         return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival, words[:, number_word])
 
@@ -63,13 +63,15 @@ class StagedRounds(Rounds):
 
     def message_bytes(self, dtype: torch.dtype) -> int:
         """A dispatched record, behind it the token's ids, weights and number; kernels need a multiple of 16."""
-        return -(-(self.config.wire.row_bytes(self.config.hidden_size, dtype) + 8 * self.config.top_k + 4) // 16) * 16
+        config = self.config
+        tail = (4 + config.weight_dtype.itemsize) * config.top_k + 4
+        return -(-(config.wire.row_bytes(config.hidden_size, dtype) + tail) // 16) * 16
 
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
         config = self.config
-        comm, dtypes, kinds = config.comm, len(FLOAT_DTYPES), MOST_WANTS * len(FLOAT_DTYPES)
-        kind = dtypes * tag + FLOAT_DTYPES.index(dtype)
+        comm, dtypes, kinds = config.comm, len(ROUND_DTYPES), MOST_WANTS * len(ROUND_DTYPES)
+        kind = dtypes * tag + ROUND_DTYPES.index(dtype)
         received = comm.exchange_counts([count * kinds + kind for count in counts])
         refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
         if refusing:
@@ -78,9 +80,9 @@ class StagedRounds(Rounds):
                 "taken, and all ranks may go on"
             )
         for peer, value in enumerate(received):
-            if FLOAT_DTYPES[value % dtypes] != dtype:
+            if ROUND_DTYPES[value % dtypes] != dtype:
                 raise RoutingError(
-                    f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {FLOAT_DTYPES[value % dtypes]}; all "
+                    f"rank {comm.rank} dispatches {dtype} tokens, rank {peer} {ROUND_DTYPES[value % dtypes]}; all "
                     "ranks of a round need the same dtype"
                 )
             if value % kinds != kind:
@@ -98,6 +100,11 @@ class StagedRounds(Rounds):
     def describe(self) -> str:
         """For `explain`."""
         return f"transport: staged ({self.reason}); a round waits for peers as long as the communicator does"
+
+
+def _floats(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int32 columns of records as what they are."""
+    return words.clone(memory_format=torch.contiguous_format).view(dtype)  # float64s may lie at odd words there
 
 
 class StagedRound(Dispatched):
@@ -213,7 +220,7 @@ class StagedPlan(GradientPlan):
         rows = new_rows(dy, num_rows, (config.hidden_size,), zero=True)
         fits = arrival.rows < num_rows
         config.grad_backend.unpack_rows(arrived, config.grad_wire, arrival.index[fits], arrival.rows[fits], rows)
-        weights = torch.zeros(num_rows, device=dy.device)
+        weights = arrival.weights.new_zeros(num_rows)
         fits = (arrival.positions >= 0) & (arrival.positions < num_rows)
         weights[arrival.positions[fits]] = arrival.weights[fits]
         return rows, weights
@@ -229,12 +236,12 @@ class StagedPlan(GradientPlan):
         rows = rows.resolve_neg().contiguous()
         positions = torch.where(arrival.positions < rows.shape[0], arrival.positions, -1)
         ones = torch.ones_like(arrival.weights)
-        dots = torch.zeros(1, device=device) if dots is None else torch.nn.functional.pad(dots, (0, 1))
+        dots = arrival.weights.new_zeros(1) if dots is None else torch.nn.functional.pad(dots, (0, 1))
         of_ids = arrival.rows_of_ids
         by_id = dots[torch.where((of_ids >= 0) & (of_ids < len(dots)), of_ids, len(dots) - 1)].view(torch.int32)
         slots = dense_segments(self._recv_counts)
         row_bytes = wire.row_bytes(hidden, self._dtype) if self.wants.rows else 0
-        tail = slice(row_bytes // 4, row_bytes // 4 + config.top_k * self.wants.weights)
+        tail = slice(row_bytes // 4, row_bytes // 4 + by_id.shape[1] * self.wants.weights)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen, words = slots.row_index(start, stop, device), records.view(torch.int32)
@@ -255,7 +262,7 @@ class StagedPlan(GradientPlan):
             dx = torch.empty(self._num_tokens, hidden, dtype=self._dtype, device=device)
             config.grad_backend.sum_records(home[:, :row_bytes], self._sends.record_index, wire, dx)
         if self.wants.weights:  # all but one of an expert's are zero
-            tails = home.view(torch.int32)[:, tail].view(torch.float32)
+            tails = _floats(home.view(torch.int32)[:, tail], config.weight_dtype)
             dw = torch.nn.functional.pad(tails, (0, 0, 0, 1))[self._sends.record_index].sum(1)
         return dx, dw
 

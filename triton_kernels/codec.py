@@ -297,14 +297,19 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     return records
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which rows of a dtype are added up: float32, but for float64, of which only the references know."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """q * s of records, float32 [rows, hidden]; `dtype` is the elements' for `none`."""
+    """q * s of records, [rows, hidden] in `sum_dtype(dtype)`; `dtype` is the elements' for `none`."""
     rows = records.shape[0]
     if not rows:
-        return torch.empty(0, hidden, dtype=torch.float32, device=records.device)
+        return torch.empty(0, hidden, dtype=sum_dtype(dtype), device=records.device)
     payload = records[:, : wire.payload_bytes(hidden, dtype)].contiguous()
     if not wire.quantized:
-        return payload.view(dtype).float()
+        return payload.view(dtype).to(sum_dtype(dtype))
     group, groups, start = wire.group or hidden, wire.num_groups(hidden), wire.scales_offset(hidden)
     scales = records[:, start : start + groups * wire.scale_bytes].contiguous()
     scale = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float()

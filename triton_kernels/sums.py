@@ -25,6 +25,7 @@ from thinwire.triton_kernels.codec import (
     scaled_reference,
     store_record_tail,
     store_record_tile,
+    sum_dtype,
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
@@ -209,9 +210,9 @@ def pack_weighted_sums_reference(
 ) -> torch.Tensor:
     """`pack_weighted_sums` in plain torch: the records, uint8 [n, row_bytes]."""
     hidden = expert_out.shape[1]
-    total = torch.zeros(positions.shape[0], hidden, dtype=torch.float32, device=expert_out.device)
+    total = torch.zeros(positions.shape[0], hidden, dtype=sum_dtype(dtype), device=expert_out.device)
     # A row to point at where there is none.
-    rows = torch.cat((expert_out.float(), expert_out.new_zeros(1, hidden, dtype=torch.float32)))
+    rows = torch.cat((expert_out.to(total.dtype), total.new_zeros(1, hidden)))
     for k in range(positions.shape[1]):
         total = _add_present(total, weights[:, k, None] * rows[positions[:, k]], positions[:, k])
     return quantize_reference(total if wire.quantized else total.to(dtype), wire)
@@ -221,7 +222,7 @@ def sum_records_reference(
     records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`sum_records` in plain torch: [tokens, hidden] in `dtype`."""
-    total = torch.zeros(record_index.shape[0], hidden, dtype=torch.float32, device=records.device)
+    total = torch.zeros(record_index.shape[0], hidden, dtype=sum_dtype(dtype), device=records.device)
     rows = scaled_reference(records, wire, hidden, dtype)
     rows = torch.cat((rows, rows.new_zeros(1, hidden)))
     for j in range(record_index.shape[1]):
