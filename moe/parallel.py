@@ -115,8 +115,9 @@ class ExpertParallel(Assembly):
         RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
         Args:
-            x: [tokens, hidden_size] float32, float16 or bfloat16; float64 if that is `dtype`. It or topk_weights may want a gradient, as on all
-                ranks; the first such dispatch allocates lanes for backward, if transport is direct.
+            x: [tokens, hidden_size] float32, float16 or bfloat16; float64 if that is `dtype`. It or topk_weights may
+                want a gradient, as on all ranks; the first such dispatch allocates lanes for backward, if transport is
+                direct.
             topk_ids: int32 or int64 [tokens, top_k], global expert ids, -1 for none. A repeated id counts once, with
                 its weights added in ascending k.
             topk_weights: float [tokens, top_k].
