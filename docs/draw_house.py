@@ -26,7 +26,7 @@ FLOORS = (
 #: The way of a token and of its experts' sum: where, the file, the function, what happens.
 WAY = (
     ("home", "moe/parallel.py", "dispatch", "checks what is passed"),
-    ("home", "moe/direct.py", "dispatch", "launches what follows"),
+    ("home", "moe/direct.py", "begin", "launches what follows"),
     ("home", "triton_kernels/dispatch.py", "send_tokens", "quantises each row, stores it at its peers"),
     ("home", "triton_kernels/signal.py", "publish", "sets this rank's flag at every peer"),
     ("expert", "triton_kernels/dispatch.py", "wait", "for all flags"),

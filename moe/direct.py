@@ -7,6 +7,7 @@ kernels run at once, and their waits block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +32,10 @@ from thinwire.triton_kernels.round_layout import (
 class DirectRounds(DirectLanes):
     """The legs of rounds on these lanes."""
 
-    def dispatch(
+    def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
-    ) -> Dispatched:
-        """Launches the dispatch kernel, the wait for all peers, and routing. A round that is still open is closed."""
+    ) -> Callable[[], Dispatched]:
+        """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
         self.raise_failure(lane)
         self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
         self._make_up(lane)
@@ -44,10 +45,14 @@ class DirectRounds(DirectLanes):
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
         self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
-        self._end_leg(lane, DISPATCH)
-        self.kernels.route(tensors)
-        self.raise_corruption(lane)
-        return _DirectRound(self, lane, x)
+
+        def end() -> Dispatched:
+            self._end_leg(lane, DISPATCH)
+            self.kernels.route(tensors)
+            self.raise_corruption(lane)
+            return _DirectRound(self, lane, x)
+
+        return end
 
     def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Of every round of a dtype on a lane: the records, and an empty tensor of the dtype."""
@@ -93,7 +98,7 @@ class DirectRounds(DirectLanes):
             self.kernels.close_round(self.lanes[lane])
             self._end_leg(lane, COMBINE)
 
-    def combine(
+    def begin_combine(
         self,
         lane: int,
         expert_out: torch.Tensor,
@@ -101,17 +106,21 @@ class DirectRounds(DirectLanes):
         out: torch.Tensor,
         weight_grads: torch.Tensor | None = None,
         tensors: Lane | None = None,
-    ) -> None:
-        """Launches the sums to their homes, the wait for all peers, and the sums at home.
+    ) -> Callable[[], None]:
+        """Launches the sums to their homes, then the wait for all peers, and the sums at home.
 
         `tensors`: the lane with other positions and weights.
         """
         self.raise_failure(lane)
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
-        self._end_leg(lane, COMBINE)
-        self.kernels.sum_home(self.lanes[lane], out)
-        self.raise_corruption(lane)
+
+        def end() -> None:
+            self._end_leg(lane, COMBINE)
+            self.kernels.sum_home(self.lanes[lane], out)
+            self.raise_corruption(lane)
+
+        return end
 
     def _end_leg(self, lane: int, phase: int) -> None:
         """Waits for all peers' part of a leg of which this rank has sent its own."""
@@ -217,14 +226,14 @@ class _DirectRound(Dispatched):
         self._rounds.raise_corruption(self.lane)
         return tokens, overflow
 
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
+    def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         tensors = None
         if weighted:
             # The kernel that sums rows, told that every record has one, of weight 1.
             positions = torch.full_like(self._tensors.positions, -1)
             positions[:, :1] = self._row_of_each_record()
             tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
-        self._rounds.combine(self.lane, expert_out, self._dtype, out, tensors=tensors)
+        return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, tensors=tensors)
 
     def _abandon(self) -> None:
         self._rounds.close_round(self.lane)

@@ -51,7 +51,7 @@ class DirectPlan(GradientPlan):
             rounds.open_rounds[lane] = self._open = None
             if tensors.layout.WEIGHT_GRADS:
                 tensors.weight_grads.zero_()  # peers write there once they have this rank's line
-            self._open = rounds.dispatch(lane, dy, self._ids, self._weights, self._tag)
+            self._open = rounds.begin(lane, dy, self._ids, self._weights, self._tag)()
             rounds.open_rounds[lane] = self._open
         rows, _ = self._open._gather(num_rows)
         # Row `num_rows` takes what has no place.
@@ -80,7 +80,7 @@ class DirectPlan(GradientPlan):
             rows = dx[:0]
         with self._recorded(rounds.phases[COMBINE], rows):
             rounds.open_rounds[lane] = self._open = None
-            rounds.combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, by_id)
+            rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, by_id)()
         dw = None
         if self.wants.weights:
             running = tensors.control[CONTROL_STATUS] == RUNNING

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from thinwire.comm.flight_recorder import Recording
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
+from thinwire.moe.gradients import Link, Wants
 from thinwire.moe.received import Received
 
 
@@ -87,8 +89,8 @@ class Dispatched(Received):
         """
 
     @abstractmethod
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
-        """Sends the weighted sums home, and fills `out` with what comes home here."""
+    def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
+        """Sends the weighted sums home; what is returned waits, and fills `out` with what comes home here."""
 
     @abstractmethod
     def _abandon(self) -> None: ...
@@ -151,6 +153,30 @@ class Dispatched(Received):
             )
 
 
+class Started:
+    """A leg of which this rank has sent its part, until it is finished or a later dispatch takes the lane."""
+
+    end: Callable[[], Any]  # waits for the peers' part
+
+    def __init__(self, rounds: Rounds, lane: int) -> None:
+        self._rounds = rounds
+        self.lane = lane
+
+
+class StartedDispatch(Started):
+    """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
+
+    d: Dispatched  # at the end
+    link: Link | None = None  # to the graph, if something wants a gradient, and what the plan needs then
+    graph: tuple[Wants, torch.Tensor, torch.Tensor]
+
+
+class StartedCombine(Started):
+    """What `ExpertParallel.combine_start` returns, for `combine_finish`."""
+
+    out: torch.Tensor  # filled at the end
+
+
 class Rounds:
     """The rounds of one transport, which was chosen for a reason."""
 
@@ -160,15 +186,17 @@ class Rounds:
         self.config = config
         self.reason = reason
         self.closed = False
-        self.open_rounds: list[Dispatched | None] = [None] * config.lanes  # that may be read and combined
+        # What each lane is in use for: a round that may be read and combined, or a leg that is to be finished.
+        self.open_rounds: list[Dispatched | Started | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
 
-    def dispatch(
+    def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
-    ) -> Dispatched:
+    ) -> Callable[[], Dispatched]:
         """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first.
 
-        `tag` is a `Wants.tag`; ranks with different ones raise RoutingError, and nothing is taken.
+        What is returned waits for the peers' part. `tag` is a `Wants.tag`; ranks with different ones raise
+        RoutingError here or there, and nothing is taken.
         """
         raise NotImplementedError
 
@@ -181,7 +209,7 @@ class Rounds:
         return False
 
     def is_unfinished(self, lane: int) -> bool:
-        """Whether an exception ended the wait of a leg, which the next call on the lane then makes up for."""
+        """Whether a leg was not waited for to the end, which the next call on the lane then makes up for."""
         return False
 
     def finish(self, lane: int) -> None:

@@ -103,8 +103,9 @@ class GradientPlan(ABC):
 class RoundGradients:
     """What the nodes of one round share: its plan, and the gradients that wait for dispatch's node."""
 
-    def __init__(self, plan: GradientPlan, topk_ids: torch.Tensor) -> None:
-        self.plan = plan
+    plan: GradientPlan  # from when the round has been dispatched
+
+    def __init__(self, topk_ids: torch.Tensor) -> None:
         self._ids = topk_ids
         self._rows: torch.Tensor | None = None
         self._dots: torch.Tensor | None = None
@@ -241,9 +242,13 @@ class _Combine(torch.autograd.Function):
 class Link:
     """One round's place in the graph."""
 
-    def __init__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, plan: GradientPlan) -> None:
-        self._gradients = RoundGradients(plan, topk_ids)
+    def __init__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        self._gradients = RoundGradients(topk_ids)
         self._carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, self._gradients)
+
+    def take(self, plan: GradientPlan) -> None:
+        """What is known once the round has been dispatched."""
+        self._gradients.plan = plan
 
     def lacks_gradient(self, tokens: torch.Tensor) -> bool:
         """Whether rows were gathered under no_grad, and shall have a gradient now."""

@@ -11,6 +11,7 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from thinwire.fused.transport import Refusal
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.dispatched import Dispatched, Started, StartedCombine, StartedDispatch
 from thinwire.moe.gradients import GradientPlan, Link, Wants
 from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound
@@ -134,6 +135,40 @@ class ExpertParallel(Assembly):
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
+        started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True)
+        return self._opened(started, started.d)
+
+    @opaque
+    def dispatch_start(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+    ) -> StartedDispatch:
+        """The first half of `dispatch`, with its arguments: sends this rank's part, and does not wait for the peers'.
+
+        What is done until `dispatch_finish`, on other lanes too, overlaps with it. With the direct transport all of
+        this rank's tokens are in the peers' memory on return, or on CUDA on their way there. Staged ranks exchange
+        counts here, which waits for all of them, and pack all records; gloo's threads or NCCL then move them. All
+        arguments may be overwritten then, on CUDA by what is launched later. A later dispatch on the lane ends what was
+        started, as it ends a round, on every rank.
+
+        Raises:
+            As `dispatch`; what is wrong at other ranks is raised by `dispatch_finish` with the direct transport.
+        """
+        return self._begin_round(x, topk_ids, topk_weights, lane, whole=False)
+
+    @opaque
+    def dispatch_finish(self, started: StartedDispatch) -> Dispatched:
+        """The second half: waits for the peers' part. All ranks start and finish in the same order.
+
+        Raises:
+            LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
+            RoutingError, PeerTimeout, IntegrityError: as `dispatch`. It is over then.
+        """
+        return self._opened(started, self._finish(started, StartedDispatch, "dispatch"))
+
+    def _begin_round(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, whole: bool
+    ) -> StartedDispatch:
+        """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan."""
         self._require_not_closed()
         self._require_lane(lane)
         try:
@@ -153,20 +188,51 @@ class ExpertParallel(Assembly):
         x = x if x.stride(1) == 1 else x.contiguous()
         rounds, recorder = self._rounds, self._settle(lane)
         rounds.open_rounds[lane] = None
+        started = StartedDispatch(rounds, lane)
         told, mark = rounds.legs_told(lane), recorder.mark
         with torch.no_grad():
             try:
                 self._record_closing(lane)
                 with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                    d = rounds.dispatch(lane, x, topk_ids, topk_weights, wants.tag())
+                    started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag())
+                    if whole:
+                        started.d = started.end()
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
         if any(wants):
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-            d._link = Link(x, ids, topk_weights, self._gradient_plan(d, wants, ids, topk_weights.detach()))
-        rounds.open_rounds[lane] = d
+            started.link = Link(x, ids, topk_weights)
+            started.graph = wants, ids, topk_weights.detach().float().clone()
+        if not whole:
+            rounds.open_rounds[lane] = started
+        return started
+
+    def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
+        if started.link is not None:
+            started.link.take(self._gradient_plan(d, *started.graph))
+            d._link = started.link
+        self._rounds.open_rounds[d.lane] = d
         return d
+
+    def _finish(self, started: Started, kind: type[Started], name: str) -> Any:
+        if not isinstance(started, kind):
+            raise LaneError(f"started is a {type(started).__name__}; what {name}_start returned is needed")
+        rounds, lane = self._rounds, started.lane
+        if started._rounds is not rounds:
+            raise LaneError(f"this {name} was started by another ExpertParallel, or is over since rebuild")
+        if rounds.open_rounds[lane] is not started:
+            raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
+        recorder = self.comm._settled_recorder()
+        rounds.open_rounds[lane], mark = None, recorder.mark
+        with torch.no_grad():
+            try:
+                place = rounds.place(lane)
+                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
+                    return started.end()
+            except BaseException as error:
+                self._take_back(lane, error, rounds.legs_told(lane), mark)
+                raise
 
     def _gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -181,7 +247,7 @@ class ExpertParallel(Assembly):
                 kind = CapacityError if lanes.no_memory else TransportUnavailable
                 raise kind(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
             self._backward = lanes
-        return DirectPlan(self._backward, d, wants, topk_ids, topk_weights.float().clone())
+        return DirectPlan(self._backward, d, wants, topk_ids, topk_weights)
 
     @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
@@ -267,6 +333,45 @@ class ExpertParallel(Assembly):
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout, IntegrityError: as `dispatch`.
         """
+        return self._begin_combine(expert_out, d, out, weighted, None)
+
+    @opaque
+    def combine_start(
+        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+    ) -> StartedCombine:
+        """The first half of `combine`, with its arguments: sends this rank's sums, and does not wait for the peers'.
+
+        The round is over, and its lane is not free until `combine_finish`: a dispatch on it ends what was started.
+        expert_out may be overwritten on return, on CUDA by what is launched later; where router weights want a gradient
+        autograd keeps it, and refuses to go on if it was. `out` is filled by `combine_finish`.
+
+        Raises:
+            As `combine`.
+        """
+        started = StartedCombine(self._rounds, d.lane if isinstance(d, Dispatched) else 0)
+        started.out = self._begin_combine(expert_out, d, out, weighted, started)
+        return started
+
+    @opaque
+    def combine_finish(self, started: StartedCombine) -> torch.Tensor:
+        """The second half: waits for the peers' sums, and adds up what came home. Returns what `combine` does.
+
+        Raises:
+            LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
+            PeerTimeout, IntegrityError: as `combine`. It is over then.
+        """
+        self._finish(started, StartedCombine, "combine")
+        return started.out
+
+    def _begin_combine(
+        self,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        out: torch.Tensor | None,
+        weighted: bool,
+        started: StartedCombine | None,
+    ) -> torch.Tensor:
+        """Checks and begins; ends as well, or leaves that to `started`. Returns what is full at the end."""
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._rounds is not self._rounds:
@@ -275,21 +380,32 @@ class ExpertParallel(Assembly):
         d._check_combine(expert_out, out, weighted)
         if d._link is not None and torch.is_grad_enabled():
             places = d._places_of(d._chosen(len(expert_out))) if weighted else None
-            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None, weighted), places)
-        return self._end_round(expert_out, d, out, weighted)
+            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None, weighted, started), places)
+        return self._end_round(expert_out, d, out, weighted, started)
 
     def _end_round(
-        self, expert_out: torch.Tensor, d: Dispatched, out: torch.Tensor | None, weighted: bool
+        self,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        out: torch.Tensor | None,
+        weighted: bool,
+        started: StartedCombine | None,
     ) -> torch.Tensor:
-        """`combine`, of arguments that were checked."""
+        """The same, of arguments that were checked."""
         if out is None:
             out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
         expert_out = expert_out.detach().resolve_neg()
-        told, mark = self._rounds.legs_told(d.lane), self.comm._settled_recorder().mark
+        rounds = self._rounds
+        told, mark = rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:
             with d._recorded("combine", expert_out.shape):
-                self._rounds.open_rounds[d.lane] = None
-                d._combine(expert_out if expert_out.stride(1) == 1 else expert_out.contiguous(), out, weighted)
+                rounds.open_rounds[d.lane] = None
+                rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
+                end = d._begin_combine(rows, out, weighted)
+                if started is None:
+                    end()
+                else:
+                    started.end, rounds.open_rounds[d.lane] = end, started
         except BaseException as error:
             self._take_back(d.lane, error, told, mark)
             raise

@@ -11,7 +11,7 @@ from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES
-from thinwire.moe.dispatched import Dispatched, Rounds, Traffic
+from thinwire.moe.dispatched import Dispatched, Rounds, Started, Traffic
 from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
@@ -24,9 +24,9 @@ class StagedRounds(Rounds):
 
     name = "staged"
 
-    def dispatch(
+    def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
-    ) -> Dispatched:
+    ) -> Callable[[], Dispatched]:
         """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
         config = self.config
         self.rounds_begun[lane] += 1
@@ -49,12 +49,29 @@ class StagedRounds(Rounds):
             tail[:, number_word + 1 :] = 0
 
         label = f"dispatch {config.wire!r} {x.dtype}"
-        arrived = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label).wait()
-        words = arrived.view(torch.int32)
-        arrival = ArrivalPlan.of(
-            words[:, id_words], _floats(words[:, weight_words], config.weight_dtype), config.local_experts, config.align
-        )
-        return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival, words[:, number_word])
+        exchange = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label)
+
+        def end() -> Dispatched:
+            arrived = exchange.wait()
+            words = arrived.view(torch.int32)
+            arrival = ArrivalPlan.of(
+                words[:, id_words],
+                _floats(words[:, weight_words], config.weight_dtype),
+                config.local_experts,
+                config.align,
+            )
+            numbers = words[:, number_word]
+            return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival, numbers)
+
+        return end
+
+    def is_unfinished(self, lane: int) -> bool:
+        return isinstance(self.open_rounds[lane], Started)
+
+    def finish(self, lane: int) -> None:
+        started, self.open_rounds[lane] = self.open_rounds[lane], None
+        if isinstance(started, Started):
+            started.end()
 
     def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
@@ -161,7 +178,7 @@ class StagedRound(Dispatched):
         config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
         return tokens
 
-    def _combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool = False) -> None:
+    def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         config, dtype = self._rounds.config, self._dtype
         positions, weights = self._arrival.positions, self._arrival.weights
         if weighted:
@@ -178,13 +195,18 @@ class StagedRound(Dispatched):
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
         label = f"combine {config.combine_wire!r} {dtype}"
-        home = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label).wait()
-        config.combine_backend.sum_records(home, self._sends.record_index, config.combine_wire, out)
+        exchange = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label)
+
+        def end() -> None:
+            config.combine_backend.sum_records(exchange.wait(), self._sends.record_index, config.combine_wire, out)
+
+        return end
 
     def _abandon(self) -> None:
         config, device = self._rounds.config, self.rows.device
         nothing = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
-        self._combine(nothing, torch.empty(self._num_sent, config.hidden_size, dtype=self._dtype, device=device))
+        out = torch.empty(self._num_sent, config.hidden_size, dtype=self._dtype, device=device)
+        self._begin_combine(nothing, out, False)()
 
     @property
     def dispatch_traffic(self) -> Traffic:

@@ -70,16 +70,23 @@ class _Raise:
 def _interrupted(comm: Communicator, ep: ExpertParallel, leg: str, at: int) -> bool:
     """Three rounds, the second of which is interrupted at a line of one leg; False: it has no such line."""
     trace = _Raise(at)
+    leg, *halves = leg.split(" in ")
     for value in (1, 2, 3, LAST):
         try:
             if (value, leg) == (2, "dispatch"):
                 sys.settrace(trace)
-            d = ep.dispatch(*_tokens(comm, value))
+            if halves:
+                d = ep.dispatch_finish(ep.dispatch_start(*_tokens(comm, value)))
+            else:
+                d = ep.dispatch(*_tokens(comm, value))
             sys.settrace(None)
             out = d.tokens * 2
             if (value, leg) == (2, "combine"):
                 sys.settrace(trace)
-            ep.combine(out, d)
+            if halves:
+                ep.combine_finish(ep.combine_start(out, d))
+            else:
+                ep.combine(out, d)
         except Interrupted:
             continue
         finally:
@@ -116,7 +123,10 @@ def _everywhere(comm: Communicator, leg: str) -> list[Any]:
             at += 1
 
 
-@pytest.mark.parametrize("leg", exhaustive_but(["combine"], ["dispatch", "combine"]))
+_LEGS = ["dispatch", "combine", "dispatch in halves", "combine in halves"]
+
+
+@pytest.mark.parametrize("leg", exhaustive_but(["combine"], _LEGS))
 def test_rows_of_two_rounds_are_never_mixed(leg: str) -> None:
     lines, rounds = run_ranks(_everywhere, 2, leg, mode="thread", timeout=240)
     assert len(lines) > 20
