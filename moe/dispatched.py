@@ -15,6 +15,7 @@ from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import Link
+from thinwire.moe.quantized import QuantizedRows
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,30 @@ class Dispatched(ABC):
         gathered = self._gather_linked(capacity)
         self._capacity = capacity
         return gathered
+
+    @property
+    @opaque
+    def quantized(self) -> QuantizedRows:
+        """What arrived, in int8 as it lies, for experts that eat int8. Does not wait for the device.
+
+        Rows have no gradient. On the direct transport they are the lane's own, like all tensors here.
+
+        Raises:
+            LaneError: the round is over.
+            WireFormatError: the wire of dispatch is not int8.
+            RoutingError: x wants a gradient; or the transport is direct and `integrity` is "checksum": what is read in
+                place is compared with nothing.
+        """
+        self._require_open()
+        config = self._rounds.config
+        if self._link is not None and self._link.wants_rows and torch.is_grad_enabled():
+            raise RoutingError("int8 rows have no gradient, and x wants one: use d.tokens, or call under no_grad()")
+        if config.comm.integrity != "none" and self._rounds.name == "direct":
+            raise RoutingError(
+                f"integrity is {config.comm.integrity!r}, and rows that are read in place are compared with nothing on "
+                "the direct transport: use d.tokens or d.gather, or pass transport='staged'"
+            )
+        return QuantizedRows.of(self.rows, self.index, config.wire, config.hidden_size)
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))

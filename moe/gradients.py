@@ -192,13 +192,18 @@ class Link:
         self._gradients = RoundGradients(plan, topk_ids)
         self._carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, self._gradients)
 
+    @property
+    def wants_rows(self) -> bool:
+        """Whether x wants a gradient."""
+        return self._gradients.plan.wants.rows
+
     def lacks_gradient(self, tokens: torch.Tensor) -> bool:
         """Whether rows were gathered under no_grad, and shall have a gradient now."""
-        return torch.is_grad_enabled() and self._gradients.plan.wants.rows and not tokens.requires_grad
+        return torch.is_grad_enabled() and self.wants_rows and not tokens.requires_grad
 
     def gather(self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """What `gather` returns; the first of it has a gradient, if x wants one."""
-        if not (torch.is_grad_enabled() and self._gradients.plan.wants.rows):
+        if not (torch.is_grad_enabled() and self.wants_rows):
             return gather()
         gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather)
         return gathered
