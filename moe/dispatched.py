@@ -14,6 +14,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import Link, Wants
+from thinwire.moe.quantized import QuantizedRows
 from thinwire.moe.received import Received
 
 
@@ -54,6 +55,30 @@ class Dispatched(Received):
         self._dtype = x.dtype
         self._num_sent = x.shape[0]  # tokens that this rank dispatched
         self.lane = lane
+
+    @property
+    @opaque
+    def quantized(self) -> QuantizedRows:
+        """What arrived, in int8 as it lies, for experts that eat int8. Does not wait for the device.
+
+        Rows have no gradient. On the direct transport they are the lane's own, like all tensors here.
+
+        Raises:
+            LaneError: the round is over.
+            WireFormatError: the wire of dispatch is not int8.
+            RoutingError: x wants a gradient; or the transport is direct and `integrity` is "checksum": what is read in
+                place is compared with nothing.
+        """
+        self._require_open()
+        config = self._rounds.config
+        if self._link is not None and self._link.wants_rows and torch.is_grad_enabled():
+            raise RoutingError("int8 rows have no gradient, and x wants one: use d.tokens, or call under no_grad()")
+        if config.comm.integrity != "none" and self._rounds.name == "direct":
+            raise RoutingError(
+                f"integrity is {config.comm.integrity!r}, and rows that are read in place are compared with nothing on "
+                "the direct transport: use d.tokens or d.gather, or pass transport='staged'"
+            )
+        return QuantizedRows.of(self.rows, self.index, config.wire, config.hidden_size)
 
     @opaque
     def abandon(self) -> None:

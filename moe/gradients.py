@@ -250,9 +250,14 @@ class Link:
         """What is known once the round has been dispatched."""
         self._gradients.plan = plan
 
+    @property
+    def wants_rows(self) -> bool:
+        """Whether x wants a gradient."""
+        return self._gradients.plan.wants.rows
+
     def lacks_gradient(self, tokens: torch.Tensor) -> bool:
         """Whether rows were gathered under no_grad, and shall have a gradient now."""
-        return torch.is_grad_enabled() and self._gradients.plan.wants.rows and not tokens.requires_grad
+        return torch.is_grad_enabled() and self.wants_rows and not tokens.requires_grad
 
     def gather(
         self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]], places: _Places | None = None
@@ -261,7 +266,7 @@ class Link:
 
         It is that of the rows at `places`, if they are given.
         """
-        if not (torch.is_grad_enabled() and self._gradients.plan.wants.rows):
+        if not (torch.is_grad_enabled() and self.wants_rows):
             return gather()
         gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather, places)
         return gathered

@@ -30,6 +30,8 @@ from thinwire.triton_kernels.exchange_layout import (
     Endpoint,
     Job,
 )
+from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
+from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.support import require_wire_support
@@ -41,6 +43,8 @@ ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
 CHANNEL_KERNELS = ("send_rows", "recv_rows")
 #: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_send_to_all` to all ranks.
 COLLECTIVE_KERNELS = ("scatter", "send_to_all", "reduce", "reduce_and_send_to_all", "gather_recv")
+#: Products of experts: gate and the other half, whose rows are quantised again, and what follows; with few rows each.
+EXPERT_KERNELS = ("gate_and_up", "gate_and_up_few", "down", "down_few")
 #: Kernels that move rows.
 KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS + COLLECTIVE_KERNELS
 READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_rows")  # of records; others write them
@@ -95,6 +99,14 @@ def cases() -> Iterator[Case]:
     for kernel in CONTROL_KERNELS:
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
+    for kernel in EXPERT_KERNELS:
+        gate = kernel.startswith("gate")
+        for target in TARGETS:
+            for hidden in HIDDEN_SIZES[1:] if gate else HIDDEN_SIZES[:1]:
+                yield Case(kernel, "int8" if gate else str(INNER_WIRE), hidden, target)
+        for wire in ("int8:row", "int8:32", "int8:256") if gate else ():
+            for target in OTHER_TARGETS:
+                yield Case(kernel, wire, HIDDEN_SIZES[-1], target)
     for kernel in CHECKED_KERNELS:
         hidden = (COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES)[-1]
         for target in CHECKED_TARGETS:
@@ -171,7 +183,23 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
     return function, arguments, 0
 
 
+def _expert_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    """The same for a product of 32 experts, whose other side has 1536 columns."""
+    wire, experts, width, gate = WireFormat.parse(case.wire), 32, 1536, case.kernel.startswith("gate")
+    rows, channels = (64 if case.kernel.endswith("few") else 4096), width * (1 + gate)
+    payload = torch.empty(experts, channels, wire.scales_offset(case.hidden), dtype=torch.int8)
+    weights = Int8Weights(payload, torch.empty(experts, channels), case.hidden, gate)
+    records = torch.empty(4, wire.row_bytes(case.hidden), dtype=torch.uint8)
+    index, offsets = torch.zeros(rows, dtype=torch.int64), torch.zeros(experts + 1, dtype=torch.int64)
+    if gate:
+        inner = torch.empty(rows, INNER_WIRE.row_bytes(width), dtype=torch.uint8)
+        return expert_gemm, (records, wire, index, offsets, weights, inner, INNER_WIRE), 0
+    return expert_gemm, (records, wire, None, offsets, weights, torch.empty(rows, width, dtype=torch.bfloat16)), 0
+
+
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
+    if case.kernel in EXPERT_KERNELS:
+        return _expert_launcher(case)
     if case.kernel in COLLECTIVE_KERNELS:
         return _collective_launcher(case)
     if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, "check_planes"):
@@ -240,6 +268,26 @@ def check_scales(case: Case) -> list[str]:
     return [] if len(loads) == 1 else [f"scales are loaded in {len(loads)} places"]
 
 
+def check_tensor_cores(case: Case) -> list[str]:
+    """Whether one of EXPERT_KERNELS multiplies int8 on tensor cores, and brings bytes to them 16 at a time."""
+    assembly = compiled_case(case).asm
+    if case.target.startswith("gfx"):
+        code, product, copy = assembly["amdgcn"], r"\bv_mfma_i32_\w+_i8\b", r"\b(?:global|buffer)_load_dwordx4\b"
+    else:
+        # 256 threads share 64 rows of 32 bytes, where that is a group.
+        code, width = assembly["ptx"], "8" if (case.kernel, case.wire) == ("gate_and_up", "int8:32") else "10"
+        copy = rf"\bcp\.async\.c[ag]\.shared\.global[^;]*, 0x{width}, "
+        # 64 rows are what a warpgroup of sm_90 takes. Triton gives sm_100 the instruction of those before it.
+        warpgroup = case.target == "sm_90" and not case.kernel.endswith("few")
+        product = r"\bwgmma\.mma_async\S*\.s32\.s8\.s8\b" if warpgroup else r"\bmma\.sync\S*\.s32\.s8\.s8\.s32\b"
+    others = set(re.findall(r"\b(?:\w*mma\.\S+|v_mfma_\w+|v_dot\w+)", re.sub(product, "", code)))
+    others = {name for name in others if not name.startswith(("wgmma.fence", "wgmma.commit", "wgmma.wait"))}
+    faults = [] if re.search(product, code) else ["no int8 products on tensor cores"]
+    if not re.search(copy, code):
+        faults.append("no copies of 16 bytes")
+    return faults + ([f"other products: {sorted(others)}"] if others else [])
+
+
 def check(case: Case, report: Report) -> list[str]:
     """What is wrong with a report; empty when nothing is."""
     faults = []
@@ -251,7 +299,9 @@ def check(case: Case, report: Report) -> list[str]:
     widest = 8 if case.checksums and case.target.startswith("gfx") else 16
     if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < widest:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
-    if case.kernel in (*CONTROL_KERNELS, "check_planes") or (case.checksums and case.kernel in CHANNEL_KERNELS):
+    if case.kernel in (*CONTROL_KERNELS, *EXPERT_KERNELS, "check_planes") or (
+        case.checksums and case.kernel in CHANNEL_KERNELS
+    ):
         return faults
     if case.kernel in COLLECTIVE_KERNELS:
         return faults + _check_collective(case, report)
@@ -287,7 +337,8 @@ def _row(case: Case) -> tuple[Case, Report, list[str]]:
     signals = check_signals(case) if case.kernel in PUBLISHERS and case.target.startswith("sm_") else []
     reads_scales = case.kernel in SCALE_READERS and case.wire not in ("none", "int8:row")
     scales = check_scales(case) if case.checksums and reads_scales and case.target.startswith("sm_") else []
-    return case, report, check(case, report) + signals + scales
+    products = check_tensor_cores(case) if case.kernel in EXPERT_KERNELS else []
+    return case, report, check(case, report) + signals + scales + products
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from tests.ahead_of_time.matrix import (
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
     CONTROL_KERNELS,
+    EXPERT_KERNELS,
     KERNELS,
     PUBLISHERS,
     SCALE_READERS,
@@ -26,6 +27,7 @@ from tests.ahead_of_time.matrix import (
     check,
     check_scales,
     check_signals,
+    check_tensor_cores,
     compile_case,
     compiled_case,
 )
@@ -56,6 +58,15 @@ def test_kernels_with_checksums_do_not_spill_either(kernel: str, target: str) ->
         assert not check_scales(case)
     if kernel in PUBLISHERS and target.startswith("sm_"):
         assert not check_signals(case)
+
+
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], ["sm_80", "sm_90", "sm_100", "gfx942"]))
+@pytest.mark.parametrize("kernel", exhaustive_but(["gate_and_up"], EXPERT_KERNELS))
+def test_products_of_experts_are_int8_on_tensor_cores_and_do_not_spill(kernel: str, target: str) -> None:
+    gate = kernel.startswith("gate")
+    case = Case(kernel, "int8" if gate else "int8:64", 7168 if gate else 2048, target)
+    report = compile_case(case)
+    assert not check(case, report) + check_tensor_cores(case), report
 
 
 @pytest.mark.exhaustive

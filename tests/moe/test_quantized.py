@@ -1,0 +1,81 @@
+"""What arrived in int8 is handed over in int8, in place, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import LaneError, RoutingError, WireFormatError
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+
+HIDDEN, NUM_EXPERTS, TOP_K = 200, 5, 2
+
+
+def _rows(comm: Communicator, transport: str, wires: list[str], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(comm.rank)
+    for wire in wires:
+        count = 7 - 7 * (comm.rank == 1)  # a rank has none
+        with ExpertParallel(
+            comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, max_tokens=9, wire=wire,
+            transport=transport, align=4,
+        ) as ep:  # fmt: skip
+            for _ in range(2):
+                x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
+                if count:
+                    x[0, 3] = torch.nan
+                ids = torch.randint(-1, NUM_EXPERTS, (count, TOP_K), generator=generator)
+                d = ep.dispatch(x, ids, torch.rand(count, TOP_K, generator=generator))
+                q, tokens = d.quantized, d.tokens
+                assert q.payload.dtype == torch.int8 and q.payload.data_ptr() == d.rows.data_ptr()
+                assert q.scales.dtype == torch.float32 and q.index is d.index
+                scales = q.scales.repeat_interleave(q.group, dim=1)[:, :HIDDEN]
+                index = q.index[: len(tokens)]
+                expected = torch.where((index >= 0)[:, None], (q.payload * scales)[index].to(dtype), 0)
+                torch.testing.assert_close(tokens, expected, rtol=0, atol=0, equal_nan=True)
+                ep.combine(tokens, d)
+            with pytest.raises(LaneError):
+                _ = d.quantized
+
+
+@pytest.mark.parametrize("transport", exhaustive_but(["direct"], ["direct", "staged"]))
+def test_payload_times_scale_is_what_tokens_hold(transport: str) -> None:
+    run_ranks(_rows, 2, transport, ["int8", "int8:32", "int8:row"], torch.float32, mode="thread", timeout=120)
+    run_ranks(_rows, 2, transport, ["int8"], torch.bfloat16, mode="thread", timeout=120)
+
+
+def _refused(comm: Communicator) -> None:
+    sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 64, "max_tokens": 4}
+    x, ids, weights = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for wire in ("none", "int4", "fp8"):
+        with ExpertParallel(comm, **sizes, wire=wire) as ep, pytest.raises(WireFormatError, match=f"{wire}.*int8:row"):
+            _ = ep.dispatch(x, ids, weights).quantized
+    with ExpertParallel(comm, **sizes, wire="int8") as ep:
+        d = ep.dispatch(x.requires_grad_(), ids, weights)
+        with pytest.raises(RoutingError, match="no gradient"):
+            _ = d.quantized
+        with torch.no_grad():
+            assert d.quantized.payload.shape == (4, 64)
+
+
+def test_other_wires_and_gradients_are_refused() -> None:
+    run_ranks(_refused, 1, mode="thread", timeout=120)
+
+
+def _checksums(comm: Communicator) -> None:
+    for transport in ("direct", "staged"):
+        with ExpertParallel(
+            comm, num_experts=1, top_k=1, hidden_size=64, max_tokens=4, wire="int8", transport=transport
+        ) as ep:
+            d = ep.dispatch(torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+            if transport == "staged":
+                assert d.quantized.payload.shape == (4, 64)
+                continue
+            with pytest.raises(RoutingError, match="compared with nothing"):
+                _ = d.quantized
+
+
+def test_rows_that_nothing_is_compared_with_are_refused() -> None:
+    run_ranks(_checksums, 1, timeout=120, env={"THINWIRE_INTEGRITY": "checksum"})

@@ -1,0 +1,72 @@
+"""Products of experts on int8 records: plain torch against float64, and Triton's interpreter against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.expert_rows import CASES, check_products, make_rows, make_weights
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import WireFormatError
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels.codec import scaled_reference
+from thinwire.triton_kernels.expert_gemm import expert_gemm, expert_gemm_reference
+from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums
+from thinwire.triton_kernels.silu import silu_reference
+from thinwire.wire import WireFormat
+
+
+def test_silu_is_within_its_bound() -> None:
+    x = torch.cat([torch.linspace(-87, 90, 100_001), torch.randn(10_000) * 3])
+    exact = x.double() / (1 + torch.exp(-x.double()))
+    assert ((silu_reference(x).double() - exact).abs() <= 3e-7 * exact.abs()).all()
+    odd = silu_reference(torch.tensor([-200.0, -torch.inf, torch.inf, torch.nan, 0.0]))
+    assert -1e-34 < odd[0] < 0 and odd[2] == torch.inf and odd[3].isnan() and odd[4] == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
+def test_the_reference_is_the_product_of_what_records_and_weights_stand_for(case: tuple) -> None:
+    spec, inward, outward, counts, align = case
+    wire = WireFormat.parse(spec)
+    records, index, offsets = make_rows(wire, inward, counts, align)
+    weights = make_weights(inward, outward, len(counts), gated=False)
+    out = torch.empty(len(index), outward)
+    expert_gemm_reference(records, wire, index, offsets, weights, out)
+    rows = scaled_reference(records[:11], wire, inward, torch.float32).double()
+    for row, record in enumerate(index.tolist()):
+        expert = int((offsets[1:] <= row).sum())
+        if expert == len(counts) or not 0 <= record < 11:
+            assert not out[row].any()
+            continue
+        exact = rows[record] @ weights.dequantised()[expert].double()
+        bound = rows[record].abs() @ weights.dequantised()[expert].double().abs() * 2**-20
+        assert exact.isnan().all() if record == 5 else ((out[row] - exact).abs() <= bound).all()
+
+
+def test_weights_are_within_half_a_step() -> None:
+    w = torch.randn(3, 20, 7)
+    q = Int8Weights.of(w)
+    assert Int8Weights.of(torch.randn(3, 32, 7)).payload.is_contiguous()
+    assert q.payload.shape == (3, 7, 32) and not q.payload[:, :, 20:].any()
+    assert ((q.dequantised() - w).abs() <= q.scales.unsqueeze(1) * (0.5 + 1e-5)).all()
+    with pytest.raises(WireFormatError, match="finite"):
+        Int8Weights.of(torch.full((1, 2, 2), torch.inf))
+
+
+@pytest.mark.parametrize("spec,hidden", [("none", 8), ("fp8", 8), ("int4", 8), ("int8:16", 64), ("int8:row", 132105)])
+def test_rows_that_cannot_be_multiplied_in_int8_are_refused(spec: str, hidden: int) -> None:
+    with pytest.raises(WireFormatError, match="accepted: int8, int8:N"):
+        require_int8_sums(WireFormat.parse(spec), hidden)
+
+
+def _interpreted(comm: Communicator, cases: tuple) -> None:
+    check_products(expert_gemm, cases)
+
+
+@pytest.mark.parametrize(
+    "cases", exhaustive_but([CASES[:1]], [CASES[:1], CASES[1:]]), ids=lambda cases: str(len(cases))
+)
+def test_the_interpreted_kernel_equals_the_reference_to_the_last_bit(cases: tuple) -> None:
+    pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+    run_ranks(_interpreted, 1, cases, env={"TRITON_INTERPRET": "1"}, timeout=300)
