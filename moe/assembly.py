@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
 from thinwire.comm import Communicator, Group
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_of
+from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, LaneError, ThinwireError
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
@@ -22,6 +24,7 @@ from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 
 _MOST_GENERATIONS = 1 << 31
+_Kind = TypeVar("_Kind", bound=DirectRounds)
 
 
 class Assembly:
@@ -33,7 +36,6 @@ class Assembly:
         self.lanes, self.align, self.num_programs, self.dtype = (
             config.lanes, config.align, config.num_programs, config.dtype,
         )  # fmt: skip
-        self.max_tokens = config.max_tokens
         self._closed = False
         with config.comm._settled_recorder().begin("ExpertParallel"):
             self._assemble(config, generation=0)
@@ -45,8 +47,12 @@ class Assembly:
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.grad_backend = config.grad_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
-        self._backward: DirectRounds | None = None
-        found = choose("ExpertParallel", config.transport, self.comm, [], self._open_direct, no_memory=CapacityError)
+        self._backward: BackwardRounds | None = None
+
+        def direct() -> DirectRounds | Refusal:
+            return self._open_direct(DirectRounds)
+
+        found = choose("ExpertParallel", config.transport, self.comm, [], direct, no_memory=CapacityError)
         if isinstance(found, Refusal):
             reason = found.reason if config.transport == "staged" else f"direct is not available: {found.reason}"
             self._rounds: Rounds = StagedRounds(config, reason)
@@ -54,11 +60,16 @@ class Assembly:
             self._rounds = found
         self.transport = self._rounds.name
 
-    def _open_direct(self, kind: type[DirectRounds] = DirectRounds) -> DirectRounds | Refusal:
+    def _open_direct(
+        self,
+        kind: type[_Kind],
+        config: ParallelConfig | None = None,
+        generation: int | None = None,
+    ) -> _Kind | Refusal:
         """Lanes for forward or for backward. Collective."""
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
-        config = self._config
+        config = config or self._config
         if config.is_double:
             return Refusal("ExpertParallel", "its kernels do not take float64")
         if backward := kind is BackwardRounds:
@@ -68,7 +79,7 @@ class Assembly:
             num_experts=self.num_experts,
             top_k=self.top_k,
             hidden=self.hidden_size,
-            max_tokens=self.max_tokens,
+            max_tokens=config.max_tokens,
             wire=config.wire,
             combine_wire=config.combine_wire,
             dtype=self.dtype,
@@ -82,14 +93,20 @@ class Assembly:
             self.lanes * layout.NUM_BYTES,
             {},
             lambda memory: kind(config, layout, memory, reason),
-            self._generation,
+            self._generation if generation is None else generation,
         )
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a rank may dispatch at once as it is; `ensure_capacity` makes it more."""
+        return self._config.max_tokens
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held between calls: lanes of the direct transport, none if staged.
 
-        The same before and after each call, but for the first dispatch that wants gradients, which adds as many lanes.
+        The same before and after each call, but for `ensure_capacity`, and the first dispatch that wants gradients,
+        which adds as many lanes.
         """
         return self._rounds.memory_bytes + (0 if self._backward is None else self._backward.memory_bytes)
 
@@ -106,6 +123,86 @@ class Assembly:
         self._rounds.check()
         if self._backward is not None:
             self._backward.check()
+
+    @opaque
+    def ensure_capacity(self, max_tokens: int) -> None:
+        """Makes room for dispatches of as many tokens as the rank needs that asks for most. Collective.
+
+        Nothing happens where there is room. Otherwise the direct transport allocates all lanes anew, those of backward
+        too, and then gives the old ones back: for a moment it holds both. Backward of earlier rounds may still come. On
+        CUDA this waits for the device, and graphs that were captured are of no use after it. The staged transport has
+        no lanes, and only takes note.
+
+        Args:
+            max_tokens: what this rank is going to dispatch at most.
+
+        Raises:
+            RoutingError: not an int of at least 0; nothing was sent.
+            LaneError: on every rank, where a lane is in use on one: nothing was changed. Or closed.
+            CapacityError: on every rank: there is no memory for that; lanes are as before.
+            PeerTimeout: a rank did not come.
+        """
+        self._require_not_closed()
+        if not is_int(max_tokens, 0):
+            raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
+        for lane in range(self.lanes):
+            if self._rounds.open_rounds[lane] is None:  # what exceptions left
+                self._settle(lane)
+        with self.comm._settled_recorder().begin("ensure_capacity"):
+            self._make_room(max_tokens)
+
+    def _make_room(self, need: int) -> None:
+        """The same. All that peers store into the old lanes is stored when they come here."""
+        comm, rounds = self.comm, self._rounds
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+        rounds.owed = 0
+        in_use = [lane for lane, use in enumerate(rounds.open_rounds) if use is not None]
+        told = comm.all_gather_data((need, in_use[0] if in_use else -1), (int, int))
+        for rank, (asked, _) in enumerate(told):
+            if not is_int(asked, 0):
+                raise ThinwireError(f"rank {rank} asks for {asked} tokens, expected 0 to 2**31 - 1")
+        most = max(asked for asked, _ in told)
+        if most <= self._config.max_tokens:
+            return
+        for rank, (_, lane) in enumerate(told):
+            if lane >= 0:
+                raise LaneError(
+                    f"room for {most} tokens a rank instead of {self._config.max_tokens} is made while no lane is in "
+                    f"use, and lane {lane} of rank {rank} is: combine, finish or abandon first, or call "
+                    "ensure_capacity before the first dispatch"
+                )
+        config = replace(self._config, max_tokens=most)
+        if isinstance(rounds, DirectRounds):
+            self._replace_lanes(rounds, config)
+        else:
+            rounds.config = config
+        self._config = config
+
+    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig) -> None:
+        forward = self._larger(DirectRounds, config)
+        if self._backward is not None:
+            try:
+                backward = self._larger(BackwardRounds, config)
+            except BaseException:
+                forward.close()
+                raise
+            self._backward.close()
+            self._backward.successor = backward
+            self._backward = backward
+        self._generation += 1
+        rounds.close()
+        self._rounds = forward
+
+    def _larger(self, kind: type[_Kind], config: ParallelConfig) -> _Kind:
+        lanes = self._open_direct(kind, config, self._generation + 1)
+        if isinstance(lanes, Refusal):
+            error = CapacityError if lanes.no_memory else TransportUnavailable
+            raise error(
+                f"no room for {config.max_tokens} tokens a rank: {lanes.reason}; lanes are as before, for "
+                f"{self._config.max_tokens}"
+            )
+        return lanes
 
     def rebuild(self, group: Group | Iterable[int] | None = None) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
@@ -180,6 +277,27 @@ class Assembly:
             "itself, as one serves all layers of these sizes, or construct another one on all ranks; of a sharded "
             "MoELayer copy the state_dict()"
         )
+
+    def _settle(self, lane: int) -> FlightRecorder:
+        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder."""
+        rounds, recorder = self._rounds, self.comm._settled_recorder()
+        if rounds.is_unfinished(lane):
+            mark = recorder.mark
+            try:
+                place = rounds.place(lane)
+                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
+                    rounds.finish(lane)
+            except BaseException as error:
+                self._take_back(lane, error, rounds.legs_told(lane), mark)
+                raise
+        if rounds.owed:
+            self._make_room(rounds.owed)
+        return recorder
+
+    def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:
+        """After an exception from outside: peers have no entries for legs of which they were not told."""
+        if told is not None and not isinstance(error, ThinwireError):
+            self.comm._recorder.take_back(mark, (self._rounds.legs_told(lane) or told) - told)
 
     def _require_not_closed(self) -> None:
         if self._closed:

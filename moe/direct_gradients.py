@@ -23,6 +23,7 @@ class BackwardRounds(DirectRounds):
     """Lanes on which gradients travel."""
 
     phases = ("backward of combine", "backward of dispatch")
+    successor: BackwardRounds | None = None  # with more room
 
 
 class DirectPlan(GradientPlan):
@@ -35,14 +36,20 @@ class DirectPlan(GradientPlan):
     """
 
     def __init__(
-        self, rounds: DirectRounds, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, rounds: BackwardRounds, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> None:
         self.wants = wants
-        self._rounds, self._lane, self._dtype = rounds, d.lane, d._dtype
+        self._first_rounds, self._lane, self._dtype = rounds, d.lane, d._dtype
         self._ids, self._weights = topk_ids, topk_weights
         self._place = d._rounds.place(d.lane)
         self._tag = wants.tag(d._rounds.rounds_begun[d.lane])
         self._open: Dispatched | None = None
+
+    @property
+    def _rounds(self) -> BackwardRounds:
+        while (successor := self._first_rounds.successor) is not None:
+            self._first_rounds = successor
+        return self._first_rounds
 
     def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounds, lane = self._rounds, self._lane

@@ -214,6 +214,7 @@ class Rounds:
         # What each lane is in use for: a round that may be read and combined, or a leg that is to be finished.
         self.open_rounds: list[Dispatched | Started | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
+        self.owed = 0  # tokens for which peers are about to make room, and wait for this rank, or 0
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group
-from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal
@@ -220,7 +219,9 @@ class ExpertParallel(Assembly):
             raise LaneError(f"started is a {type(started).__name__}; what {name}_start returned is needed")
         rounds, lane = self._rounds, started.lane
         if started._rounds is not rounds:
-            raise LaneError(f"this {name} was started by another ExpertParallel, or is over since rebuild")
+            raise LaneError(
+                f"this {name} was started by another ExpertParallel, or is over since rebuild or ensure_capacity"
+            )
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
         recorder = self.comm._settled_recorder()
@@ -280,25 +281,6 @@ class ExpertParallel(Assembly):
                 if other is not error:
                     self._take_back(lane, other, told, mark)
                     raise
-
-    def _settle(self, lane: int) -> FlightRecorder:
-        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder."""
-        rounds, recorder = self._rounds, self.comm._settled_recorder()
-        if rounds.is_unfinished(lane):
-            mark = recorder.mark
-            try:
-                place = rounds.place(lane)
-                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
-                    rounds.finish(lane)
-            except BaseException as error:
-                self._take_back(lane, error, rounds.legs_told(lane), mark)
-                raise
-        return recorder
-
-    def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:
-        """After an exception from outside: peers have no entries for legs of which they were not told."""
-        if told is not None and not isinstance(error, ThinwireError):
-            self.comm._recorder.take_back(mark, (self._rounds.legs_told(lane) or told) - told)
 
     def _record_closing(self, lane: int) -> None:
         """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
@@ -375,7 +357,9 @@ class ExpertParallel(Assembly):
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._rounds is not self._rounds:
-            raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
+            raise LaneError(
+                "this round was dispatched by another ExpertParallel, or is over since rebuild or ensure_capacity"
+            )
         d._require_open()
         d._check_combine(expert_out, out, weighted)
         if d._link is not None and torch.is_grad_enabled():
