@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+INTEGRATIONS := .venv-integrations
 # Each has ranks of its own, up to six in a test. A worker that is done takes over tests of another.
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-rest test-all soak fuzz protocol lint types imports ahead-of-time bench clean
+.PHONY: demo test test-rest test-all test-integrations soak fuzz protocol lint types imports ahead-of-time bench clean
 
 demo: $(VENV)/ready
 	$(RUN) -m thinwire demo
@@ -22,6 +23,10 @@ test-rest: $(VENV)/ready
 # Each test once, the quick ones first. A plain `pytest` runs all of them too, in one process.
 test-all: test
 	$(MAKE) test-rest
+
+# Against transformers, which no other test needs; some minutes.
+test-integrations: $(INTEGRATIONS)/ready
+	$(INTEGRATIONS)/bin/python -m pytest -rs tests/integrations tests/moe/pretrained/test_transformers.py
 
 soak: $(VENV)/ready
 	$(RUN) -m tests.moe.soak --rounds 100000 --json benchmarks/results/cpu/soak.json
@@ -70,5 +75,14 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[triton,cpu,bench,dev]'
 	touch $@
 
+# Sees what $(VENV) has, PyTorch above all, and adds to it.
+$(INTEGRATIONS)/ready: $(VENV)/ready
+	$(RUN) -m venv --without-pip $(INTEGRATIONS)
+	$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+		--editable '.[transformers]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) build dist src/*.egg-info

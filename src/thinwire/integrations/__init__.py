@@ -1,0 +1,1 @@
+"""thinwire in other frameworks: a module each, imported only by those who use that framework."""
