@@ -1,0 +1,1 @@
+"""Adapters to frameworks; each module imports its own only when it is used."""
