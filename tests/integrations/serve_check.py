@@ -124,9 +124,11 @@ def run_llm(model: Path, folder: Path, ranks: int, wire: str | None) -> tuple[di
             started.append((stack.enter_context(process([*command, *prompts], log, **variables)), out))
             logs.append(log)
         deadline = time.monotonic() + LIMIT
-        for worker, out in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(max(0, deadline - time.monotonic()))
+        while any(worker.poll() is None for worker, _ in started) and time.monotonic() < deadline:
+            if any(worker.poll() for worker, _ in started):  # one has failed: the others would wait for it
+                break
+            time.sleep(0.5)
+        for _, out in started:
             answers |= json.loads(out.read_text()) if out.exists() else {}
     return dict(sorted(answers.items())), "\n".join(log.read_text(errors="replace") for log in logs)
 

@@ -166,6 +166,8 @@ def _refused(comm: Communicator) -> None:
         _kernel(group.prepare_and_finalize(), comm.rank, comm.size, is_lora_enabled=True)
     with pytest.raises(ConfigMismatch, match="the same is needed"):
         _kernel(group.prepare_and_finalize(), 1 - comm.rank, comm.size)
+    with pytest.raises(TransportUnavailable, match="--enforce-eager is needed"):
+        _kernel(group.prepare_and_finalize(eager=False), comm.rank, comm.size)
     group.close()
 
 

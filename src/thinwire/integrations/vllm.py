@@ -111,8 +111,8 @@ class PrepareAndFinalize:
         if ours != theirs:
             raise ConfigMismatch(f"(rank, experts of it) is {ours} here, {theirs} in vLLM; the same is needed")
         self._on_cpu, self._fixed = (cpu := comm.device.type == "cpu"), not cpu and ep.transport == "direct"
-        if not (self._on_cpu or self._fixed or self._eager):
-            raise TransportUnavailable(f"CUDA graphs need the direct transport: pass --enforce-eager. {ep.explain()}")
+        if not (self._fixed or self._eager):  # on CPUs vLLM traces all of a layer
+            raise TransportUnavailable(f"--enforce-eager is needed but for direct transport on a GPU; {ep.explain()}")
 
     def prepare(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
