@@ -1,0 +1,150 @@
+"""vLLM sends the tokens of its mixture-of-experts layers through thinwire: docs/integrations-vllm.md.
+
+With THINWIRE_VLLM=1 it stands where vLLM's all-gather and reduce-scatter stand: between ranks that share out experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import weakref
+from typing import Any, cast
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import ArgumentError, ConfigMismatch, TransportUnavailable
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.parallel import ExpertParallel
+
+VARIABLE = "THINWIRE_VLLM"
+_MOE, _FACTORY = "vllm.model_executor.layers.fused_moe", "make_moe_prepare_and_finalize_naive_dp_ep"
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes, perhaps twice; TransportUnavailable if it has no place for it."""
+    if (value := os.environ.get(VARIABLE) or "0") not in ("0", "1"):
+        raise ArgumentError(f"{VARIABLE} is {value[:40]!r} in the environment, expected 0 or 1")
+    if value == "0":
+        return
+    all2all = importlib.import_module(f"{_MOE}.all2all_utils")
+    if (stock := getattr(all2all, _FACTORY, None)) is None:
+        raise TransportUnavailable(f"this vLLM has no {_FACTORY}, which thinwire takes the place of: use vLLM 0.32")
+    if not isinstance(stock, functools.partial):  # else it is done
+        setattr(all2all, _FACTORY, functools.partial(_make, stock, weakref.WeakKeyDictionary()))
+
+
+def _make(stock: Any, groups: Any, use_monolithic: bool, **settings: Any) -> Any:
+    """The prepare and finalize of one layer, in place of vLLM's own. `groups`: of each of vLLM's, what layers share."""
+    config = importlib.import_module("vllm.config").get_current_vllm_config()
+    if not config.parallel_config.enable_expert_parallel:
+        return stock(use_monolithic, **settings)  # every rank has a part of every expert: no token has a place to go
+    if use_monolithic or config.parallel_config.enable_elastic_ep:
+        what = "experts that route by themselves: choose another --moe-backend" if use_monolithic else "elastic EP"
+        raise TransportUnavailable(f"{VARIABLE}=1 does not go with {what}")
+    coordinator = importlib.import_module("vllm.distributed").get_ep_group()
+    if coordinator not in groups:
+        groups[coordinator] = group = Group(coordinator.device_group, coordinator.device)
+        weakref.finalize(coordinator, group.close)  # when the process ends at the latest
+    return groups[coordinator].prepare_and_finalize(config.model_config.enforce_eager)
+
+
+class Group:
+    """What the layers on one of vLLM's groups share: a communicator, lanes for each kind of layer, and counts."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device) -> None:
+        timeout = float(importlib.import_module("vllm.envs").VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        self.comm = Communicator(group, device=device, timeout=timeout)  # vLLM's own for a step
+        self.log = importlib.import_module("vllm.logger").init_logger("vllm.thinwire").info
+        self.made: dict[tuple[Any, ...], ExpertParallel] = {}
+        self.rounds = self.sent = self.logical = 0
+
+    def prepare_and_finalize(self, eager: bool = True) -> PrepareAndFinalize:
+        """For one layer; vLLM tells it its sizes later. It is of vLLM's class for rows that are with their experts."""
+        base = importlib.import_module(f"{_MOE}.prepare_finalize").MoEPrepareAndFinalizeNoDPEPModular
+        return type("ThinwirePrepareAndFinalize", (PrepareAndFinalize, base), {})(self, eager)
+
+    def count(self, d: Dispatched) -> None:
+        """Adds a round that is about to be combined; logs at each power of two."""
+        self.rounds += 1
+        for leg in (d.dispatch_traffic, d.combine_traffic):
+            self.sent += leg.wire_bytes
+            self.logical += leg.logical_bytes
+        if self.rounds & (self.rounds - 1) == 0:
+            self.report()
+
+    def report(self) -> None:
+        """Logs what was sent to other ranks so far."""
+        self.log(f"thinwire: rank {self.comm.rank}, {self.rounds} rounds, {self.sent} bytes in place of {self.logical}")
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self.report()
+        for ep in self.made.values():
+            ep.close()
+        self.comm.close()
+
+
+class PrepareAndFinalize:
+    """One layer's way to its experts and back, as vLLM's modular kernels want it; a row is one token for one expert.
+
+    Router weights are applied in combine; vLLM's experts get weights of 1.
+    """
+
+    def __init__(self, group: Group, eager: bool) -> None:
+        self._group, self._eager = group, eager
+        self.num_dispatchers, self.topk_indices_dtype = lambda: group.comm.size, lambda: torch.int32
+        self.output_is_reduced, self.supports_deferred_moe_finalize = lambda: True, lambda: False
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Collective for the first layer of its sizes. Raises what tokens cannot be carried for."""
+        moe, comm, made = fused_experts.moe_config, self._group.comm, self._group.made
+        if moe.is_lora_enabled:
+            raise TransportUnavailable(f"{VARIABLE}=1 does not go with LoRA on experts")
+        kind = (moe.num_experts, moe.experts_per_token, moe.hidden_dim, moe.max_num_tokens, moe.in_dtype)
+        if kind not in made:
+            made[kind] = ExpertParallel(comm, *kind[:-1], dtype=moe.in_dtype)
+            self._group.log("thinwire carries tokens: %s", made[kind].explain().replace("\n", "; "))
+        self._ep = ep = made[kind]
+        ours, theirs = (comm.rank, len(ep.local_experts)), (moe.ep_rank, moe.num_local_experts)
+        if ours != theirs:
+            raise ConfigMismatch(f"(rank, experts of it) is {ours} here, {theirs} in vLLM; the same is needed")
+        self._on_cpu, self._fixed = (cpu := comm.device.type == "cpu"), not cpu and ep.transport == "direct"
+        if not (self._fixed or self._eager):  # on CPUs vLLM traces all of a layer
+            raise TransportUnavailable(f"--enforce-eager is needed but for direct transport on a GPU; {ep.explain()}")
+
+    def prepare(
+        self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Dispatches a1 [tokens, hidden]; rows for this rank's experts, their scales, None, ids and weights of 1."""
+        if apply_router_weight_on_input:
+            a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+        self._round, capacity = self._ep.dispatch(a1, topk_ids, topk_weights), None
+        if self._fixed:  # more cannot come in this step
+            sizes = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata.local_sizes
+            capacity = self.num_dispatchers() * max(sizes) * min(self._ep.top_k, len(self._ep.local_experts))
+        rows, experts = expert_rows(self._round, capacity)
+        if not self._on_cpu:  # the CPU's experts take ids for places among their rank's weights
+            experts = torch.where(experts >= 0, experts + self._ep.local_experts.start, -1)
+        ids, ones, here = experts.int()[:, None], topk_weights.new_ones(len(rows), 1), cast(Any, super())
+        quantised = here.prepare(rows, ones, ids, num_experts, expert_map, False, quant_config, defer_input_quant)
+        return *quantised[:3], ids, ones
+
+    def finalize(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *reduction: Any) -> None:
+        """Combines what experts made of the rows into output [tokens, hidden]."""
+        rows = output.new_empty(len(reduction[1]), output.shape[1])
+        if len(rows):
+            cast(Any, super()).finalize(rows, fused_expert_output, *reduction)
+        if self._on_cpu:  # elsewhere it would wait for the device
+            self._group.count(self._round)
+        self._ep.combine(rows, self._round, out=output)
+
+
+def expert_rows(d: Dispatched, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a round and each one's expert among this rank's, -1 past the last; capacity fixes the shape."""
+    rows = d.tokens if capacity is None else d.gather(capacity)[0]
+    places = torch.arange(len(rows), device=rows.device)
+    experts = torch.searchsorted(d.expert_offsets[1:], places, right=True)
+    return rows, torch.where(places < d.expert_offsets[-1], experts, -1)
