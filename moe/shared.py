@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from thinwire.comm import Group
@@ -29,6 +30,10 @@ class _Shared(Attachment):
                 ep.close()
 
 
+def _serves(made: ParallelConfig, wanted: ParallelConfig) -> bool:
+    return made.max_tokens >= wanted.max_tokens and replace(made, max_tokens=wanted.max_tokens) == wanted
+
+
 def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     """The group's ExpertParallel with these settings: constructed by the first call, returned by those that follow.
 
@@ -36,6 +41,8 @@ def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) ->
     such an object depends on these calls alone, so either all ranks construct it, which is collective and compares what
     they passed, or none does, and nothing is sent. A rank that finds an object where others construct one gives them
     PeerTimeout.
+
+    One with room for more tokens counts as the same, so what `ensure_capacity` made larger is found again.
 
     It belongs to all who asked: it is closed with its communicator, and who closes it before ends it for all of them;
     the next call constructs another one. One that was rebuilt after `comm.shrink()` is the one of the ranks that are
@@ -61,7 +68,7 @@ def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) ->
     wanted.comm._require_open()
     registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
     registry.made = [ep for ep in registry.made if not ep._closed]
-    found = next((ep for ep in registry.made if ep._config == wanted), None)
+    found = next((ep for ep in registry.made if _serves(ep._config, wanted)), None)
     if found is None:
         found = cls(*bound.args, **bound.kwargs)
         registry.made.append(found)

@@ -44,6 +44,11 @@ def shared_by_all(comm: Communicator) -> None:
     second = ExpertParallel.shared(comm, *SIZES, wire="none")
     assert second is not first and ExpertParallel.shared(comm, *SIZES, wire="none") is second
     check_round(second)
+    second.ensure_capacity(40)
+    assert ExpertParallel.shared(comm, *SIZES, wire="none") is second
+    larger = ExpertParallel.shared(comm, 4, 2, 64, 41, wire="none")
+    assert larger is not second
+    larger.close()
     own = ExpertParallel(comm, *SIZES, wire="none")  # nobody else's
     assert ExpertParallel.shared(comm, *SIZES, wire="none") is second is not own
     own.close()
