@@ -34,7 +34,8 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 
 def _import_everything() -> None:
     for module in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
-        if module.name != "thinwire.__main__":
+        # Those who use a framework import its module, after the framework; it has no kernels.
+        if module.name != "thinwire.__main__" and not module.name.startswith("thinwire.integrations."):
             importlib.import_module(module.name)
 
 

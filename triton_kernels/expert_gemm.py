@@ -216,14 +216,14 @@ def expert_gemm_reference(
     scales = records[:, start : start + groups * wire.scale_bytes].contiguous()
     scales = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float()
     payload = records[:, :hidden].view(torch.int8).double()
+    scales, payload = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (scales, payload))  # a row of zeros
     bounds = expert_offsets.tolist()
     out.zero_()
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         chosen = torch.arange(first, min(last, len(out)))
         named = chosen if index is None else index[chosen]
-        there = ((named >= 0) & (named < len(records))).unsqueeze(1)
-        named = torch.where(there.squeeze(1), named, 0)
-        x, s = torch.where(there, payload[named], 0), torch.where(there, scales[named], 0)
+        named = torch.where((named >= 0) & (named < len(records)), named, len(records))
+        x, s = payload[named], scales[named]
         w = weights.payload[expert, :, :hidden].double()
         acc = torch.zeros(len(chosen), len(w))
         for number in range(groups):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.dispatched import Dispatched as Dispatched
+    from thinwire.moe.experts import GroupedExperts as GroupedExperts
+    from thinwire.moe.int8_experts import Int8Experts as Int8Experts
     from thinwire.moe.layer import MoELayer as MoELayer
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
@@ -50,6 +52,8 @@ _MODULES = {
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",
     "moe.dispatched": "Dispatched",
+    "moe.experts": "GroupedExperts",
+    "moe.int8_experts": "Int8Experts",
     "moe.layer": "MoELayer",
     "moe.parallel": "ExpertParallel",
     "moe.pretrained": "load_moe_layer save_moe_layers",

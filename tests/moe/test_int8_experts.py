@@ -1,0 +1,125 @@
+"""Experts in int8 on rounds of both transports: near the float32 experts, and the same bits wherever they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CapacityError, RoutingError, WireFormatError
+from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
+from thinwire.moe.int8_experts import Int8Experts
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+
+NUM_EXPERTS, TOP_K, HIDDEN, FF = 5, 2, 256, 200
+
+
+def _whole(gated: bool) -> GroupedExperts:
+    experts, generator = GroupedExperts(NUM_EXPERTS, HIDDEN, FF, gated=gated), torch.Generator().manual_seed(3)
+    for weight in experts.parameters():  # not by the generator that ranks, being threads, share
+        torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
+    return experts
+
+
+def _shard(whole: GroupedExperts, local: range) -> GroupedExperts:
+    shard = GroupedExperts(len(local), HIDDEN, FF, gated=whole.w_gate is not None)
+    shard.load_state_dict({name: weight[local.start : local.stop] for name, weight in whole.state_dict().items()})
+    return shard
+
+
+def _round(comm: Communicator, transport: str, wire: str, gated: bool, align: int) -> list[torch.Tensor]:
+    """The result in int8 with and without a capacity, and that of the float32 experts on exact rows."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    count = 0 if comm.rank == 1 else 23
+    x = torch.randn(count, HIDDEN, generator=generator)
+    ids = torch.randint(-1, NUM_EXPERTS, (count, TOP_K), generator=generator)
+    weights = torch.rand(count, TOP_K, generator=generator)
+    sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens": 23, "align": align}
+    results = []
+    with ExpertParallel(comm, **sizes, wire=wire, combine_wire="none", transport=transport) as ep:
+        experts = Int8Experts(_shard(_whole(gated), ep.local_experts))
+        for capacity in (None, 99):
+            d = ep.dispatch(x, ids, weights)
+            out = experts(d, capacity)
+            assert out.dtype == torch.float32 and len(out) == (len(d.tokens) if capacity is None else capacity)
+            padding = torch.ones(len(out), dtype=torch.bool)
+            for first, rows in zip(d.expert_offsets.tolist(), d.expert_counts.tolist(), strict=False):
+                padding[first : first + rows] = False
+            assert not out[padding].any()
+            results.append(ep.combine(out, d))
+    with ExpertParallel(comm, **sizes, wire="none", transport=transport) as ep:
+        d = ep.dispatch(x, ids, weights)
+        exact = _shard(_whole(gated), ep.local_experts)
+        results.append(ep.combine(exact(d.tokens, d.expert_counts, d.expert_offsets).detach(), d))
+    return results
+
+
+@pytest.mark.parametrize(
+    "transport,wire,gated,align",
+    exhaustive_but(
+        [("direct", "int8", True, 4)],
+        [
+            ("direct", "int8", True, 4),
+            ("staged", "int8", True, 4),
+            ("direct", "int8:row", False, 1),
+            ("direct", "int8:32", True, 1),
+        ],
+        several=True,
+    ),
+)
+def test_they_are_near_the_float32_experts(transport: str, wire: str, gated: bool, align: int) -> None:
+    ranks = run_ranks(_round, 2, transport, wire, gated, align, mode="thread", timeout=200)
+    got, roomy, exact = (torch.cat(parts) for parts in zip(*ranks, strict=True))
+    assert torch.equal(got, roomy)
+    error = float(torch.linalg.norm(got - exact) / torch.linalg.norm(exact))
+    assert 1e-3 < error < 0.02, error
+
+
+@pytest.mark.exhaustive
+def test_triton_numba_and_torch_give_the_same_bits() -> None:
+    pytest.importorskip("triton", reason="interpreting kernels needs Triton")
+    by_backend = [
+        run_ranks(_round, 2, "staged", "int8", True, 4, env=environment, timeout=300)
+        for environment in ({}, {"THINWIRE_BACKEND": "torch"}, {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"})
+    ]
+    for ranks in by_backend[1:]:
+        for ours, theirs in zip(ranks, by_backend[0], strict=True):
+            assert torch.equal(ours[0], theirs[0])
+
+
+def _refused(comm: Communicator) -> None:
+    experts = Int8Experts(GroupedExperts(2, 64, 32))
+    x, ids, weights = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    sizes = {"num_experts": 2, "top_k": 1, "hidden_size": 64, "max_tokens": 4}
+    for wire in ("none", "int4", "int8:16"):
+        with ExpertParallel(comm, **sizes, wire=wire) as ep:
+            d = ep.dispatch(x, ids, weights)
+            with pytest.raises(WireFormatError, match="accepted: int8"):
+                experts(d)
+    with ExpertParallel(comm, **sizes, wire="int8") as ep:
+        d = ep.dispatch(x, ids, weights)
+        with pytest.raises(RoutingError, match="3 experts"):
+            Int8Experts(GroupedExperts(3, 64, 32))(d)
+        with pytest.raises(RoutingError, match="rows of 32"):
+            Int8Experts(GroupedExperts(2, 32, 32))(d)
+        with pytest.raises(CapacityError, match="-1"):
+            experts(d, -1)
+        with pytest.raises(RoutingError, match="dispatch"):
+            experts(x)
+        assert ep.combine(experts(d, 2), d)[2:].eq(0).all()  # dropped
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    run_ranks(_refused, 1, mode="thread", timeout=200)
+    for options in ({"activation": "gelu"}, {"bias": True}, {"gated": True, "activation": ClampedSwiGLU()}):
+        with pytest.raises(ValueError, match="silu and without biases"):
+            Int8Experts(GroupedExperts(2, 8, 8, **options))
+
+
+def test_a_state_dict_brings_the_weights_back() -> None:
+    first, second = (Int8Experts(GroupedExperts(2, 40, 24, gated=True)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.w_in, second.w_in) and torch.equal(first.s_out, second.s_out)
+    assert first.w_in.shape == (2, 48, 48) and not list(first.parameters())
