@@ -16,14 +16,16 @@ import torch
 
 from thinwire.comm import Group
 from thinwire.comm.flight_recorder import FlightRecorder
-from thinwire.compiler import opaque
+from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal
+from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.gradients import GradientPlan, Link, RoundGradients, Wants
+from thinwire.moe.operations import register
 from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.wire import WireFormat
@@ -94,6 +96,7 @@ class ExpertParallel(Assembly):
             timeout=timeout, dtype=dtype,
         )  # fmt: skip
         super().__init__(config)
+        self._handle = register(self)
 
     shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared_parallel)
 
@@ -103,7 +106,7 @@ class ExpertParallel(Assembly):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @opaque
+    @compiled_as(compiled_round.dispatch)
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
     ) -> Dispatched:
@@ -132,11 +135,20 @@ class ExpertParallel(Assembly):
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
+        d, gradients = self._begin_round(x, topk_ids, topk_weights, lane)
+        if gradients is not None:
+            d._link = Link.of(x, topk_weights, gradients)
+        return d
+
+    def _begin_round(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants | None = None
+    ) -> tuple[Dispatched, RoundGradients | None]:
+        """`dispatch`, but for the graph; `wants`: what compiled code said, whose tensors do not know it any more."""
         self._require_not_closed()
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
-            wants = Wants.of(x, topk_weights)
+            wants = Wants.of(x, topk_weights) if wants is None else wants
             if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
                 raise RoutingError(
                     "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
@@ -160,11 +172,12 @@ class ExpertParallel(Assembly):
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
+        gradients = None
         if any(wants):
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-            d._link = Link(x, ids, topk_weights, self._gradient_plan(d, wants, ids, topk_weights.detach()))
+            gradients = RoundGradients(self._gradient_plan(d, wants, ids, topk_weights.detach()), ids)
         rounds.open_rounds[lane] = d
-        return d
+        return d, gradients
 
     def _gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -240,7 +253,7 @@ class ExpertParallel(Assembly):
             with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
                 pass
 
-    @opaque
+    @compiled_as(compiled_round.combine)
     def combine(
         self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -265,6 +278,8 @@ class ExpertParallel(Assembly):
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout, IntegrityError: as `dispatch`.
         """
+        if isinstance(d, compiled_round.CompiledRound):
+            return compiled_round.combine(self, expert_out, d, weighted=weighted, out=out)
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._rounds is not self._rounds:
