@@ -62,6 +62,12 @@ def _assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Of gradients that several rounds add to, which a graph adds up among themselves first."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def _gathered(ep: tw.ExpertParallel) -> Function:
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # What operators get are intermediate values, which nothing else holds.
@@ -146,7 +152,7 @@ def _many_rounds(ep: tw.ExpertParallel, x: torch.Tensor, ids: torch.Tensor, weig
 
 
 def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[str, int]]:
-    ep = _parallel(comm, transport, wire="int8", lanes=2)
+    ep = _parallel(comm, transport, wire="none", lanes=2)  # int8 would make much of the last bit of a sine
     function = partial(_many_rounds, ep)
     batch = _batch(9, comm.rank)
     runs = []
@@ -158,10 +164,7 @@ def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[s
                 found.append(each(*batch))
         runs.append((legs, found))
     assert runs[1][0] == runs[0][0]
-    for one, other in zip(runs[1][1], runs[0][1], strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-5, atol=1e-5
-        )  # a graph adds up its own part of x's gradient first
+    _assert_close(runs[1][1], runs[0][1])
     return runs[0][0]
 
 
@@ -192,12 +195,12 @@ def _checkpoints(comm: tw.Communicator, transport: str, backend: str) -> None:
     compiled = _compiled(two, backend)
     with _recorded(ep) as legs:
         found = _gradients(lambda *args: (compiled(*args), compiled(*args)), batch)
-    _assert_equal(found, _gradients(lambda *args: (two(*args), two(*args)), batch))
+    _assert_close(found, _gradients(lambda *args: (two(*args), two(*args)), batch))
     forward, backward = ["dispatch", "combine"] * 6, ["backward of combine", "backward of dispatch"] * 6
     assert [leg for leg, _ in legs] == forward + backward, "a graph keeps what legs have given"
     # Around a graph, all of it is run anew.
     found = _gradients(partial(checkpoint, _compiled(layer, backend), use_reentrant=False), batch)
-    _assert_equal(found, _gradients(layer, batch))
+    _assert_close(found, _gradients(layer, batch))
 
 
 @pytest.mark.exhaustive
