@@ -13,7 +13,7 @@ from thinwire.comm.flight_recorder import Recording
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.gradients import Link, Wants
+from thinwire.moe.gradients import Link, RoundGradients, Wants
 from thinwire.moe.quantized import QuantizedRows
 from thinwire.moe.received import Received
 
@@ -192,7 +192,8 @@ class StartedDispatch(Started):
     """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
 
     d: Dispatched  # at the end
-    link: Link | None = None  # to the graph, if something wants a gradient, and what the plan needs then
+    gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
+    link: Link | None = None  # to autograd's graph; compiled code has its own
     graph: tuple[Wants, torch.Tensor, torch.Tensor]
 
 

@@ -59,6 +59,11 @@ class Wants(NamedTuple):
         enabled = torch.is_grad_enabled()
         return cls(enabled and x.requires_grad, enabled and topk_weights.requires_grad)
 
+    @classmethod
+    def of_tag(cls, tag: int) -> Wants:
+        """What a tag says."""
+        return cls(bool(tag & 1), bool(tag & 2))
+
     def tag(self, of_round: int = 0) -> int:
         """This, and to which round's backward a leg belongs; 0: it is one of forward. At most 28 bits."""
         return (of_round * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
@@ -242,13 +247,14 @@ class _Combine(torch.autograd.Function):
 class Link:
     """One round's place in the graph."""
 
-    def __init__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        self._gradients = RoundGradients(topk_ids)
-        self._carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, self._gradients)
+    def __init__(self, carrier: torch.Tensor, gradients: RoundGradients) -> None:
+        self._carrier, self._gradients = carrier, gradients
 
-    def take(self, plan: GradientPlan) -> None:
-        """What is known once the round has been dispatched."""
-        self._gradients.plan = plan
+    @classmethod
+    def of(cls, x: torch.Tensor, topk_weights: torch.Tensor, gradients: RoundGradients) -> Link:
+        """That of a round whose dispatch is not in the graph yet."""
+        carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, gradients)
+        return cls(carrier, gradients)
 
     @property
     def wants_rows(self) -> bool:

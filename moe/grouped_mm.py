@@ -47,6 +47,8 @@ def why_not(tokens: torch.Tensor, weights: Sequence[torch.Tensor], expert_counts
                 f"multiples of {_ALIGNMENT} bytes"
             )
     if device.type == "cpu":
+        if dtype != torch.bfloat16 and torch.compiler.is_compiling():
+            return f"torch.compile takes grouped_mm for bfloat16 alone, and this is {dtype}"
         if weights[0].shape[0] == 1:
             return "one expert needs no groups"
         width = weights[0].shape[2]

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group
-from thinwire.compiler import opaque
+from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal
+from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, Started, StartedCombine, StartedDispatch
-from thinwire.moe.gradients import GradientPlan, Link, Wants
+from thinwire.moe.gradients import GradientPlan, Link, RoundGradients, Wants
+from thinwire.moe.operations import register
 from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.wire import WireFormat
@@ -95,6 +97,7 @@ class ExpertParallel(Assembly):
             timeout=timeout, dtype=dtype,
         )  # fmt: skip
         super().__init__(config)
+        self._handle = register(self)
 
     shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared_parallel)
 
@@ -104,7 +107,7 @@ class ExpertParallel(Assembly):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @opaque
+    @compiled_as(compiled_round.dispatch)
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
     ) -> Dispatched:
@@ -164,15 +167,28 @@ class ExpertParallel(Assembly):
         """
         return self._opened(started, self._finish(started, StartedDispatch, "dispatch"))
 
+    def _compiled_dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants
+    ) -> tuple[Dispatched, RoundGradients | None]:
+        """`dispatch`, but for the graph; `wants` is what compiled code said, whose tensors do not know it any more."""
+        started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, compiled=wants)
+        return self._opened(started, started.d), started.gradients
+
     def _begin_round(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, whole: bool
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lane: int,
+        whole: bool,
+        compiled: Wants | None = None,
     ) -> StartedDispatch:
         """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan."""
         self._require_not_closed()
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
-            wants = Wants.of(x, topk_weights)
+            wants = Wants.of(x, topk_weights) if compiled is None else compiled
             if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
                 raise RoutingError(
                     "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
@@ -201,15 +217,17 @@ class ExpertParallel(Assembly):
                 raise
         if any(wants):
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-            started.link = Link(x, ids, topk_weights)
+            started.gradients = RoundGradients(ids)
             started.graph = wants, ids, topk_weights.detach().float().clone()
+            if compiled is None:
+                started.link = Link.of(x, topk_weights, started.gradients)
         if not whole:
             rounds.open_rounds[lane] = started
         return started
 
     def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
-        if started.link is not None:
-            started.link.take(self._gradient_plan(d, *started.graph))
+        if started.gradients is not None:
+            started.gradients.plan = self._gradient_plan(d, *started.graph)
             d._link = started.link
         self._rounds.open_rounds[d.lane] = d
         return d
@@ -290,7 +308,7 @@ class ExpertParallel(Assembly):
             with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
                 pass
 
-    @opaque
+    @compiled_as(compiled_round.combine)
     def combine(
         self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -315,6 +333,8 @@ class ExpertParallel(Assembly):
             TransportUnavailable: tensors on another kind of device than the communicator's.
             PeerTimeout, IntegrityError: as `dispatch`.
         """
+        if isinstance(d, compiled_round.CompiledRound):
+            return compiled_round.combine(self, expert_out, d, weighted=weighted, out=out)
         return self._begin_combine(expert_out, d, out, weighted, None)
 
     @opaque
@@ -330,6 +350,8 @@ class ExpertParallel(Assembly):
         Raises:
             As `combine`.
         """
+        if isinstance(d, compiled_round.CompiledRound):
+            d = d.between_graphs()
         started = StartedCombine(self._rounds, d.lane if isinstance(d, Dispatched) else 0)
         started.out = self._begin_combine(expert_out, d, out, weighted, started)
         return started

@@ -22,11 +22,16 @@ LIBRARY = str(Path(thinwire.__file__).parent)
 
 
 def _compiled(function: Callable[..., torch.Tensor], backend: str) -> Callable[..., torch.Tensor]:
-    """Compiled code, in whose graphs nothing may be of the library's. What it did to memory shows only now and then."""
+    """Compiled code, in whose graphs nothing of the library may be but operators, and shapes of their arguments.
+
+    What it did to memory shows only now and then.
+    """
 
     def backend_of(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         for node in graph.graph.nodes:
-            assert LIBRARY not in (node.stack_trace or ""), node.stack_trace
+            if LIBRARY in (node.stack_trace or "") and isinstance(node.meta.get("example_value"), torch.Tensor):
+                operator = node.args[0].target if "getitem" in str(node.target) else node.target
+                assert node.op == "placeholder" or str(operator).startswith("thinwire."), node.stack_trace
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     return torch.compile(function, backend=backend_of)

@@ -1,7 +1,8 @@
 """What torch.compile must not look into.
 
 Kernels get addresses, and torch.compile frees a tensor of which only the address is still used: then kernels would work
-on freed memory. So it calls the operations of the library as they are, between two graphs.
+on freed memory. So it calls the operations of the library as they are, between two graphs, but for those that have
+another form for it.
 """
 
 from __future__ import annotations
@@ -40,3 +41,25 @@ def opaque(function: Callable[_P, _T]) -> Callable[_P, _T]:
     marked: Any = call  # as `skip` does, which is there only then
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
     return call
+
+
+def compiled_as(traced: Callable[..., Any]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Makes a function opaque, and has torch.compile trace `traced` in its place, with the same arguments.
+
+    Where `traced` returns NotImplemented, the function is called as an opaque one is.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        hidden = opaque(function)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if torch.compiler.is_compiling():
+                found: _T = traced(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+            return hidden(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,141 @@
+"""What torch.compile traces in place of dispatch and combine: calls of operators (`moe/operations.py`), and a round."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from thinwire.compiler import opaque
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.gradients import Wants
+from thinwire.moe.operations import ORDER, linked_round, open_round
+from thinwire.moe.received import Records, RowRouting
+
+_OPS: Any = torch.ops.thinwire
+
+
+class _Parallel(Protocol):
+    _handle: int
+
+    @property
+    def local_experts(self) -> range: ...
+
+    def combine(
+        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool, out: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+def _between_graphs(name: str) -> property:
+    """The property of the round itself, which compiled code reads between two graphs, and while the round is open."""
+
+    @opaque
+    def read(compiled: CompiledRound) -> Any:
+        return getattr(linked_round(compiled._ticket), name)
+
+    return property(read, doc=f"As `Dispatched.{name}`, between two graphs.")
+
+
+class CompiledRound:
+    """A round that compiled code began: a :class:`Dispatched`, whose operators may lie in a graph, and be called.
+
+    `expert_counts` and `expert_offsets` are copies. What is no operator is asked of the round itself, between graphs.
+    """
+
+    def __init__(
+        self, ticket: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor, wants: int, lane: int
+    ) -> None:
+        self.expert_counts, self.expert_offsets, self.lane = counts, offsets, lane
+        self._ticket, self._wants = ticket, wants
+        self._num_tokens, self._hidden_size = x.shape
+        self._dtype, self._device = x.dtype, x.device
+        self._tokens: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """As `Dispatched.tokens`. Their number is known when they come, which not every graph takes."""
+        lacks_gradient = self._tokens is not None and not self._tokens.requires_grad and bool(self._wants & 1)
+        if self._tokens is None or (lacks_gradient and torch.is_grad_enabled()):
+            self._tokens = self._gather(None)[0]
+        return self._tokens
+
+    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Dispatched.gather`."""
+        return self._gather(capacity)
+
+    def _gather(self, capacity: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        of_round = self._hidden_size, self._dtype, self._device, self._wants
+        gathered: tuple[torch.Tensor, torch.Tensor] = _OPS.gather(ORDER, self._ticket, capacity, *of_round)
+        return gathered
+
+    def _combine(self, handle: int, expert_out: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        # Whether a tensor wants a gradient can be asked here, and not in the operators.
+        refused = torch.is_grad_enabled() and expert_out.requires_grad and not self._wants
+        if out is not None:
+            refused = refused or (torch.is_grad_enabled() and (out.requires_grad or bool(self._wants)))
+            _OPS.combine_into(ORDER, self._ticket, expert_out, out, handle, refused)
+            return out
+        of_round = self._num_tokens, self._hidden_size, self._dtype
+        combined: torch.Tensor = _OPS.combine(ORDER, self._ticket, expert_out, handle, *of_round, refused, self._wants)
+        return combined
+
+    @opaque
+    def between_graphs(self) -> Dispatched:
+        """The round itself."""
+        return linked_round(self._ticket)
+
+    @opaque
+    def gather_routing(self, capacity: int) -> RowRouting:
+        """As `Dispatched.gather_routing`, between two graphs."""
+        return linked_round(self._ticket).gather_routing(capacity)
+
+    @opaque
+    def gather_records(self, capacity: int) -> Records:
+        """As `Dispatched.gather_records`, between two graphs."""
+        return linked_round(self._ticket).gather_records(capacity)
+
+    @opaque
+    def abandon(self) -> None:
+        """As `Dispatched.abandon`, between two graphs."""
+        open_round(self._ticket).abandon()
+
+    rows, index = _between_graphs("rows"), _between_graphs("index")
+    weights, expert_ids, source = _between_graphs("weights"), _between_graphs("expert_ids"), _between_graphs("source")
+    records, record_ids = _between_graphs("records"), _between_graphs("record_ids")
+    record_weights, record_source = _between_graphs("record_weights"), _between_graphs("record_source")
+    dispatch_traffic, combine_traffic = _between_graphs("dispatch_traffic"), _between_graphs("combine_traffic")
+
+
+Dispatched.register(CompiledRound)
+
+
+def dispatch(
+    parallel: _Parallel, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+) -> CompiledRound:
+    """`ExpertParallel.dispatch` in a graph."""
+    wants = Wants.of(x, topk_weights).tag()
+    ticket, counts, offsets = _OPS.dispatch(
+        ORDER, x, topk_ids, topk_weights, parallel._handle, lane, wants, len(parallel.local_experts)
+    )
+    return CompiledRound(ticket, counts, offsets, x, wants, lane)
+
+
+def combine(
+    parallel: _Parallel, expert_out: torch.Tensor, d: object, *, weighted: bool = False, out: torch.Tensor | None = None
+) -> Any:
+    """`ExpertParallel.combine` in a graph, or of a round that was dispatched in one; NotImplemented for another.
+
+    That of rows which were weighted lies between two graphs.
+    """
+    if not isinstance(d, CompiledRound):
+        return NotImplemented
+    if weighted is not False:
+        return _combine_weighted(parallel, expert_out, d, weighted, out)
+    return d._combine(parallel._handle, expert_out, out)
+
+
+@opaque
+def _combine_weighted(
+    parallel: _Parallel, expert_out: torch.Tensor, d: CompiledRound, weighted: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    return parallel.combine(expert_out, linked_round(d._ticket), weighted=weighted, out=out)

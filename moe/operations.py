@@ -1,0 +1,414 @@
+"""A round's legs as operators of torch, which torch.compile keeps in its graphs and does not look into.
+
+    thinwire::dispatch   thinwire::gather            thinwire::combine, combine_into
+    thinwire::dispatch_backward, gather_backward     thinwire::combine_backward
+
+Tensors are all that a graph holds, so an operator finds its round by a *ticket*, a number in a tensor that dispatch
+returns, and the ExpertParallel by a number that it was given when it was made. What they return is nobody else's.
+
+The order of rounds. A compiler drops, merges and moves operators that look like functions. These are declared to write
+into a tensor, `ORDER`, one for all lanes and objects of a process: so in a graph each reads what the one before it has
+written, and all of them, in the order in which Python called them, lie on the way to ORDER's last value, which the
+graph's caller gets. Ranks whose programs call the same rounds therefore run the same legs in the same order, whatever
+each of them compiled, and wherever its graphs end.
+
+Backward has an order tensor of its own, one for each graph, made in it: backward would otherwise write into ORDER, into
+which every other forward has written meanwhile, and autograd refuses that. The compiler differentiates a graph by
+running autograd over its operators, in the order that `moe/gradients.py` argues for, the reverse of forward's, and each
+leg reads what the one before it has written. The last leg gives gradients that the graph was asked for, or nothing
+would have called it (a gather's is followed by its dispatch's), so none is dropped. To autograd a graph is one node,
+made when its forward ran, and stands for a row of rounds that nothing came between: the reverse of the graphs, each in
+reverse, is the reverse of the rounds.
+
+Where it is not eager's: a graph runs the backward of all that leads to any of its results, with zeros for those results
+that have no gradient, where autograd alone would leave out a round of which no result is differentiated; and
+`torch.utils.checkpoint` within a graph keeps what legs have given, where eager's runs them anew. A rank that compiles
+such code, and another that does not, would run different legs; a leg says to which round it belongs, and they get the
+errors that `moe/gradients.py` names.
+
+Autograd is told by kernels of its own key (`_differentiable`), since `register_autograd` refuses what writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
+
+from thinwire.compiler import opaque
+from thinwire.errors import LaneError
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.gradients import Link, RoundGradients, Wants
+
+with torch.inference_mode(False):
+    #: What all operators are declared to write into. Nobody does: what counts is what a compiler thinks.
+    ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+_LIBRARY = torch.library.Library("thinwire", "DEF")
+_OPS: Any = torch.ops.thinwire
+
+
+class _Parallel(Protocol):
+    """What operators need of an ExpertParallel."""
+
+    def _compiled_dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants
+    ) -> tuple[Dispatched, RoundGradients | None]: ...
+
+    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class _Round(NamedTuple):
+    """What a ticket stands for, while somebody holds the ticket's memory, be it a graph that waits for backward."""
+
+    ticket: StorageWeakRef
+    dispatched: weakref.ref[Dispatched]  # its lane holds it while it is open
+    gradients: RoundGradients | None
+
+
+_numbers = itertools.count(1)
+_parallels: weakref.WeakValueDictionary[int, _Parallel] = weakref.WeakValueDictionary()
+_rounds: dict[int, _Round] = {}
+
+
+def register(parallel: _Parallel) -> int:
+    """The number by which operators find an ExpertParallel, for as long as somebody holds it."""
+    handle = next(_numbers)
+    _parallels[handle] = parallel
+    return handle
+
+
+def _parallel_of(handle: int) -> _Parallel:
+    found = _parallels.get(handle)
+    if found is None:
+        raise LaneError(
+            f"there is no ExpertParallel {handle} in this process: it was dropped, or the code was compiled elsewhere"
+        )
+    return found
+
+
+def _new_ticket(d: Dispatched, gradients: RoundGradients | None) -> torch.Tensor:
+    for known, entry in list(_rounds.items()):
+        if entry.ticket.expired():
+            _rounds.pop(known, None)  # another thread may have been here
+    number = next(_numbers)
+    ticket = torch.full((1,), float(number), dtype=torch.float64, device="cpu")  # a float may have a gradient
+    _rounds[number] = _Round(StorageWeakRef(ticket.untyped_storage()), weakref.ref(d), gradients)
+    return ticket
+
+
+def _gradients_of(ticket: torch.Tensor) -> RoundGradients:
+    found = _rounds.get(int(ticket))
+    if found is None or found.gradients is None:
+        raise LaneError(
+            "the way of this round's gradients is not known: it was dispatched without, or in another process"
+        )
+    return found.gradients
+
+
+def open_round(ticket: torch.Tensor) -> Dispatched:
+    """The round of a ticket.
+
+    Raises:
+        LaneError: it is over.
+    """
+    found = _rounds.get(int(ticket))
+    d = None if found is None else found.dispatched()
+    if d is None:
+        raise LaneError("this round is over: it was combined or abandoned, or a later dispatch took its lane")
+    d._require_open()
+    return d
+
+
+def linked_round(ticket: torch.Tensor) -> Dispatched:
+    """The same, for a caller that is no operator: what has a gradient has it there."""
+    d, gradients = open_round(ticket), _rounds[int(ticket)].gradients
+    if gradients is not None and d._link is None:
+        d._link = Link(ticket, gradients)
+    return d
+
+
+def _operator(*writes: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Defines a function as an operator of its name, which writes into ORDER and other arguments."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        schema = torch.library.infer_schema(function, mutates_args=("order", *writes))
+        # A CUDA graph's replay would call no Python, which has to know of every round.
+        _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+        @opaque  # or it is compiled where graphs end, and called as it is
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            with torch.no_grad():
+                return function(*args)
+
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"thinwire::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return define
+
+
+def _fake_dispatch(order: torch.Tensor, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    counts = x.new_empty(args[-1], dtype=torch.int64)
+    return torch.empty(1, dtype=torch.float64, device="cpu"), counts, counts.new_empty(args[-1] + 1)
+
+
+@_operator(fake=_fake_dispatch)
+def dispatch(
+    order: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    handle: int,
+    lane: int,
+    wants: int,
+    local_experts: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
+    d, gradients = _parallel_of(handle)._compiled_dispatch(x, topk_ids, topk_weights, lane, Wants.of_tag(wants))
+    return _new_ticket(d, gradients), d.expert_counts.clone(), d.expert_offsets.clone()
+
+
+def _fake_gather(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    capacity: int | None,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    wants: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # What the operator refuses is no size either.
+    num_rows: Any = max(capacity, 0) if isinstance(capacity, int) else capacity
+    if capacity is None:
+        num_rows = torch.library.get_ctx().new_dynamic_size()
+    tokens = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
+    return tokens, torch.empty((), dtype=torch.bool, device=device)
+
+
+@_operator(fake=_fake_gather)
+def gather(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    capacity: int | None,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    wants: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Dispatched.gather`, or `Dispatched.tokens` where capacity is None."""
+    d = open_round(ticket)
+    if capacity is not None:
+        return d.gather(capacity)
+    d._num_rows = d._read_num_rows()
+    return d._gather(d._num_rows)  # not `tokens`, which the round keeps: compiled code may write into what it gets
+
+
+def _fake_combine(order: torch.Tensor, ticket: torch.Tensor, expert_out: torch.Tensor, *args: Any) -> torch.Tensor:
+    _, num_tokens, hidden_size, dtype, *_ = args
+    return expert_out.new_empty(num_tokens, hidden_size, dtype=dtype)
+
+
+@_operator(fake=_fake_combine)
+def combine(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    expert_out: torch.Tensor,
+    handle: int,
+    num_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    refused: bool,
+    wants: int,
+) -> torch.Tensor:
+    """`ExpertParallel.combine`; `refused`: expert_out wants a gradient that there cannot be, and that error is due."""
+    d, parallel = open_round(ticket), _parallel_of(handle)
+    with torch.set_grad_enabled(refused):
+        return parallel.combine(expert_out.detach().requires_grad_(refused), d)
+
+
+def _no_result(order: torch.Tensor, *args: Any) -> None:
+    """Of operators that give nothing back."""
+
+
+@_operator("out", fake=_no_result)
+def combine_into(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    expert_out: torch.Tensor,
+    out: torch.Tensor,
+    handle: int,
+    refused: bool,
+) -> None:
+    """The same into `out`."""
+    d, parallel = open_round(ticket), _parallel_of(handle)
+    with torch.set_grad_enabled(refused):
+        parallel.combine(expert_out, d, out=out.detach().requires_grad_(refused))
+
+
+def _fake_combine_backward(order: torch.Tensor, ticket: torch.Tensor, dy: torch.Tensor, *args: Any) -> torch.Tensor:
+    return dy.new_empty(args[-1], dy.shape[1])
+
+
+@_operator(fake=_fake_combine_backward)
+def combine_backward(
+    order: torch.Tensor, ticket: torch.Tensor, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int
+) -> torch.Tensor:
+    """Sends dy, and gives expert_out's gradients, [num_rows, hidden] in dy's dtype."""
+    return _gradients_of(ticket).of_experts(dy, expert_out, num_rows)
+
+
+@_operator(fake=_no_result)
+def gather_backward(order: torch.Tensor, ticket: torch.Tensor, grad: torch.Tensor) -> None:
+    """Keeps the gradients of rows for dispatch's backward."""
+    _gradients_of(ticket).add_rows(grad.clone())  # compiled code uses the memory again
+
+
+def _fake_dispatch_backward(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    num_tokens: int,
+    hidden_size: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    wants: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted = Wants.of_tag(wants)
+    dx = torch.empty(num_tokens if wanted.rows else 0, hidden_size, dtype=dtype, device=device)
+    return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=torch.float32, device=device)
+
+
+@_operator(fake=_fake_dispatch_backward)
+def dispatch_backward(
+    order: torch.Tensor,
+    ticket: torch.Tensor,
+    num_tokens: int,
+    hidden_size: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    wants: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collects the gradients of x [num_tokens, hidden] and of topk_weights, float32; no rows where not wanted."""
+    dx, dw = _gradients_of(ticket).of_tokens()
+    empty = torch.empty(0, hidden_size, dtype=dtype, device=device)
+    return empty if dx is None else dx, torch.empty(0, top_k, device=device) if dw is None else dw
+
+
+def _order_of_backward(order: torch.Tensor) -> torch.Tensor:
+    """The tensor that the operators of backward are declared to write into: one for each graph, as `order` is there."""
+    found: torch.Tensor | None = getattr(order, "_order_of_backward", None)
+    if found is None:
+        found = torch.zeros(1, dtype=torch.int64, device="cpu")
+        order._order_of_backward = found  # type: ignore[attr-defined]
+    return found
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, *args: Any) -> Any:
+        x, topk_ids, topk_weights, *_, wants, _ = args
+        ticket, counts, offsets = _OPS.dispatch(order, *args)
+        ctx.save_for_backward(ticket)
+        ctx.mark_non_differentiable(counts, offsets)
+        ctx.order, ctx.weights_dtype = order_of_backward, topk_weights.dtype
+        ctx.args = *x.shape, topk_ids.shape[1], x.dtype, x.device, wants
+        return ticket, counts, offsets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dw = _OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
+        needs = ctx.needs_input_grad
+        dx, dw = dx if needs[2] else None, dw.to(ctx.weights_dtype) if needs[4] else None
+        return None, None, dx, None, dw, None, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, ticket: torch.Tensor, *args: Any
+    ) -> Any:
+        tokens, overflow = _OPS.gather(order, ticket, *args)
+        ctx.save_for_backward(ticket)
+        ctx.mark_non_differentiable(overflow)
+        ctx.order = order_of_backward
+        return tokens, overflow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ticket,) = ctx.saved_tensors
+        _OPS.gather_backward(ctx.order, ticket, grads[0])
+        return None, None, torch.zeros_like(ticket), None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        order: torch.Tensor,
+        order_of_backward: torch.Tensor,
+        ticket: torch.Tensor,
+        expert_out: torch.Tensor,
+        *args: Any,
+    ) -> torch.Tensor:
+        # Something is saved in any case: `moe/gradients.py` says why.
+        ctx.save_for_backward(ticket, *([expert_out] if Wants.of_tag(args[-1]).weights else []))
+        ctx.order, ctx.num_rows, ctx.dtype = order_of_backward, expert_out.shape[0], expert_out.dtype
+        combined: torch.Tensor = _OPS.combine(order, ticket, expert_out, *args)
+        return combined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ticket, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
+        rows = _OPS.combine_backward(ctx.order, ticket, grads[0], kept[0] if kept else None, ctx.num_rows)
+        rows = rows.to(ctx.dtype) if ctx.needs_input_grad[3] else None
+        return None, None, torch.zeros_like(ticket), rows, None, None, None, None, None, None
+
+
+@contextlib.contextmanager
+def _kept_by_checkpoints() -> Iterator[None]:
+    """Marks what a graph being made gets meanwhile, so that a checkpoint in it keeps that: legs are not run anew."""
+    tracing = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if tracing is None:
+        yield
+        return
+    nodes = tracing.tracer.graph.nodes
+    before = len(nodes)
+    yield
+    for node in itertools.islice(reversed(nodes), len(nodes) - before):
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _differentiable(name: str, function: type[torch.autograd.Function], wanted: Callable[..., bool]) -> None:
+    """Has autograd see the nodes of `function` in place of an operator, where `wanted` of its arguments."""
+    operator = getattr(_OPS, name)
+
+    @opaque
+    def kernel(order: torch.Tensor, *args: Any) -> Any:
+        if torch.is_grad_enabled() and wanted(*args):
+            with _kept_by_checkpoints():
+                return function.apply(order, _order_of_backward(order), *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(order, *args)
+
+    _LIBRARY.impl(name, kernel, "Autograd")
+
+
+_differentiable("dispatch", _Dispatch, lambda x, ids, weights, *args: x.requires_grad or weights.requires_grad)
+_differentiable("gather", _Gather, lambda ticket, *args: ticket.requires_grad and Wants.of_tag(args[-1]).rows)
+_differentiable("combine", _Combine, lambda ticket, *args: ticket.requires_grad)

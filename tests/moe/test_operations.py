@@ -1,0 +1,432 @@
+"""Rounds in compiled code: they are what they are in Python, to the last bit, in the same order, and fail alike."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import thinwire as tw
+from tests.speeds import exhaustive_but
+from thinwire.moe import operations
+from thinwire.moe.compiled_round import CompiledRound
+from thinwire.moe.gradients import RoundGradients, Wants
+from thinwire.testing import run_ranks
+
+EXPERTS, TOP_K, HIDDEN, CAPACITY = 8, 2, 32, 48
+SIZES = (6, 9, 0, 1, 9)  # torch.compile takes 0 and 1 for cases of their own
+TRANSPORTS = ("direct", "staged")
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Function = Callable[..., Any]
+
+
+def _parallel(comm: tw.Communicator, transport: str, **options: Any) -> tw.ExpertParallel:
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens": 16}
+    return tw.ExpertParallel(comm, **sizes, transport=transport, timeout=60, **options)  # type: ignore[arg-type]
+
+
+def _batch(size: int, seed: int, grad: bool = True) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(size, HIDDEN, generator=generator), torch.rand(size, TOP_K, generator=generator)
+    ids = torch.rand(size, EXPERTS, generator=generator).topk(TOP_K).indices
+    return x.requires_grad_(grad), ids, weights.requires_grad_(grad)
+
+
+def _compiled(function: Function, backend: str, whole: bool = True) -> Function:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=whole)
+
+
+def _gradients(function: Function, batch: Batch, *more: torch.Tensor) -> list[torch.Tensor]:
+    """Results and gradients of a function of a batch, whose results are all differentiated."""
+    x, ids, weights = batch
+    wanted = [tensor.detach().clone().requires_grad_() for tensor in (x, weights, *more)]
+    found = function(wanted[0], ids, wanted[1])
+    found = found if isinstance(found, tuple) else (found,)
+    sum(result.square().sum() for result in found if result.requires_grad).backward()
+    return [*(result.detach() for result in found), *(tensor.grad for tensor in wanted if tensor.grad is not None)]
+
+
+def _assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Of gradients that several rounds add to, which a graph adds up among themselves first."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def _gathered(ep: tw.ExpertParallel) -> Function:
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # What operators get are intermediate values, which nothing else holds.
+        d = ep.dispatch(x * 2, ids + 0, weights * 0.5)
+        rows, overflow = d.gather(CAPACITY)
+        return ep.combine(rows * rows, d) + x, overflow, d.expert_counts, d.expert_offsets
+
+    return layer
+
+
+def _with_tokens(ep: tw.ExpertParallel) -> Function:
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x * 2, ids + 0, weights * 0.5)
+        return ep.combine(d.tokens * d.tokens, d) + x
+
+    return layer
+
+
+def _whole_graphs(comm: tw.Communicator, transport: str, backend: str) -> None:
+    ep = _parallel(comm, transport, wire="int8")
+    layers = [_gathered(ep)]
+    layers += [_with_tokens(ep)] * (backend != "eager")  # of which the sizes are not known when it is compiled
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for layer in layers:
+            compiled = _compiled(layer, backend)
+            for size in SIZES:
+                batch = _batch((size + 3 * comm.rank) % 12, comm.rank)
+                _assert_equal(_gradients(compiled, batch), _gradients(layer, batch))
+                with torch.no_grad():
+                    _assert_equal([*compiled(*batch)], [*layer(*batch)])
+    gc.collect()
+    ep.dispatch(*_batch(3, comm.rank, grad=False))
+    assert len(operations._rounds) <= 1, "rounds are kept which no graph needs"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_compiled_rounds_are_pythons_to_the_last_bit(transport: str, backend: str, tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run_ranks(_whole_graphs, 2, transport, backend, timeout=600, env=env)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+@contextmanager
+def _recorded(ep: tw.ExpertParallel) -> Iterator[list[tuple[str, int]]]:
+    """The legs that this rank runs, each with the number of its round's tokens."""
+    legs: list[tuple[str, int]] = []
+
+    def watch(owner: Any, name: str, leg: str, tokens: Callable[..., int]) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            legs.append((leg, tokens(*args)))
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, watched)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(ep, "_begin_round", "dispatch", lambda x, *_: len(x))
+        watch(ep, "_end_round", "combine", lambda rows, d, *_: d._num_sent)
+        watch(RoundGradients, "of_experts", "backward of combine", lambda self, dy, *_: len(dy))
+        watch(RoundGradients, "of_tokens", "backward of dispatch", lambda self: len(self._ids))
+        yield legs
+
+
+def _many_rounds(ep: tw.ExpertParallel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def layer(first: int, scale: float, lane: int = 0) -> torch.Tensor:
+        d = ep.dispatch(x[first:], ids[first:], weights[first:], lane=lane)
+        return ep.combine((d.gather(CAPACITY)[0] * scale).sin(), d)
+
+    identical = layer(0, 1.0).sum() + layer(0, 1.0).sum()
+    layer(1, 1.0)  # unused
+    independent = layer(2, 1.0).square().sum() + layer(3, 2.0, lane=1).square().sum()
+    early, late = ep.dispatch(x[4:], ids[4:], weights[4:]), ep.dispatch(x[5:], ids[5:], weights[5:], lane=1)
+    rows = [late.gather(CAPACITY)[0] * 3, early.gather(CAPACITY)[0] * 5]
+    both = ep.combine(rows[1], early).sum() + ep.combine(rows[0], late).sum()
+    return identical + independent + both
+
+
+def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[str, int]]:
+    ep = _parallel(comm, transport, wire="none", lanes=2)  # int8 would make much of the last bit of a sine
+    function = partial(_many_rounds, ep)
+    batch = _batch(9, comm.rank)
+    runs = []
+    for each in (function, _compiled(function, backend)):
+        with _recorded(ep) as legs:
+            # The second forward comes before the first one's backward, on what both of them were compiled to.
+            found = _gradients(lambda *args, each=each: (each(*args), each(*args)), batch)
+            with torch.no_grad():
+                found.append(each(*batch))
+        runs.append((legs, found))
+    assert runs[1][0] == runs[0][0]
+    _assert_close(runs[1][1], runs[0][1])
+    return runs[0][0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    exhaustive_but(
+        [("direct", "aot_eager")],
+        [(transport, backend) for transport in TRANSPORTS for backend in ("aot_eager", "inductor")],
+        several=True,
+    ),
+)
+def test_compiled_rounds_keep_pythons_order(transport: str, backend: str) -> None:
+    env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    first, second = run_ranks(_orders, 2, transport, backend, timeout=600, env=env)
+    assert first == second
+    assert [leg for leg, _ in first].count("backward of dispatch") == 2 * 6, "the unused round has none"
+
+
+def _checkpoints(comm: tw.Communicator, transport: str, backend: str) -> None:
+    ep = _parallel(comm, transport, wire="none")
+    layer = _gathered(ep)
+
+    def two(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(layer, x, ids, weights, use_reentrant=False)[0]
+        return layer(checkpoint(layer, y, ids, weights, use_reentrant=False)[0].sin(), ids, weights)[0]
+
+    batch = _batch(7, comm.rank)
+    compiled = _compiled(two, backend)
+    with _recorded(ep) as legs:
+        found = _gradients(lambda *args: (compiled(*args), compiled(*args)), batch)
+    _assert_close(found, _gradients(lambda *args: (two(*args), two(*args)), batch))
+    forward, backward = ["dispatch", "combine"] * 6, ["backward of combine", "backward of dispatch"] * 6
+    assert [leg for leg, _ in legs] == forward + backward, "a graph keeps what legs have given"
+    # Around a graph, all of it is run anew.
+    found = _gradients(partial(checkpoint, _compiled(layer, backend), use_reentrant=False), batch)
+    _assert_close(found, _gradients(layer, batch))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_checkpoints_in_compiled_code(transport: str, backend: str, tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run_ranks(_checkpoints, 2, transport, backend, timeout=600, env=env)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between graphs
+
+
+def _breaks(comm: tw.Communicator, transport: str) -> None:
+    ep = _parallel(comm, transport, wire="int8", lanes=2)
+    batch = _batch(7, comm.rank)
+    wide = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def by_record(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        assert int(d.expert_counts.sum()) == len(d.expert_ids) == len(d.source) == len(d.tokens)
+        return ep.combine(d.records * d.record_weights.sum(1, keepdim=True) * wide, d, weighted=True)
+
+    def weighed(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        return ep.combine(d.tokens * d.weights.unsqueeze(1), d)
+
+    for function in (by_record, weighed, _with_tokens(ep)):
+        _assert_equal(_gradients(_compiled(function, "aot_eager", whole=False), batch), _gradients(function, batch))
+
+    begin = _compiled(lambda *args: ep.dispatch(*args), "eager", whole=False)
+    d = begin(*batch)
+    assert isinstance(d, CompiledRound) and isinstance(d, tw.Dispatched)
+    same = ep.dispatch(*batch, lane=1)
+    for name in ("rows", "index", "tokens", "dispatch_traffic", "combine_traffic", "gather_routing", "gather_records"):
+        one, other = (getattr(each, name) for each in (d, same))
+        one, other = (one(9), other(9)) if name.startswith("gather") else (one, other)
+        assert type(one) is type(other)
+        if name in ("tokens", "index"):
+            used = int(same.expert_offsets[-1])
+            assert torch.equal(one[:used], other[:used])
+        elif isinstance(one, tuple):
+            _assert_equal([*one], [*other])
+        elif not isinstance(one, torch.Tensor):
+            assert one == other
+    d.abandon()
+    same.abandon()
+    with pytest.raises(tw.LaneError, match="is over"):
+        d.gather(3)
+
+    # A round that Python began, in compiled code.
+    d = ep.dispatch(*batch)
+    y = _compiled(lambda d: ep.combine(d.tokens * 2, d) + 1, "eager", whole=False)(d)
+    d = ep.dispatch(*batch)
+    assert torch.equal(y, ep.combine(d.tokens * 2, d) + 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rounds_that_cross_from_graph_to_graph(transport: str) -> None:
+    run_ranks(_breaks, 2, transport, timeout=300)
+
+
+def _layer(comm: tw.Communicator, backend: str) -> None:
+    torch.manual_seed(0)
+    layer = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(_parallel(comm, "direct"))
+    compiled = _compiled(layer, backend, whole=False)
+    x = torch.randn(5, HIDDEN)
+    found = []
+    for each in (layer, compiled):
+        layer.zero_grad()
+        wanted = x.clone().requires_grad_()
+        y = each(wanted)
+        y.square().sum().backward()
+        found.append([y.detach(), wanted.grad, *(weight.grad.clone() for weight in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_layer(backend: str, tmp_path: Path) -> None:
+    run_ranks(_layer, 2, backend, timeout=600, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+
+
+def test_a_compiled_round_has_what_a_round_has() -> None:
+    public = {name for name in dir(tw.Dispatched) if not name.startswith("_")} | set(tw.Dispatched.__annotations__)
+    of_instances = {"expert_counts", "expert_offsets", "lane"}
+    assert {name for name in public if not name.startswith("_")} <= set(dir(CompiledRound)) | of_instances
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def _errors(comm: tw.Communicator, transport: str) -> None:
+    ep = _parallel(comm, transport, wire="int8")
+    batch, plain = _batch(7, comm.rank), _batch(7, comm.rank, grad=False)
+    own = torch.ones(CAPACITY, HIDDEN, requires_grad=True)
+
+    def twice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        rows, _ = d.gather(CAPACITY)
+        return ep.combine(rows, d) + ep.combine(rows, d)
+
+    def short(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        return ep.combine(d.gather(CAPACITY)[0][:7], d)
+
+    def unwanted(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        return ep.combine(d.gather(CAPACITY)[0] * own, d)
+
+    def into(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        out = torch.empty_like(x)
+        assert ep.combine(d.gather(CAPACITY)[0] * 2, d, out=out) is out
+        return out * 1
+
+    def over(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        ep.dispatch(x, ids, weights)
+        return d.gather(CAPACITY)[0]
+
+    refused: list[tuple[type[Exception], str, Function, Batch]] = [
+        (tw.RoutingError, r"x is torch.float32 \[7, 31\]", lambda x, *rest: ep.dispatch(x[:, 1:], *rest), batch),
+        (tw.RoutingError, "topk_ids runs from", lambda x, ids, w: ep.dispatch(x, ids + 100, w), batch),
+        (tw.CapacityError, "-1 is negative", lambda *args: ep.dispatch(*args).gather(-1), plain),
+        (tw.LaneError, "no lane 3", lambda *args: ep.dispatch(*args, lane=3).expert_counts, plain),
+        (tw.LaneError, "is over: it was combined", twice, batch),
+        (tw.LaneError, "is over: it was combined", over, batch),
+        (tw.RoutingError, r"expert_out is torch.float32 \[7, 32\]", short, batch),
+        (tw.RoutingError, "expert_out wants a gradient", unwanted, plain),
+        (tw.RoutingError, "fills in place", into, batch),
+    ]
+    for kind, match, function, arguments in refused:
+        for each in (function, _compiled(function, "aot_eager", whole=function.__name__ != "<lambda>")):
+            with pytest.raises(kind, match=match):
+                each(*arguments)
+    with torch.no_grad():
+        _assert_equal([_compiled(into, "aot_eager")(*batch)], [into(*batch)])
+
+    # One rank's tokens are refused: the others hear of it, and all go on.
+    layer = _gathered(ep)
+    compiled = _compiled(layer, "aot_eager")
+    x, ids, weights = batch
+    match = "topk_ids runs from" if comm.rank else "rank 1 refused"
+    with pytest.raises(tw.RoutingError, match=match):
+        compiled(x, ids + 100 * comm.rank, weights)
+    _assert_equal(_gradients(compiled, batch), _gradients(layer, batch))
+
+    y = compiled(*batch)[0].sum()
+    ep.close()
+    with pytest.raises(tw.LaneError, match="was closed"):
+        y.backward()
+    with pytest.raises(tw.LaneError, match="is closed"):
+        compiled(*batch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_errors_come_out_of_compiled_code_as_themselves(transport: str) -> None:
+    run_ranks(_errors, 2, transport, timeout=300)
+
+
+def test_an_expert_parallel_that_is_gone_and_a_ticket_of_no_round() -> None:
+    class Gone:
+        pass
+
+    handle = operations.register(Gone())  # type: ignore[arg-type]
+    gc.collect()
+    x, ids, weights = _batch(2, 0, grad=False)
+    with pytest.raises(tw.LaneError, match=f"no ExpertParallel {handle} in this process"):
+        torch.ops.thinwire.dispatch(operations.ORDER, x, ids, weights, handle, 0, 0, EXPERTS)
+    ticket = torch.tensor([2.0**40], dtype=torch.float64)
+    with pytest.raises(tw.LaneError, match="this round is over"):
+        torch.ops.thinwire.gather(operations.ORDER, ticket, 3, HIDDEN, x.dtype, x.device, 0)
+    with pytest.raises(tw.LaneError, match="way of this round's gradients is not known"):
+        torch.ops.thinwire.gather_backward(operations.ORDER, ticket, x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch asks of operators
+
+
+def _opcheck(comm: tw.Communicator, transport: str) -> None:
+    ep = _parallel(comm, transport, wire="int8")
+    ops, order = torch.ops.thinwire, operations.ORDER.clone()
+    x, ids, weights = _batch(7, comm.rank, grad=False)
+    of_tokens = HIDDEN, x.dtype, x.device
+    wants = 3  # rows and weights
+
+    def check(operator: Any, *args: Any) -> None:
+        """Of inputs without gradients, as torch has it for operators that write."""
+        for part in ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
+            torch.library.opcheck(operator, args, test_utils=part)
+
+    def begin() -> torch.Tensor:
+        return ops.dispatch(order, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "_numbers", itertools.repeat(1))  # or no ticket would be that of the call before
+        check(ops.dispatch.default, order, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))
+    ticket = begin()
+    check(ops.gather.default, order, ticket, CAPACITY, *of_tokens, wants)
+    check(ops.gather.default, order, ticket, None, *of_tokens, wants)
+    rows, _ = ops.gather(order, ticket, CAPACITY, *of_tokens, wants)
+    check(ops.gather_backward.default, order, ticket, rows)
+    check(ops.combine_backward.default, order, ticket, x, rows, CAPACITY)
+    check(ops.dispatch_backward.default, order, ticket, 7, HIDDEN, TOP_K, x.dtype, x.device, wants)
+    out = torch.empty_like(x)
+
+    def new_round() -> tw.Dispatched:
+        d, _ = ep._begin_round(x, ids, weights, 0, Wants(False, False))
+        d.gather(CAPACITY)
+        return d
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A combine ends its round, and opcheck calls it again: here is a round for each.
+        patch.setattr(operations, "open_round", lambda _: new_round())
+        args = ep._handle, 7, *of_tokens[:2], False, wants
+        check(ops.combine.default, order, ticket, rows, *args)
+        check(ops.combine_into.default, order, ticket, rows, out, ep._handle, False)
+
+
+@pytest.mark.parametrize("transport", exhaustive_but(["direct"], TRANSPORTS))
+def test_opcheck(transport: str) -> None:
+    run_ranks(_opcheck, 1, transport, timeout=300)
