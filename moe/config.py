@@ -39,6 +39,7 @@ class ParallelConfig:
     num_programs: int | None
     timeout: float | None
     dtype: torch.dtype | None
+    grows: bool = False  # max_tokens is what there is room for by now
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
@@ -88,7 +89,7 @@ class ParallelConfig:
 
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
-        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "transport")
+        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "grows", "lanes", "align", "transport")
         return {name: getattr(self, name) for name in names} | {
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,
