@@ -200,8 +200,9 @@ class DirectLanes(DirectTransport, Rounds):
         told = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
         if self.config.grows and len({word for _, word in told}) == 1 and any(tokens < 0 for tokens, _ in told):
             # What a rank asks room for is told as a negative number, which no kernel takes for tokens.
-            if max(tokens for tokens, _ in told) <= layout.MAX_TOKENS:
-                return NeedsRoom(lane, max(-tokens for tokens, _ in told))
+            need = max(-tokens for tokens, _ in told)
+            if need > layout.MAX_TOKENS >= max(tokens for tokens, _ in told):
+                return NeedsRoom(lane, need)
         described = []
         for rank, (tokens, word) in enumerate(told):
             dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
