@@ -18,7 +18,7 @@ from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import Rounds
+from thinwire.moe.dispatched import MOST_TOKENS, Rounds
 from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
@@ -98,8 +98,8 @@ class Assembly:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a rank may dispatch at once as it is; `ensure_capacity` makes it more."""
-        return self._config.max_tokens
+        """Tokens that a rank may dispatch at once without more room being made, as `ensure_capacity` does."""
+        return MOST_TOKENS if self._config.grows and self.transport == "staged" else self._config.max_tokens
 
     @property
     def memory_bytes(self) -> int:
@@ -150,6 +150,11 @@ class Assembly:
                 self._settle(lane)
         with self.comm._settled_recorder().begin("ensure_capacity"):
             self._make_room(max_tokens)
+
+    def _grow(self, need: int) -> None:
+        """As ensure_capacity, of all ranks that found in a dispatch that one of them has so many tokens."""
+        with self.comm._settled_recorder().begin("growth"):
+            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need)
 
     def _make_room(self, need: int) -> None:
         """The same. All that peers store into the old lanes is stored when they come here."""
@@ -240,7 +245,9 @@ class Assembly:
                         f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
                     )
             self.close()
-            self._assemble(replace(self._config, comm=comm), max(generations) + 1)
+            config = self._config  # ranks of another group may have had less room
+            config = replace(config, comm=comm, max_tokens=1 if config.grows else config.max_tokens)
+            self._assemble(config, max(generations) + 1)
         self._closed = False
 
     @property
@@ -291,7 +298,7 @@ class Assembly:
                 self._take_back(lane, error, rounds.legs_told(lane), mark)
                 raise
         if rounds.owed:
-            self._make_room(rounds.owed)
+            self._grow(rounds.owed)
         return recorder
 
     def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:

@@ -41,6 +41,7 @@ class ParallelConfig:
     num_programs: int | None
     timeout: float | None
     dtype: torch.dtype | None
+    grows: bool = False  # max_tokens is what there is room for by now
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
@@ -73,7 +74,7 @@ class ParallelConfig:
         num_experts: int,
         top_k: int,
         hidden_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         *,
         wire: str | WireFormat | None,
         combine_wire: str | WireFormat | None,
@@ -83,7 +84,8 @@ class ParallelConfig:
         """What was passed, checked. `comm` is a Group; the rest has the names of the fields."""
         wire = resolve_wire(wire)
         wires = wire, wire if combine_wire is None else resolve_wire(combine_wire), resolve_wire(grad_wire or "none")
-        return cls(comm, num_experts, top_k, hidden_size, max_tokens, *wires, **rest)
+        most = 1 if max_tokens is None else max_tokens
+        return cls(comm, num_experts, top_k, hidden_size, most, *wires, **rest, grows=max_tokens is None)
 
     @cached_property
     def dispatch_backend(self) -> Backend:
@@ -134,7 +136,7 @@ class ParallelConfig:
 
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
-        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "transport")
+        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "grows", "lanes", "align", "transport")
         return {name: getattr(self, name) for name in names} | {
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,

@@ -16,7 +16,7 @@ import torch
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.direct_lanes import DirectLanes
-from thinwire.moe.dispatched import Dispatched, Traffic
+from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
@@ -44,7 +44,10 @@ class DirectRounds(DirectLanes):
         tensors, weights = self.lanes[lane], topk_weights.float()
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
-        self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
+        if len(x) > tensors.layout.MAX_TOKENS:
+            self.kernels.refuse(tensors, x.dtype, -len(x), tag)
+        else:
+            self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
 
         def end() -> Dispatched:
             self._end_leg(lane, DISPATCH)
@@ -151,6 +154,8 @@ class DirectRounds(DirectLanes):
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
             error = self._mismatch(lane)
+            if isinstance(error, NeedsRoom):
+                self.owed = error.tokens
             # In this order: an exception in between leaves a lane whose next wait finds the mismatch again.
             self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
             self._reports[lane][:] = 0

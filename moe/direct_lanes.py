@@ -10,7 +10,7 @@ from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import Rounds
+from thinwire.moe.dispatched import NeedsRoom, Rounds
 from thinwire.moe.gradients import describe_tag
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
@@ -197,10 +197,16 @@ class DirectLanes(DirectTransport, Rounds):
                 f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "
                 "tokens were taken, and all ranks may go on"
             )
+        told = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
+        if self.config.grows and len({word for _, word in told}) == 1 and any(tokens < 0 for tokens, _ in told):
+            # What a rank asks room for is told as a negative number, which no kernel takes for tokens.
+            need = max(-tokens for tokens, _ in told)
+            if need > layout.MAX_TOKENS >= max(tokens for tokens, _ in told):
+                return NeedsRoom(lane, need)
         described = []
-        for rank, (tokens, word) in enumerate(lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()):
+        for rank, (tokens, word) in enumerate(told):
             dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
-            described.append(f"rank {rank} {tokens} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS)}")
+            described.append(f"rank {rank} {abs(tokens)} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS)}")
         return RoutingError(
             f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens, and must "
             f"want the same gradients, those without tokens too; they dispatched: {', '.join(described)}"

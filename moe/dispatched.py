@@ -17,6 +17,8 @@ from thinwire.moe.gradients import Link, RoundGradients, Wants
 from thinwire.moe.quantized import QuantizedRows
 from thinwire.moe.received import Received
 
+MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -178,6 +180,14 @@ class Dispatched(Received):
             )
 
 
+class NeedsRoom(RoutingError):
+    """Some rank has more tokens than lanes have room for, as all ranks know now; no rank's were taken."""
+
+    def __init__(self, lane: int, tokens: int) -> None:
+        super().__init__(f"lane {lane}: a rank dispatches {tokens} tokens, for which room has to be made")
+        self.tokens = tokens
+
+
 class Started:
     """A leg of which this rank has sent its part, until it is finished or a later dispatch takes the lane."""
 
@@ -192,9 +202,11 @@ class StartedDispatch(Started):
     """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
 
     d: Dispatched  # at the end
+    wants: Wants
+    again: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what is sent again, if room has to be made
     gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
     link: Link | None = None  # to autograd's graph; compiled code has its own
-    graph: tuple[Wants, torch.Tensor, torch.Tensor]
+    graph: tuple[torch.Tensor, torch.Tensor]
 
 
 class StartedCombine(Started):
@@ -280,9 +292,12 @@ class Rounds:
         if x.dtype not in dtypes or x.dim() != 2 or x.shape[1] != config.hidden_size:
             accepted = config.describe_dtypes() if config.dtype is None else config.dtype
             raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
-        if x.shape[0] > config.max_tokens:
+        grows = config.grows and not (x.is_cuda and self.name == "direct")
+        if x.shape[0] > (MOST_TOKENS if grows else config.max_tokens):
+            hint = "; on CUDA lanes do not grow by themselves: ensure_capacity makes room" if config.grows else ""
             raise CapacityError(
-                f"{x.shape[0]} tokens were passed; this ExpertParallel was made for {config.max_tokens}"
+                f"{x.shape[0]} tokens were passed; this ExpertParallel was made for "
+                f"{MOST_TOKENS if grows else config.max_tokens}{hint}"
             )
         shape = (x.shape[0], config.top_k)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:

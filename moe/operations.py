@@ -59,8 +59,8 @@ _OPS: Any = torch.ops.thinwire
 class _Parallel(Protocol):
     """What operators need of an ExpertParallel."""
 
-    def _compiled_dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants
+    def _whole_dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants | None
     ) -> tuple[Dispatched, RoundGradients | None]: ...
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -175,7 +175,7 @@ def dispatch(
     local_experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
-    d, gradients = _parallel_of(handle)._compiled_dispatch(x, topk_ids, topk_weights, lane, Wants.of_tag(wants))
+    d, gradients = _parallel_of(handle)._whole_dispatch(x, topk_ids, topk_weights, lane, Wants.of_tag(wants))
     return _new_ticket(d, gradients), d.expert_counts.clone(), d.expert_offsets.clone()
 
 

@@ -23,7 +23,7 @@ from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, Started, StartedCombine, StartedDispatch
+from thinwire.moe.dispatched import Dispatched, NeedsRoom, Started, StartedCombine, StartedDispatch
 from thinwire.moe.gradients import GradientPlan, Link, RoundGradients, Wants
 from thinwire.moe.operations import register
 from thinwire.moe.shared import shared_parallel
@@ -41,7 +41,10 @@ class ExpertParallel(Assembly):
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
         top_k: experts a token may name, at most 32.
         hidden_size: elements of a token.
-        max_tokens: the most tokens a rank dispatches at once; the same on every rank.
+        max_tokens: the most tokens a rank dispatches at once; the same on every rank. None: as many as it likes. Then
+            the direct transport begins with room for one, and the dispatch in which some rank has more than there is
+            room for makes room for the next power of two, on all ranks; no other lane may be in use then. On CUDA
+            `ensure_capacity` has to be called before. The staged transport needs no room.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
@@ -79,7 +82,7 @@ class ExpertParallel(Assembly):
         num_experts: int,
         top_k: int,
         hidden_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         *,
         wire: str | WireFormat | None = None,
         combine_wire: str | WireFormat | None = None,
@@ -132,13 +135,29 @@ class ExpertParallel(Assembly):
                 what is wrong, the others are told its number, nothing was taken, and all may go on.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
-            CapacityError: more than max_tokens tokens.
-            LaneError: no such lane, or closed.
+            CapacityError: more than max_tokens tokens; with None, no memory for them, or CUDA's lanes have no room.
+            LaneError: no such lane, or closed; with max_tokens None, room has to be made and another lane is in use,
+                which is raised on all ranks: nothing was taken, and all may go on.
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
-        started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True)
-        return self._opened(started, started.d)
+        return self._whole_dispatch(x, topk_ids, topk_weights, lane)[0]
+
+    def _whole_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lane: int,
+        wants: Wants | None = None,
+    ) -> tuple[Dispatched, RoundGradients | None]:
+        """`dispatch`; with `wants` of compiled code, whose tensors do not know it any more, but for the graph."""
+        while True:
+            try:
+                started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants)
+                return self._opened(started, started.d), started.gradients
+            except NeedsRoom as error:
+                self._grow(error.tokens)
 
     @opaque
     def dispatch_start(
@@ -165,14 +184,20 @@ class ExpertParallel(Assembly):
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
             RoutingError, PeerTimeout, IntegrityError: as `dispatch`. It is over then.
         """
-        return self._opened(started, self._finish(started, StartedDispatch, "dispatch"))
+        try:
+            d = self._finish(started, StartedDispatch, "dispatch")
+        except NeedsRoom as error:
+            d = self._send_again(started, error.tokens)
+        return self._opened(started, d)
 
-    def _compiled_dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants
-    ) -> tuple[Dispatched, RoundGradients | None]:
-        """`dispatch`, but for the graph; `wants` is what compiled code said, whose tensors do not know it any more."""
-        started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, compiled=wants)
-        return self._opened(started, started.d), started.gradients
+    def _send_again(self, started: StartedDispatch, tokens: int) -> Dispatched:
+        assert started.again is not None  # lanes grow
+        while True:
+            self._grow(tokens)
+            try:
+                return self._begin_round(*started.again, started.lane, whole=True, wants=started.wants, again=True).d
+            except NeedsRoom as error:
+                tokens = error.tokens
 
     def _begin_round(
         self,
@@ -181,14 +206,19 @@ class ExpertParallel(Assembly):
         topk_weights: torch.Tensor,
         lane: int,
         whole: bool,
-        compiled: Wants | None = None,
+        wants: Wants | None = None,
+        again: bool = False,
     ) -> StartedDispatch:
-        """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan."""
+        """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan.
+
+        `wants` is what compiled code says, or, `again`, what was sent before and is sent once more.
+        """
+        compiled = wants is not None
         self._require_not_closed()
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
-            wants = Wants.of(x, topk_weights) if compiled is None else compiled
+            wants = Wants.of(x, topk_weights) if wants is None else wants
             if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
                 raise RoutingError(
                     "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
@@ -201,9 +231,12 @@ class ExpertParallel(Assembly):
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        rounds, recorder = self._rounds, self._settle(lane)
+        recorder, rounds = self._settle(lane), self._rounds  # which may be others after that
         rounds.open_rounds[lane] = None
         started = StartedDispatch(rounds, lane)
+        started.wants = wants
+        if not whole and self._config.grows and rounds.name == "direct":
+            started.again = x.detach().clone(), topk_ids.clone(), topk_weights.detach().clone()
         told, mark = rounds.legs_told(lane), recorder.mark
         with torch.no_grad():
             try:
@@ -215,11 +248,11 @@ class ExpertParallel(Assembly):
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
-        if any(wants):
+        if any(wants) and not again:
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
             started.gradients = RoundGradients(ids)
-            started.graph = wants, ids, topk_weights.detach().float().clone()
-            if compiled is None:
+            started.graph = ids, topk_weights.detach().float().clone()
+            if not compiled:
                 started.link = Link.of(x, topk_weights, started.gradients)
         if not whole:
             rounds.open_rounds[lane] = started
@@ -227,7 +260,7 @@ class ExpertParallel(Assembly):
 
     def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
         if started.gradients is not None:
-            started.gradients.plan = self._gradient_plan(d, *started.graph)
+            started.gradients.plan = self._gradient_plan(d, started.wants, *started.graph)
             d._link = started.link
         self._rounds.open_rounds[d.lane] = d
         return d
@@ -287,7 +320,7 @@ class ExpertParallel(Assembly):
         if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
             return
         with contextlib.suppress(ThinwireError):
-            rounds, recorder = self._rounds, self._settle(lane)
+            recorder, rounds = self._settle(lane), self._rounds
             rounds.open_rounds[lane] = None
             told, mark, details = rounds.legs_told(lane), recorder.mark, rounds.place(lane, 1)
             try:

@@ -108,7 +108,7 @@ class StagedRounds(Rounds):
                     f"{describe_tag(value % kinds // dtypes)}; all ranks of a round must want the same, those "
                     "without tokens too"
                 )
-            if value // kinds > config.max_tokens:
+            if value // kinds > config.max_tokens and not config.grows:
                 raise RoutingError(
                     f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {config.max_tokens}"
                 )

@@ -108,7 +108,7 @@ def send_tokens_kernel(
 ):
     """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
 
-    `tokens` may be REFUSED, and nothing is looked at then.
+    `tokens` may be negative, as REFUSED is, and nothing is looked at then.
     """
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
@@ -192,11 +192,11 @@ def send_tokens(
     send_tokens_kernel(numbers.address, *memory, ids, topk_ids.itemsize, weights, tokens, tag)
 
 
-def refuse(lane: Lane) -> None:
+def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
-    numbers = numbers_of(lane)
+    numbers = numbers_of(lane, dtype)
     memory = addresses(lane, "buffer_ptrs", "control", "report")
-    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, REFUSED, 0)
+    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, tokens, tag)
 
 
 @device
