@@ -90,9 +90,10 @@ class Int8Experts(nn.Module):
         index, offsets = rows.index[:count], d.expert_offsets
         inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),))
         out = new_rows(torch.empty(0, dtype=d._dtype, device=rows.records.device), count, (hidden,))
-        inward = Int8Weights(self.w_in, self.s_in, hidden, self.gated, activate=not self.gated)
+        # A model that is cast as a whole has scales of 16 bits; kernels read float32.
+        inward = Int8Weights(self.w_in, self.s_in.float(), hidden, self.gated, activate=not self.gated)
         product(rows.records, rows.wire, index, offsets, inward, inner, INNER_WIRE)
-        outward = Int8Weights(self.w_out, self.s_out, self.ff_size)
+        outward = Int8Weights(self.w_out, self.s_out.float(), self.ff_size)
         product(inner, INNER_WIRE, None, offsets, outward, out)
         if capacity is not None and capacity > most:
             out = nn.functional.pad(out, (0, 0, 0, capacity - most))

@@ -100,7 +100,7 @@ def expert_gemm_kernel(
         expert_offsets_ptr, num_experts, tl.program_id(0) // column_tiles, num_rows, EXPERTS, BLOCK_M
     )
     rows = first + tl.arange(0, BLOCK_M)
-    live = rows < last
+    live = tl.where(rows >= 0, rows < last, False)  # users see the offsets, and may have written into them
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

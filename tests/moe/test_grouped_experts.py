@@ -125,6 +125,18 @@ def test_on_a_gpu_with_kernels_nothing_is_read_by_the_host(variant: str) -> None
         experts(tokens, counts, offsets)  # the loop reads them
 
 
+@pytest.mark.exhaustive
+def test_compiled_experts_equal_eager_ones() -> None:
+    experts = make_experts("gated")
+    compiled = torch.compile(experts, backend="aot_eager")
+    for counts in (COUNTS, COUNTS + 1):
+        tokens = torch.randn(int(counts.sum()), 24)
+        got = results(experts, tokens, lambda rows, counts=counts: compiled(rows, counts))
+        want = results(experts, tokens, lambda rows, counts=counts: experts(rows, counts))
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_the_reason_for_a_loop_is_told() -> None:
     def reason(experts: GroupedExperts, counts: torch.Tensor = COUNTS, *offsets: torch.Tensor, rows: int = 11) -> str:
         tokens = torch.zeros(rows, experts.hidden_size, dtype=experts.w_in.dtype)
