@@ -3,14 +3,15 @@
     make serve-check
 
 It makes the model, so nothing is downloaded. It runs under the Python that `vllm_venv` makes, and ends with an error
-unless: the tokens that two ranks generate with `none` are those of one process; with int8 their log-probabilities are
-within .02; vLLM by itself cannot do it; and `vllm serve` answers HTTP requests with the same text from both ranks.
+unless: what two ranks generate with `none` are the tokens of one process; with int8 at least 95 of 100 steps have a
+log-probability within .02; vLLM by itself cannot do it; and `vllm serve` answers HTTP requests from both ranks alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -147,6 +148,7 @@ def run_server(model: Path, folder: Path, wire: str) -> tuple[dict[str, Any], di
     port, log = free_port(), folder / f"serve-{wire}.log"
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port), *SIZES]
     command += ["--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager", "--host", "127.0.0.1"]
+    command += ["--api-server-count", "1"]
     with process(command, log, THINWIRE_VLLM="1", THINWIRE_WIRE=wire) as server:
         deadline = time.monotonic() + LIMIT
         while True:
@@ -175,14 +177,19 @@ def run_server(model: Path, folder: Path, wire: str) -> tuple[dict[str, Any], di
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Whether all tokens are the same, and how far log-probabilities are apart where they are."""
+    """Whether tokens are the same, and how far log-probabilities are apart at steps that have said the same so far."""
     if got.keys() != expected.keys():
         raise SystemExit(f"answers to prompts {sorted(got)}, expected {sorted(expected)}")
-    same = {i: got[i]["tokens"] == expected[i]["tokens"] for i in got}
-    pairs = [pair for i in got if same[i] for pair in zip(got[i]["logprobs"], expected[i]["logprobs"], strict=True)]
+    same, apart = 0, list[float]()
+    for i, answer in got.items():
+        steps = zip(answer["tokens"], expected[i]["tokens"], answer["logprobs"], expected[i]["logprobs"], strict=True)
+        agreed = list(itertools.takewhile(lambda step: step[0] == step[1], steps))
+        same += len(agreed) == TOKENS
+        apart += [abs(ours - theirs) for _, _, ours, theirs in agreed]
     return {
-        "prompts": len(got), "prompts_with_the_same_tokens": sum(same.values()), "tokens": len(got) * TOKENS,
-        "max_logprob_difference": max((abs(a - b) for a, b in pairs), default=None),
+        "prompts": len(got), "prompts_with_the_same_tokens": same, "steps_compared": len(apart),
+        "steps_past_0.02": sorted(round(far, 4) for far in apart if far > 0.02),
+        "max_logprob_difference_of_the_others": max(far for far in apart if far <= 0.02),
     }  # fmt: skip
 
 
@@ -214,10 +221,11 @@ def check(model: Path, folder: Path) -> dict[str, Any]:
             found |= {"requests_answered_by_rank": answered} if answered else {}
             content[way][wire] = found
             print(way, wire, json.dumps(found), flush=True)
-            far = found["max_logprob_difference"]
-            right = found["prompts_with_the_same_tokens"] == len(PROMPTS) and far <= 1e-4
-            if wire == "int8":
-                right = far is not None and 1e-6 < far <= 0.02
+            far, jumps = found["max_logprob_difference_of_the_others"], len(found["steps_past_0.02"])
+            if wire == "none":
+                right = found["prompts_with_the_same_tokens"] == len(PROMPTS) and far <= 1e-4
+            else:  # a token whose router changes its mind takes other experts, and its step may be anywhere
+                right = 1e-6 < far and jumps <= 0.05 * found["steps_compared"]
             if not right or len(found["sent"]) != 2 or (way == "serve" and set(answered) != {"0", "1"}):
                 raise SystemExit(f"{way} with {wire} is not as it must be: {found}")
     return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import pkgutil
 import sys
 import types
@@ -18,6 +19,7 @@ from thinwire.integrations import vllm as plugin
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
+ROOT = Path(__file__).parents[2]
 EXPERTS, TOP_K, HIDDEN, INNER, MOST = 5, 2, 64, 32, 12
 
 try:
@@ -30,7 +32,7 @@ needs_vllm = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 def test_vllm_finds_the_plugin() -> None:
     tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = project["entry-points"]["vllm.general_plugins"]
     assert {name: pkgutil.resolve_name(value) for name, value in found.items()} == {"thinwire": plugin.register}
 
@@ -181,3 +183,21 @@ def test_two_processes_compute_what_vllm_computes_in_one(wire: str, most: float)
 @needs_vllm
 def test_layers_that_it_cannot_serve_are_refused() -> None:
     run_ranks(_refused, 2, timeout=280)
+
+
+def test_the_documented_figures_are_those_of_the_file() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "vllm.json").read_text())
+    page = (ROOT / "docs" / "integrations-vllm.md").read_text()
+    for way, name in (("llm", "`LLM`"), ("serve", "`vllm serve`")):
+        for wire in ("none", "int8"):
+            found = content[way][wire]
+            wired, logical = (sum(rank[key] for rank in found["sent"]) for key in ("wire_bytes", "logical_bytes"))
+            cells = (
+                f"{found['prompts_with_the_same_tokens']} of {found['prompts']}",
+                f"{found['max_logprob_difference_of_the_others']:.4f}",
+                f"{len(found['steps_past_0.02'])} of {found['steps_compared']}",
+                f"{wired:,} for {logical:,}",
+            )
+            assert f"| {name}, `{wire}` | {' | '.join(cells)} |" in page
+            if way == "serve":
+                assert set(found["requests_answered_by_rank"]) == {"0", "1"}
