@@ -49,21 +49,9 @@ class CompiledRound:
         self._ticket, self._wants = ticket, wants
         self._num_tokens, self._hidden_size = x.shape
         self._dtype, self._device = x.dtype, x.device
-        self._tokens: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """As `Dispatched.tokens`. Their number is known when they come, which not every graph takes."""
-        lacks_gradient = self._tokens is not None and not self._tokens.requires_grad and bool(self._wants & 1)
-        if self._tokens is None or (lacks_gradient and torch.is_grad_enabled()):
-            self._tokens = self._gather(None)[0]
-        return self._tokens
 
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Dispatched.gather`."""
-        return self._gather(capacity)
-
-    def _gather(self, capacity: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         of_round = self._hidden_size, self._dtype, self._device, self._wants
         gathered: tuple[torch.Tensor, torch.Tensor] = _OPS.gather(ORDER, self._ticket, capacity, *of_round)
         return gathered
@@ -99,6 +87,8 @@ class CompiledRound:
         """As `Dispatched.abandon`, between two graphs."""
         open_round(self._ticket).abandon()
 
+    # torch 2.13's Inductor has no backward for operators that write, and give as many rows as come.
+    tokens = _between_graphs("tokens")
     rows, index = _between_graphs("rows"), _between_graphs("index")
     weights, expert_ids, source = _between_graphs("weights"), _between_graphs("expert_ids"), _between_graphs("source")
     records, record_ids = _between_graphs("records"), _between_graphs("record_ids")

@@ -182,16 +182,14 @@ def dispatch(
 def _fake_gather(
     order: torch.Tensor,
     ticket: torch.Tensor,
-    capacity: int | None,
+    capacity: int,
     hidden_size: int,
     dtype: torch.dtype,
     device: torch.device,
     wants: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # What the operator refuses is no size either.
-    num_rows: Any = max(capacity, 0) if isinstance(capacity, int) else capacity
-    if capacity is None:
-        num_rows = torch.library.get_ctx().new_dynamic_size()
+    num_rows = max(capacity, 0) if isinstance(capacity, int) else capacity
     tokens = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
     return tokens, torch.empty((), dtype=torch.bool, device=device)
 
@@ -200,18 +198,14 @@ def _fake_gather(
 def gather(
     order: torch.Tensor,
     ticket: torch.Tensor,
-    capacity: int | None,
+    capacity: int,
     hidden_size: int,
     dtype: torch.dtype,
     device: torch.device,
     wants: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Dispatched.gather`, or `Dispatched.tokens` where capacity is None."""
-    d = open_round(ticket)
-    if capacity is not None:
-        return d.gather(capacity)
-    d._num_rows = d._read_num_rows()
-    return d._gather(d._num_rows)  # not `tokens`, which the round keeps: compiled code may write into what it gets
+    """`Dispatched.gather`."""
+    return open_round(ticket).gather(capacity)
 
 
 def _fake_combine(order: torch.Tensor, ticket: torch.Tensor, expert_out: torch.Tensor, *args: Any) -> torch.Tensor:
