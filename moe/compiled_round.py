@@ -68,11 +68,6 @@ class CompiledRound:
         return combined
 
     @opaque
-    def between_graphs(self) -> Dispatched:
-        """The round itself."""
-        return linked_round(self._ticket)
-
-    @opaque
     def gather_routing(self, capacity: int) -> RowRouting:
         """As `Dispatched.gather_routing`, between two graphs."""
         return linked_round(self._ticket).gather_routing(capacity)
@@ -89,7 +84,7 @@ class CompiledRound:
 
     # torch 2.13's Inductor has no backward for operators that write, and give as many rows as come.
     tokens = _between_graphs("tokens")
-    rows, index = _between_graphs("rows"), _between_graphs("index")
+    rows, index, quantized = _between_graphs("rows"), _between_graphs("index"), _between_graphs("quantized")
     weights, expert_ids, source = _between_graphs("weights"), _between_graphs("expert_ids"), _between_graphs("source")
     records, record_ids = _between_graphs("records"), _between_graphs("record_ids")
     record_weights, record_source = _between_graphs("record_weights"), _between_graphs("record_source")
@@ -108,6 +103,12 @@ def dispatch(
         ORDER, x, topk_ids, topk_weights, parallel._handle, lane, wants, len(parallel.local_experts)
     )
     return CompiledRound(ticket, counts, offsets, x, wants, lane)
+
+
+@opaque
+def uncompiled(d: Any) -> Any:
+    """The round itself, of one that compiled code began; anything else as it is."""
+    return linked_round(d._ticket) if isinstance(d, CompiledRound) else d
 
 
 def combine(

@@ -383,8 +383,7 @@ class ExpertParallel(Assembly):
         Raises:
             As `combine`.
         """
-        if isinstance(d, compiled_round.CompiledRound):
-            d = d.between_graphs()
+        d = compiled_round.uncompiled(d)
         started = StartedCombine(self._rounds, d.lane if isinstance(d, Dispatched) else 0)
         started.out = self._begin_combine(expert_out, d, out, weighted, started)
         return started
