@@ -413,7 +413,7 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
     out = torch.empty_like(x)
 
     def new_round() -> tw.Dispatched:
-        d, _ = ep._begin_round(x, ids, weights, 0, Wants(False, False))
+        d, _ = ep._whole_dispatch(x, ids, weights, 0, Wants(False, False))
         d.gather(CAPACITY)
         return d
 
