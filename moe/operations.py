@@ -47,6 +47,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import LaneError
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Link, RoundGradients, Wants
+from thinwire.triton_kernels.codec import sum_dtype
 
 with torch.inference_mode(False):
     #: What all operators are declared to write into. Nobody does: what counts is what a compiler thinks.
@@ -280,7 +281,7 @@ def _fake_dispatch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = Wants.of_tag(wants)
     dx = torch.empty(num_tokens if wanted.rows else 0, hidden_size, dtype=dtype, device=device)
-    return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=torch.float32, device=device)
+    return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=sum_dtype(dtype), device=device)
 
 
 @_operator(fake=_fake_dispatch_backward)
@@ -294,10 +295,10 @@ def dispatch_backward(
     device: torch.device,
     wants: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collects the gradients of x [num_tokens, hidden] and of topk_weights, float32; no rows where not wanted."""
+    """Collects the gradients of x [num_tokens, hidden] and of topk_weights, float32 (float64 of float64); no rows where not wanted."""
     dx, dw = _gradients_of(ticket).of_tokens()
     empty = torch.empty(0, hidden_size, dtype=dtype, device=device)
-    return empty if dx is None else dx, torch.empty(0, top_k, device=device) if dw is None else dw
+    return empty if dx is None else dx, empty.new_empty(0, top_k, dtype=sum_dtype(dtype)) if dw is None else dw
 
 
 def _order_of_backward(order: torch.Tensor) -> torch.Tensor:
