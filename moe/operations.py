@@ -295,7 +295,7 @@ def dispatch_backward(
     device: torch.device,
     wants: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collects the gradients of x [num_tokens, hidden] and of topk_weights, float32 (float64 of float64); no rows where not wanted."""
+    """Collects the gradients of x [num_tokens, hidden] and of topk_weights, as they travel; none where not wanted."""
     dx, dw = _gradients_of(ticket).of_tokens()
     empty = torch.empty(0, hidden_size, dtype=dtype, device=device)
     return empty if dx is None else dx, empty.new_empty(0, top_k, dtype=sum_dtype(dtype)) if dw is None else dw

@@ -83,6 +83,7 @@ def _call_everything() -> None:
 
     def rank_main(comm: thinwire.Communicator) -> None:
         x = torch.randn(8, 64, generator=generator)
+        in_int8 = thinwire.Int8Experts(thinwire.GroupedExperts(2, 64, 64))
         thinwire.dequantize(thinwire.quantize(x, "int8"))
         for transport in ("direct", "staged"):
             thinwire.all_reduce(x, wire="int8", comm=comm, transport=transport)
@@ -92,7 +93,7 @@ def _call_everything() -> None:
                 for used in (True, False):
                     dispatched = experts.dispatch(x, ids, torch.ones(8, 2))
                     if used:
-                        experts.combine(dispatched.tokens, dispatched)
+                        experts.combine(in_int8(dispatched) + dispatched.tokens, dispatched)
                     else:
                         dispatched.abandon()
 
