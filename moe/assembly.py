@@ -168,7 +168,7 @@ class Assembly:
             if not is_int(asked, 0):
                 raise ThinwireError(f"rank {rank} asks for {asked} tokens, expected 0 to 2**31 - 1")
         most = max(asked for asked, _ in told)
-        if most <= self._config.max_tokens:
+        if most <= self.max_tokens:
             return
         for rank, (_, lane) in enumerate(told):
             if lane >= 0:
@@ -238,16 +238,19 @@ class Assembly:
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._settled_recorder().begin("rebuild"):
-            generations = comm.all_gather_data(self._generation, int)
-            for rank, generation in enumerate(generations):
+            told = comm.all_gather_data((self._generation, self._config.max_tokens), (int, int))
+            for rank, (generation, room) in enumerate(told):
                 if not 0 <= generation < _MOST_GENERATIONS:
                     raise ThinwireError(
                         f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
                     )
+                if not is_int(room, 0):
+                    raise ThinwireError(f"rank {rank} has room for {room} tokens, expected 0 to 2**31 - 1")
             self.close()
-            config = self._config  # ranks of another group may have had less room
-            config = replace(config, comm=comm, max_tokens=1 if config.grows else config.max_tokens)
-            self._assemble(config, max(generations) + 1)
+            # Some ranks may have more room: those of another group, or those at which ensure_capacity came through.
+            most = 1 if self._config.grows else max(room for _, room in told)
+            config = replace(self._config, comm=comm, max_tokens=most)
+            self._assemble(config, max(generation for generation, _ in told) + 1)
         self._closed = False
 
     @property

@@ -10,6 +10,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.expert_gemm import select_expert_gemm
+from thinwire.moe.compiled_round import uncompiled
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.experts import GroupedExperts
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE
@@ -73,6 +74,7 @@ class Int8Experts(nn.Module):
         """
         if not isinstance(d, Dispatched):
             raise RoutingError(f"d is a {type(d).__name__}; what dispatch returned is needed")
+        d = uncompiled(d)
         rows = d.quantized
         hidden, num_experts = rows.payload.shape[1], d.expert_counts.shape[0]
         if (hidden, num_experts) != (self.hidden_size, self.num_experts):

@@ -57,9 +57,9 @@ class ExpertParallel(Assembly):
             means four a multiprocessor. Of no effect on the CPU.
         timeout: seconds that a round of the direct transport may wait for a peer; None means the communicator's. The
             staged transport waits as long as the communicator does.
-        dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16; float64, router
-            weights included, for comparisons: staged, in plain torch, with the format `none` alone. It spares memory
-            with the direct transport and wire format `none`, and does nothing else.
+        dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16. It spares memory
+            with the direct transport and wire format `none`. float64, router weights included, is for comparisons:
+            staged, in plain torch, with the format `none` alone.
 
     Raises:
         ConfigMismatch: on every rank, when ranks passed different settings.
@@ -235,7 +235,7 @@ class ExpertParallel(Assembly):
         rounds.open_rounds[lane] = None
         started = StartedDispatch(rounds, lane)
         started.wants = wants
-        if not whole and self._config.grows and rounds.name == "direct":
+        if not whole and self._config.grows and rounds.name == "direct" and not x.is_cuda:
             started.again = x.detach().clone(), topk_ids.clone(), topk_weights.detach().clone()
         told, mark = rounds.legs_told(lane), recorder.mark
         with torch.no_grad():

@@ -11,7 +11,7 @@ from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES
-from thinwire.moe.dispatched import Dispatched, Rounds, Started, Traffic
+from thinwire.moe.dispatched import MOST_TOKENS, Dispatched, Rounds, Started, Traffic
 from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
@@ -108,10 +108,9 @@ class StagedRounds(Rounds):
                     f"{describe_tag(value % kinds // dtypes)}; all ranks of a round must want the same, those "
                     "without tokens too"
                 )
-            if value // kinds > config.max_tokens and not config.grows:
-                raise RoutingError(
-                    f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {config.max_tokens}"
-                )
+            most = MOST_TOKENS if config.grows else config.max_tokens
+            if value // kinds > most:
+                raise RoutingError(f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {most}")
         return [value // kinds for value in received]
 
     def describe(self) -> str:

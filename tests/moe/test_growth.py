@@ -321,3 +321,21 @@ def test_an_interrupted_rank_joins_those_that_make_room() -> None:
         assert all(len(values) == 1 for values in came), f"line {number}: {came}"
         values = [value for values in came for value in values]
         assert values[-1] == 4.0 and values == sorted(set(values)) and len(values) >= 3, f"line {number}: {values}"
+
+
+def _grown_apart(comm: Communicator) -> None:
+    with (
+        comm.split(groups=[[0], [1]]) as own,
+        ExpertParallel(own, NUM_EXPERTS, TOP_K, HIDDEN, 16, wire="none", transport="direct") as ep,
+        ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 64, wire="none", transport="direct") as expected,
+    ):
+        if comm.rank == 0:
+            ep.ensure_capacity(64)
+        ep.rebuild(comm)
+        assert ep.max_tokens == 64
+        batch = _batch(comm.rank, 40)
+        assert_same_bits("rebuilt", _round(expected, batch), _round(ep, batch))
+
+
+def test_ranks_with_different_room_rebuild_with_the_most() -> None:
+    run_ranks(_grown_apart, 2, mode="thread", timeout=100)

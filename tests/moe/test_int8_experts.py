@@ -8,6 +8,7 @@ import torch
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, RoutingError, WireFormatError
+from thinwire.moe import compiled_round
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
@@ -49,6 +50,8 @@ def _round(comm: Communicator, transport: str, wire: str, gated: bool, align: in
                 padding[first : first + rows] = False
             assert not out[padding].any()
             results.append(ep.combine(out, d))
+            in_graph = compiled_round.dispatch(ep, x, ids, weights)
+            assert torch.equal(ep.combine(experts(in_graph, capacity), in_graph), results[-1])
     with ExpertParallel(comm, **sizes, wire="none", transport=transport) as ep:
         d = ep.dispatch(x, ids, weights)
         exact = _shard(_whole(gated), ep.local_experts)
