@@ -9,7 +9,7 @@ VLLM_VENV := .venv-vllm
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-rest test-all test-integrations test-vllm serve-check soak fuzz protocol lint types imports \
+.PHONY: demo test test-rest test-all test-integrations test-integrations-all test-vllm serve-check soak fuzz protocol lint types imports \
 	ahead-of-time bench clean
 
 demo: $(VENV)/ready
@@ -27,9 +27,13 @@ test-rest: $(VENV)/ready
 test-all: test
 	$(MAKE) test-rest
 
-# Against transformers, which no other test needs; some minutes.
+# Against transformers, which no other test needs: on two ranks, some minutes; `-all` on four too, many minutes.
+TRANSFORMERS := $(INTEGRATIONS)/bin/python -m pytest -rs tests/integrations tests/moe/pretrained/test_transformers.py
 test-integrations: $(INTEGRATIONS)/ready
-	$(INTEGRATIONS)/bin/python -m pytest -rs tests/integrations tests/moe/pretrained/test_transformers.py
+	$(TRANSFORMERS) -m "not exhaustive"
+
+test-integrations-all: $(INTEGRATIONS)/ready
+	$(TRANSFORMERS)
 
 # vLLM's contract of prepare and finalize, on two processes.
 test-vllm: $(VLLM_VENV)/ready
