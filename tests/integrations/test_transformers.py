@@ -49,7 +49,9 @@ def of_4_ranks(folder: Path) -> Any:
 _OF_TWO = [case for case in CASES if case[1] == 2]
 
 
-@pytest.mark.parametrize("case", exhaustive_but(_OF_TWO, CASES), ids=lambda case: f"{case[0]}-{case[1]} ranks-{case[2]}")
+@pytest.mark.parametrize(
+    "case", exhaustive_but(_OF_TWO, CASES), ids=lambda case: f"{case[0]}-{case[1]} ranks-{case[2]}"
+)
 def test_a_model_over_ranks_is_the_whole_one(case: Case, request: pytest.FixtureRequest) -> None:
     figures = request.getfixturevalue(f"of_{case[1]}_ranks")[case]
     exact, int8 = figures["thinwire:none"], figures["thinwire:int8"]
