@@ -27,7 +27,7 @@ test-rest: $(VENV)/ready
 test-all: test
 	$(MAKE) test-rest
 
-# Against transformers, which no other test needs: on two ranks, some minutes; `-all` on four too, many minutes.
+# Against transformers, which no other test needs: on two ranks; `-all` on four too, slow on a few busy cores.
 TRANSFORMERS := $(INTEGRATIONS)/bin/python -m pytest -rs tests/integrations tests/moe/pretrained/test_transformers.py
 test-integrations: $(INTEGRATIONS)/ready
 	$(TRANSFORMERS) -m "not exhaustive"

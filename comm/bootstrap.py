@@ -64,14 +64,20 @@ class Domains:
         """The one that was chosen last, of those that are open."""
         return next((latest for comm in reversed(self._recent) if (latest := comm._latest)), None)
 
-    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
-        """The communicator of a process group that was not made here, and of a type of device, if one is given."""
+    def known(self, group: dist.ProcessGroup, device: str | None) -> Communicator | None:
+        """The communicator of a process group, and of a type of device, if one is given; None: it was not made yet."""
         world = self.find(None)
-        known = [*([] if world is None else [(world._group, world)]), *self._of_groups]
-        for its_group, comm in known:
+        for its_group, comm in [*([] if world is None else [(world._group, world)]), *self._of_groups]:
             latest = comm._latest
             if its_group is group and latest is not None and device in (None, latest.device.type):
                 return latest
+        return None
+
+    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
+        """The same, which is made where it was not."""
+        found = self.known(group, device)
+        if found is not None:
+            return found
         self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
         like = self.current()
         timeout, integrity = (None, None) if like is None else (like.timeout, like.integrity)
@@ -233,6 +239,17 @@ def default_communicator() -> Communicator:
 def communicator_or_default(comm: Group | None) -> Communicator:
     """What a call that takes `comm=` is to use; see `as_communicator`."""
     return default_communicator() if comm is None else as_communicator(comm)
+
+
+def find_communicator(comm: Group | None) -> Communicator | None:
+    """The same, or None where there would be an error, or one would have to be made."""
+    if isinstance(comm, Communicator):
+        return comm
+    domains = current_domains()
+    try:
+        return domains.current() if comm is None else domains.known(*group_of(comm))
+    except ThinwireError:
+        return None
 
 
 def as_communicator(comm: Group) -> Communicator:

@@ -23,6 +23,7 @@ from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.operators import register
 
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
@@ -76,6 +77,7 @@ class HostCollectives:
     ) -> None:
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
+        self._handle = register(self)
         self._store: dist.Store | None = None  # of a standalone group
         self._recorder = new_recorder(exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout)
         self._attachments: dict[str, Attachment] = {}

@@ -24,13 +24,32 @@ from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 
 
-@opaque
+def _scatter(
+    shape: torch.Size, counts: list[int] | None, wire: str | WireFormat | None, comm: Group | None, transport: str
+) -> Operation:
+    """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
+    rows = shape[0]
+
+    def back(dy: torch.Tensor) -> torch.Tensor:
+        group = communicator_or_default(comm)
+        sends, receives = [rows] * group.size if counts is None else counts, [rows] * group.size
+        arrived: Any = all_to_all_v(dy, sends, receives, wire=wire, comm=group, transport=transport)
+        total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+        for part in arrived.split(rows) if rows else ():
+            total += part
+        return total.to(dy.dtype)
+
+    return back
+
+
+@in_graphs(_scatter)
 def all_gather(
     x: torch.Tensor,
     *,
@@ -81,7 +100,7 @@ def all_gather(
     if wants_gradient(x):
         there = partial(all_gather, wire=wire, comm=comm, transport=transport)
         require_linear("all_gather", out, async_op)
-        return with_gradient(x, there, _scatter(x, None, grad_wire, comm, transport))
+        return with_gradient(x, there, _scatter(x.shape, None, grad_wire, comm, transport))
     call = Call.of(all_gather, x, ["none", wire], comm, transport, async_op)
     return _gather(call, [x.shape[0]] * call.comm.size, out)
 
@@ -119,7 +138,7 @@ def all_gather_v(
         here = communicator_or_default(comm)
         counts = here.exchange_counts([x.shape[0]] * here.size) if counts is None else counts
         there = partial(all_gather_v, counts=counts, wire=wire, comm=comm, transport=transport)
-        back = _scatter(x, parse_integers(counts, here.size, "counts"), grad_wire, comm, transport)
+        back = _scatter(x.shape, parse_integers(counts, here.size, "counts"), grad_wire, comm, transport)
         return with_gradient(x, there, back)
     call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
     comm = call.comm
@@ -132,24 +151,6 @@ def all_gather_v(
     if parsed[comm.rank] != x.shape[0]:
         raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
     return _gather(call, parsed, out)
-
-
-def _scatter(
-    x: torch.Tensor, counts: list[int] | None, wire: str | WireFormat, comm: Group | None, transport: str
-) -> Operation:
-    """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
-    shape, rows = x.shape, x.shape[0]
-
-    def back(dy: torch.Tensor) -> torch.Tensor:
-        group = communicator_or_default(comm)
-        sends, receives = [rows] * group.size if counts is None else counts, [rows] * group.size
-        arrived: Any = all_to_all_v(dy, sends, receives, wire=wire, comm=group, transport=transport)
-        total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
-        for part in arrived.split(rows) if rows else ():
-            total += part
-        return total.to(dy.dtype)
-
-    return back
 
 
 def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:

@@ -14,16 +14,16 @@ import torch
 
 from thinwire.comm import Group
 from thinwire.comm.work import Work
-from thinwire.compiler import opaque
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
+from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
 
 
-@opaque
+@in_graphs()
 def all_reduce(
     x: torch.Tensor,
     op: object = "sum",

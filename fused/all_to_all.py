@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
 from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
-from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer
@@ -38,6 +38,7 @@ from thinwire.fused.counts import (
 from thinwire.fused.direct import open_channel, send_rows
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.host_channel import HostChannel
+from thinwire.fused.operations import in_graphs
 from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Refusal, check_transport, choose
@@ -47,7 +48,28 @@ from thinwire.wire import WireFormat
 _NOT_STAGED = ("auto", "direct")
 
 
-@opaque
+def _backward(
+    shape: torch.Size, send_counts: list[int] | None, recv_counts: Counts | None, send_displs: Counts | None,
+    recv_displs: Counts | None, wire: str | WireFormat | None, comm: Group, transport: str, check: bool,
+) -> Operation:  # fmt: skip
+    """Backward: the gradients of x, of `shape`; of a row that was sent twice both, and of one that was not zero."""
+
+    def back(dy: torch.Tensor) -> torch.Tensor:
+        arrived: Any = all_to_all_v(
+            dy, recv_counts, send_counts, send_displs=recv_displs, wire=wire, comm=comm, transport=transport,
+            check=check,
+        )  # fmt: skip
+        if send_counts is None or (send_displs is None and sum(send_counts) == shape[0]):
+            gradient: torch.Tensor = arrived
+            return gradient
+        index = send_segments(send_counts, send_displs, shape[0]).row_index(0, shape[0], dy.device)
+        dx = arrived.new_zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32))
+        return dx.index_add_(0, index, arrived.to(dx.dtype)).to(dy.dtype)
+
+    return back
+
+
+@in_graphs(_backward)
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Counts | None = None,
@@ -140,11 +162,8 @@ def all_to_all_v(
             all_to_all_v, send_counts=send_counts, recv_counts=recv_counts, send_displs=send_displs,
             recv_displs=recv_displs, wire=wire, comm=comm, transport=transport, check=check,
         )  # fmt: skip
-        back = partial(
-            all_to_all_v, send_counts=recv_counts, recv_counts=send_counts, send_displs=recv_displs, wire=grad_wire,
-            comm=comm, transport=transport, check=check,
-        )  # fmt: skip
-        return with_gradient(x, there, _add_up(x, send_counts, send_displs, back))
+        back = _backward(x.shape, send_counts, recv_counts, send_displs, recv_displs, grad_wire, comm, transport, check)
+        return with_gradient(x, there, back)
     tail = _check_tensors(x, out, wire, comm)
     counts: list[int] | None = None
     if send_counts is None:
@@ -191,21 +210,6 @@ def all_to_all_v(
             elif math.prod(tail):
                 finish = _post_exact(x, sends, placed, comm)
             return deliver(finish, placed.memory.device, recorder.posted(entry) if async_op else None)
-
-
-def _add_up(x: torch.Tensor, send_counts: list[int] | None, send_displs: Counts | None, back: Operation) -> Operation:
-    """What `back` gives, at the rows of x that were sent; of a row that was sent twice, both gradients."""
-    shape = x.shape
-
-    def of_rows(dy: torch.Tensor) -> torch.Tensor:
-        arrived: torch.Tensor = back(dy)
-        if send_counts is None or (send_displs is None and sum(send_counts) == shape[0]):
-            return arrived
-        index = send_segments(send_counts, send_displs, shape[0]).row_index(0, shape[0], dy.device)
-        dx = arrived.new_zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32))
-        return dx.index_add_(0, index, arrived.to(dx.dtype)).to(dy.dtype)
-
-    return of_rows
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:

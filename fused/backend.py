@@ -158,9 +158,11 @@ def reference_backend(reason: str) -> Backend:
     def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
         records.copy_(pack.pack_rows_reference(x[: records.shape[0]] if row_index is None else x, wire, row_index))
 
-    def pack_weighted_sums(*arguments: Any) -> None:
-        *inputs, records = arguments
-        records.copy_(sums.pack_weighted_sums_reference(*inputs))
+    def pack_weighted_sums(
+        rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, *others: Any, hidden: int | None = None
+    ) -> None:
+        wire, dtype, records = others
+        records.copy_(sums.pack_weighted_sums_reference(rows, positions, weights, wire, dtype, hidden))
 
     def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
         out.copy_(sums.sum_records_reference(records, record_index, wire, out.shape[1], out.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,64 @@ class WireRows:
         wire: their format.
         shape: of the tensor they came from; its last dimension is one row.
         dtype: of the tensor they came from.
+
+    >>> rows = WireRows.zeros((4, 256), "int8")  # for who has int8 rows and scales of their own
+    >>> rows.payload[:], rows.scales[:] = 127, 0.25
+    >>> float(dequantize(rows).max())
+    31.75
     """
 
     records: torch.Tensor
     wire: WireFormat
     shape: torch.Size
     dtype: torch.dtype
+
+    @classmethod
+    def zeros(
+        cls, shape: Sequence[int], wire: str | WireFormat | None = None, device: str | torch.device | None = None
+    ) -> WireRows:
+        """Rows of zeros, to be filled: see `payload` and `scales`; `dtype` is float32.
+
+        Args:
+            shape: [..., hidden].
+            wire: a quantised format; None means THINWIRE_WIRE, else int8.
+            device: where they lie; None means torch's default.
+
+        Raises:
+            WireFormatError: an unknown format, or `none`, or a shape that it cannot carry.
+        """
+        wire, shape = resolve_wire(wire), torch.Size(shape)
+        if not wire.quantized or not shape:
+            raise WireFormatError(f"rows of shape {list(shape)} in {str(wire)!r}; accepted: [..., hidden], quantised")
+        size = math.prod(shape[:-1]), wire.row_bytes(shape[-1])
+        return cls(torch.zeros(size, dtype=torch.uint8, device=device), wire, shape, torch.float32)
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """int8 [rows, hidden], a view; element k is ``payload[r, k] * scales[r, k // group]``.
+
+        Raises:
+            WireFormatError: rows that are not int8.
+        """
+        return int8_parts(self.records, self.wire, self.shape[-1])[0]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[rows, scales of a row], a view: bfloat16, or float32 with int8:row. Raises as `payload`."""
+        return int8_parts(self.records, self.wire, self.shape[-1])[1]
+
+
+def int8_parts(records: torch.Tensor, wire: WireFormat, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload, int8, and scales of records of `hidden` elements: views.
+
+    Raises:
+        WireFormatError: they are not int8.
+    """
+    if wire.name != "int8":
+        raise WireFormatError(f"rows in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row")
+    start = wire.scales_offset(hidden)
+    scales = records[:, start : start + wire.num_groups(hidden) * wire.scale_bytes]
+    return records[:, :hidden].view(torch.int8), scales.view(torch.float32 if wire.row_scale else torch.bfloat16)
 
 
 def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
@@ -119,6 +172,23 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
     """
     if not isinstance(rows, WireRows):
         raise ArgumentError(f"rows is a {type(rows).__name__}, expected the WireRows that quantize returned")
+    records = readable_records(rows)
+    dtype = rows.dtype if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in (FLOAT_DTYPES if rows.wire.quantized else (rows.dtype,)):
+        accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
+        raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
+    out = torch.empty(records.shape[0], rows.shape[-1], dtype=dtype, device=records.device)
+    select_backend(out.device, rows.wire).unpack_rows(records, rows.wire, None, None, out)
+    return out.view(tuple(rows.shape))
+
+
+def readable_records(rows: WireRows) -> torch.Tensor:
+    """Its records, or a copy of them where they do not lie as kernels read.
+
+    Raises:
+        WireFormatError: they are not what rows say of themselves.
+        ArgumentError: they are no plain dense tensor.
+    """
     require_dense("rows.records", rows.records)
     sizes = rows.shape if isinstance(rows.shape, tuple | list) else ()
     known_dtype = isinstance(rows.dtype, torch.dtype) and rows.dtype in FLOAT_DTYPES
@@ -128,10 +198,6 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
             f"rows say of themselves shape {rows.shape!r}, dtype {rows.dtype!r} and wire {rows.wire!r}; expected [..., "
             "hidden] of float32, float16 or bfloat16, and a WireFormat"
         )
-    dtype = rows.dtype if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or dtype not in (FLOAT_DTYPES if rows.wire.quantized else (rows.dtype,)):
-        accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
-        raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
     records, count = rows.records, math.prod(rows.shape[:-1])
     row_bytes = rows.wire.row_bytes(rows.shape[-1], rows.dtype)
     if records.dtype != torch.uint8 or records.shape != (count, row_bytes):
@@ -142,6 +208,4 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
     # Kernels read 16 bytes at a time.
     if records.stride(1) != 1 or records.stride(0) % 16 or records.data_ptr() % 16:
         records = records.clone(memory_format=torch.contiguous_format)
-    out = torch.empty(count, rows.shape[-1], dtype=dtype, device=records.device)
-    select_backend(out.device, rows.wire).unpack_rows(records, rows.wire, None, None, out)
-    return out.view(tuple(rows.shape))
+    return records

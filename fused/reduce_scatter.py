@@ -14,18 +14,18 @@ import torch
 
 from thinwire.comm import Group
 from thinwire.comm.work import Work
-from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
+from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 
 
-@opaque
+@in_graphs()
 def reduce_scatter(
     x: torch.Tensor,
     op: object = "sum",

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import torch
 
 from thinwire.comm import Communicator, Group
+from thinwire.comm.exchange import name_ranks
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_of
+from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
+from thinwire.errors import (
+    CapacityError,
+    ConfigMismatch,
+    LaneError,
+    PeerTimeout,
+    RoutingError,
+    ThinwireError,
+    TransportUnavailable,
+)
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import MOST_TOKENS, Rounds
+from thinwire.moe.dispatched import MOST_TOKENS, Rounds, Started
 from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 
 _MOST_GENERATIONS = 1 << 31
+#: What all ranks raise alike while lanes are made, and go on with the lanes that they had.
+_AGREED = (CapacityError, ConfigMismatch, LaneError, TransportUnavailable)
 _Kind = TypeVar("_Kind", bound=DirectRounds)
 
 
@@ -37,6 +50,7 @@ class Assembly:
             config.lanes, config.align, config.num_programs, config.dtype,
         )  # fmt: skip
         self._closed = False
+        self._broken: tuple[str, tuple[int, ...] | None] | None = None  # why, and whom a PeerTimeout named
         with config.comm._settled_recorder().begin("ExpertParallel"):
             self._assemble(config, generation=0)
 
@@ -65,8 +79,10 @@ class Assembly:
         kind: type[_Kind],
         config: ParallelConfig | None = None,
         generation: int | None = None,
+        begun: int = 0,
+        awaited: int | None = None,
     ) -> _Kind | Refusal:
-        """Lanes for forward or for backward. Collective."""
+        """Lanes for forward or for backward; see `DirectLanes.begin_at`. Collective."""
         if self.comm.size > MAX_WORLD:
             return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         config = config or self._config
@@ -84,15 +100,21 @@ class Assembly:
             combine_wire=config.combine_wire,
             dtype=self.dtype,
             checksums=self.comm.integrity != "none",
-            weight_grads=backward and self.comm.integrity == "none",
+            weight_grads=backward,
         )
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
+
+        def make(memory: SymmetricMemory) -> _Kind:
+            lanes = kind(config, layout, memory, reason)
+            lanes.begin_at(begun, awaited)
+            return lanes
+
         return open_direct(
             self.comm,
             "ExpertParallel",
             self.lanes * layout.NUM_BYTES,
             {},
-            lambda memory: kind(config, layout, memory, reason),
+            make,
             self._generation if generation is None else generation,
         )
 
@@ -119,7 +141,7 @@ class Assembly:
             IntegrityError: what arrived in an earlier call is not what was sent.
             RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
         """
-        self._require_not_closed()
+        self._require_usable()
         self._rounds.check()
         if self._backward is not None:
             self._backward.check()
@@ -140,9 +162,10 @@ class Assembly:
             RoutingError: not an int of at least 0; nothing was sent.
             LaneError: on every rank, where a lane is in use on one: nothing was changed. Or closed.
             CapacityError: on every rank: there is no memory for that; lanes are as before.
-            PeerTimeout: a rank did not come.
+            PeerTimeout: a rank did not come. What then fails at some ranks, or an exception from outside, leaves this
+                object of use for `rebuild` and `close` alone.
         """
-        self._require_not_closed()
+        self._require_usable()
         if not is_int(max_tokens, 0):
             raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
         for lane in range(self.lanes):
@@ -151,56 +174,83 @@ class Assembly:
         with self.comm._settled_recorder().begin("ensure_capacity"):
             self._make_room(max_tokens)
 
-    def _grow(self, need: int) -> None:
-        """As ensure_capacity, of all ranks that found in a dispatch that one of them has so many tokens."""
-        with self.comm._settled_recorder().begin("growth"):
-            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need)
+    def _grow(self, lane: int, need: int) -> None:
+        """As ensure_capacity, of all ranks that found in a dispatch on a lane that one of them has so many tokens.
 
-    def _make_room(self, need: int) -> None:
+        What each rank then tells first on that lane is this dispatch once more, or that it has it no more.
+        """
+        with self.comm._settled_recorder().begin("growth"):
+            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need, lane)
+
+    def _make_room(self, need: int, awaited: int | None = None) -> None:
         """The same. All that peers store into the old lanes is stored when they come here."""
-        comm, rounds = self.comm, self._rounds
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
-        rounds.owed = 0
-        in_use = [lane for lane, use in enumerate(rounds.open_rounds) if use is not None]
-        told = comm.all_gather_data((need, in_use[0] if in_use else -1), (int, int))
-        for rank, (asked, _) in enumerate(told):
-            if not is_int(asked, 0):
-                raise ThinwireError(f"rank {rank} asks for {asked} tokens, expected 0 to 2**31 - 1")
-        most = max(asked for asked, _ in told)
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        with self._whole(f"making room for {need} tokens a rank"):
+            self._rounds.owed = None  # not before: until then the next call comes here
+            self._exchange_needs(need, awaited)
+
+    def _exchange_needs(self, need: int, awaited: int | None) -> None:
+        rounds = self._rounds
+        in_use = [(lane, isinstance(use, Started)) for lane, use in enumerate(rounds.open_rounds) if use is not None]
+        begun = max(rounds.rounds_begun) % 2**31
+        told = self.comm.all_gather_data((need, *(in_use or [(-1, False)])[0], begun), (int, int, bool, int))
+        for rank, (asked, _, _, number) in enumerate(told):
+            if not is_int(asked, 0) or not is_int(number, 0):
+                raise ThinwireError(f"rank {rank} asks for {asked} tokens, after {number} rounds; each is below 2**31")
+        most = max(asked for asked, *_ in told)
         if most <= self.max_tokens:
             return
-        for rank, (_, lane) in enumerate(told):
+        users: dict[str, list[int]] = {}
+        for rank, (_, lane, started, _) in enumerate(told):
             if lane >= 0:
-                raise LaneError(
-                    f"room for {most} tokens a rank instead of {self._config.max_tokens} is made while no lane is in "
-                    f"use, and lane {lane} of rank {rank} is: combine, finish or abandon first, or call "
-                    "ensure_capacity before the first dispatch"
-                )
+                what = "what was started is not finished" if started else "a round is open"
+                users.setdefault(f"on lane {lane} {what} at", []).append(rank)
+        if users:
+            raise LaneError(
+                f"room for {most} tokens a rank instead of {self._config.max_tokens} is made while no lane is in use, "
+                f"and {'; '.join(f'{what} {name_ranks(ranks)}' for what, ranks in users.items())}: combine, finish or "
+                "abandon first, or call ensure_capacity before the first dispatch"
+            )
         config = replace(self._config, max_tokens=most)
         if isinstance(rounds, DirectRounds):
-            self._replace_lanes(rounds, config)
+            self._replace_lanes(rounds, config, max(number for *_, number in told), awaited)
         else:
-            rounds.config = config
-        self._config = config
+            self._config = rounds.config = config
 
-    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig) -> None:
-        forward = self._larger(DirectRounds, config)
+    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig, begun: int, awaited: int | None) -> None:
+        forward = self._larger(DirectRounds, config, begun, awaited)
+        old = [rounds]
         if self._backward is not None:
             try:
                 backward = self._larger(BackwardRounds, config)
             except BaseException:
                 forward.close()
                 raise
-            self._backward.close()
+            old.append(self._backward)
             self._backward.successor = backward
             self._backward = backward
         self._generation += 1
-        rounds.close()
-        self._rounds = forward
+        self._rounds, self._config, self._broken = forward, config, None
+        for lanes in old:
+            lanes.close()
 
-    def _larger(self, kind: type[_Kind], config: ParallelConfig) -> _Kind:
-        lanes = self._open_direct(kind, config, self._generation + 1)
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Around what ranks do together in several exchanges, which a rank that an exception ends cannot join again."""
+        self._broken = f"{what} was ended by an exception at this rank, for which its peers waited in vain", None
+        try:
+            yield
+        except _AGREED:
+            self._broken = None
+            raise
+        except ThinwireError as error:
+            self._broken = f"{what} failed before: {error}", error.ranks if isinstance(error, PeerTimeout) else None
+            raise
+        self._broken = None
+
+    def _larger(self, kind: type[_Kind], config: ParallelConfig, begun: int = 0, awaited: int | None = None) -> _Kind:
+        lanes = self._open_direct(kind, config, self._generation + 1, begun, awaited)
         if isinstance(lanes, Refusal):
             error = CapacityError if lanes.no_memory else TransportUnavailable
             raise error(
@@ -251,7 +301,7 @@ class Assembly:
             most = 1 if self._config.grows else max(room for _, room in told)
             config = replace(self._config, comm=comm, max_tokens=most)
             self._assemble(config, max(generation for generation, _ in told) + 1)
-        self._closed = False
+        self._closed, self._broken = False, None
 
     @property
     def _lost(self) -> tuple[int, ...] | None:
@@ -288,21 +338,76 @@ class Assembly:
             "MoELayer copy the state_dict()"
         )
 
-    def _settle(self, lane: int) -> FlightRecorder:
-        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder."""
-        rounds, recorder = self._rounds, self.comm._settled_recorder()
-        if rounds.is_unfinished(lane):
-            mark = recorder.mark
-            try:
-                place = rounds.place(lane)
-                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
-                    rounds.finish(lane)
-            except BaseException as error:
-                self._take_back(lane, error, rounds.legs_told(lane), mark)
-                raise
-        if rounds.owed:
-            self._grow(rounds.owed)
+    def _settle(self, lane: int, again: bool = False) -> FlightRecorder:
+        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder.
+
+        `again`: what comes is the dispatch for which room was made.
+        """
+        recorder = self.comm._settled_recorder()
+        self._make_up(lane)
+        self._join_growth(again)
+        self._make_up(lane)  # if it was refused there
         return recorder
+
+    def _make_up(self, lane: int) -> None:
+        if self._rounds.is_unfinished(lane):
+            self._end_wait(lane, self._rounds.finish)
+
+    def _join_growth(self, again: bool = False) -> None:
+        """Takes part where peers make room for a dispatch that this rank has begun, and which is over here."""
+        if not self._config.grows:
+            return
+        rounds = self._rounds
+        for lane, use in enumerate(rounds.open_rounds):
+            if use is None and rounds.is_unfinished(lane):
+                self._end_wait(lane, rounds.hear)
+        if rounds.owed is not None:
+            rounds.open_rounds[rounds.owed[0]] = None  # which was started there
+            try:
+                self._grow(*rounds.owed)
+            except (CapacityError, LaneError):
+                pass  # raised where the dispatch is not over
+            except ThinwireError as failure:
+                failure.args = (f"while peers made room for a dispatch that was over here before: {failure}",)
+                raise
+        awaited = self._rounds.awaited
+        if awaited is not None and not again:
+            error = LaneError("this dispatch, for which peers made room, was over here before")
+            self._tell_refusal(awaited, error, lost=True)
+
+    def _end_wait(self, lane: int, end: Callable[[int], None]) -> None:
+        rounds, recorder = self._rounds, self.comm._recorder
+        mark = recorder.mark
+        try:
+            place = rounds.place(lane)
+            with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
+                end(lane)
+        except BaseException as error:
+            self._take_back(lane, error, rounds.legs_told(lane), mark)
+            raise
+
+    def _tell_refusal(self, lane: int, error: Exception, lost: bool = False) -> None:
+        """In place of a dispatch. `error` is what the flight recorder says of it."""
+        rounds, recorder = self._rounds, self.comm._recorder
+        rounds.open_rounds[lane] = None
+        told, mark, details = rounds.legs_told(lane), recorder.mark, rounds.place(lane, 1)
+        try:
+            self._record_closing(lane)
+            with recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details):
+                rounds.refuse(lane, lost)
+                raise error  # for the record
+        except BaseException as other:
+            if other is not error:
+                self._take_back(lane, other, told, mark)
+                raise
+
+    def _record_closing(self, lane: int) -> None:
+        """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
+        rounds = self._rounds
+        if rounds.is_open(lane):
+            place, wire = rounds.place(lane), self.combine_wire
+            with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
+                pass
 
     def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:
         """After an exception from outside: peers have no entries for legs of which they were not told."""
@@ -312,6 +417,13 @@ class Assembly:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
+
+    def _require_usable(self) -> None:
+        self._require_not_closed()
+        if self._broken is not None:
+            why, ranks = self._broken
+            text = f"{why}; no lane can be used any more, rebuild() makes new ones"
+            raise LaneError(text) if ranks is None else PeerTimeout(text, ranks=ranks)
 
     def _require_lane(self, lane: object) -> None:
         if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:

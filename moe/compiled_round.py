@@ -9,10 +9,9 @@ import torch
 from thinwire.compiler import opaque
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Wants
-from thinwire.moe.operations import ORDER, linked_round, open_round
+from thinwire.moe.operations import linked_round, open_round
 from thinwire.moe.received import Records, RowRouting
-
-_OPS: Any = torch.ops.thinwire
+from thinwire.operators import ANCHOR, OPS, ORDER
 
 
 class _Parallel(Protocol):
@@ -21,9 +20,7 @@ class _Parallel(Protocol):
     @property
     def local_experts(self) -> range: ...
 
-    def combine(
-        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool, out: torch.Tensor | None
-    ) -> torch.Tensor: ...
+    def combine(self, expert_out: Any, d: Dispatched, *, weighted: bool, out: torch.Tensor | None) -> torch.Tensor: ...
 
 
 def _between_graphs(name: str) -> property:
@@ -53,7 +50,7 @@ class CompiledRound:
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Dispatched.gather`."""
         of_round = self._hidden_size, self._dtype, self._device, self._wants
-        gathered: tuple[torch.Tensor, torch.Tensor] = _OPS.gather(ORDER, self._ticket, capacity, *of_round)
+        gathered: tuple[torch.Tensor, torch.Tensor] = OPS.gather(ORDER, self._ticket, capacity, *of_round)
         return gathered
 
     def _combine(self, handle: int, expert_out: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -61,10 +58,10 @@ class CompiledRound:
         refused = torch.is_grad_enabled() and expert_out.requires_grad and not self._wants
         if out is not None:
             refused = refused or (torch.is_grad_enabled() and (out.requires_grad or bool(self._wants)))
-            _OPS.combine_into(ORDER, self._ticket, expert_out, out, handle, refused)
+            OPS.combine_into(ORDER, self._ticket, expert_out, out, handle, refused)
             return out
         of_round = self._num_tokens, self._hidden_size, self._dtype
-        combined: torch.Tensor = _OPS.combine(ORDER, self._ticket, expert_out, handle, *of_round, refused, self._wants)
+        combined: torch.Tensor = OPS.combine(ORDER, self._ticket, expert_out, handle, *of_round, refused, self._wants)
         return combined
 
     @opaque
@@ -99,8 +96,9 @@ def dispatch(
 ) -> CompiledRound:
     """`ExpertParallel.dispatch` in a graph."""
     wants = Wants.of(x, topk_weights).tag()
-    ticket, counts, offsets = _OPS.dispatch(
-        ORDER, x, topk_ids, topk_weights, parallel._handle, lane, wants, len(parallel.local_experts)
+    anchor, local_experts = ANCHOR if wants else None, len(parallel.local_experts)
+    ticket, counts, offsets = OPS.dispatch(
+        ORDER, anchor, x, topk_ids, topk_weights, parallel._handle, lane, wants, local_experts
     )
     return CompiledRound(ticket, counts, offsets, x, wants, lane)
 
@@ -112,21 +110,21 @@ def uncompiled(d: Any) -> Any:
 
 
 def combine(
-    parallel: _Parallel, expert_out: torch.Tensor, d: object, *, weighted: bool = False, out: torch.Tensor | None = None
+    parallel: _Parallel, expert_out: Any, d: object, *, weighted: bool = False, out: torch.Tensor | None = None
 ) -> Any:
     """`ExpertParallel.combine` in a graph, or of a round that was dispatched in one; NotImplemented for another.
 
-    That of rows which were weighted lies between two graphs.
+    That of rows which were weighted, or quantised, lies between two graphs.
     """
     if not isinstance(d, CompiledRound):
         return NotImplemented
-    if weighted is not False:
-        return _combine_weighted(parallel, expert_out, d, weighted, out)
+    if weighted is not False or not isinstance(expert_out, torch.Tensor):
+        return _combine_between_graphs(parallel, expert_out, d, weighted, out)
     return d._combine(parallel._handle, expert_out, out)
 
 
 @opaque
-def _combine_weighted(
-    parallel: _Parallel, expert_out: torch.Tensor, d: CompiledRound, weighted: bool, out: torch.Tensor | None
+def _combine_between_graphs(
+    parallel: _Parallel, expert_out: Any, d: CompiledRound, weighted: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
     return parallel.combine(expert_out, linked_round(d._ticket), weighted=weighted, out=out)

@@ -15,7 +15,7 @@ import torch
 
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
-from thinwire.moe.direct_lanes import DirectLanes
+from thinwire.moe.direct_lanes import LOST, DirectLanes
 from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
@@ -24,6 +24,7 @@ from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
+    REFUSED,
     SIGNAL_DTYPE,
     Lane,
 )
@@ -83,7 +84,7 @@ class DirectRounds(DirectLanes):
         self._look_at_own_lines(lane)
         return 2 * self.rounds_begun[lane] - self._open[lane]
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, lost: bool = False) -> None:
         """All ranks find a mismatch, and the next call on the lane makes up what is left of the round."""
         self.raise_failure(lane)
         self._make_up(lane)
@@ -91,7 +92,12 @@ class DirectRounds(DirectLanes):
             self.close_round(lane)
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
-        self.kernels.refuse(self.lanes[lane])
+        self.kernels.refuse(self.lanes[lane], *((torch.bfloat16, REFUSED, LOST) if lost else ()))
+
+    def hear(self, lane: int) -> None:
+        if self._unfinished[lane] == DISPATCH:
+            self.raise_failure(lane)
+            self._make_up(lane, DISPATCH)
 
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
@@ -107,20 +113,26 @@ class DirectRounds(DirectLanes):
         expert_out: torch.Tensor,
         dtype: torch.dtype,
         out: torch.Tensor,
-        weight_grads: torch.Tensor | None = None,
+        weight_grads: tuple[torch.Tensor, torch.Tensor] | None = None,
         tensors: Lane | None = None,
+        as_they_are: bool = False,
     ) -> Callable[[], None]:
         """Launches the sums to their homes, then the wait for all peers, and the sums at home.
 
-        `tensors`: the lane with other positions and weights.
+        `weight_grads`: what `send_sums` sends, and what `sum_home` fills. `tensors`: the lane with other positions and
+        weights. `as_they_are`: records, as `send_sums` has it.
         """
         self.raise_failure(lane)
+        of_experts, of_tokens = weight_grads or (None, None)
+        sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
+        if expert_out.dtype == torch.uint8:
+            self.prepare(("records", dtype, as_they_are), lambda: self.kernels.send_sums(self._idle_lane(), *sends))
         self._unfinished[lane] = COMBINE
-        self.kernels.send_sums(tensors or self.lanes[lane], expert_out, dtype, self.config.num_programs, weight_grads)
+        self.kernels.send_sums(tensors or self.lanes[lane], *sends)
 
         def end() -> None:
             self._end_leg(lane, COMBINE)
-            self.kernels.sum_home(self.lanes[lane], out)
+            self.kernels.sum_home(self.lanes[lane], out, of_tokens)
             self.raise_corruption(lane)
 
         return end
@@ -131,13 +143,15 @@ class DirectRounds(DirectLanes):
         self._wait(lane, phase)
         self._unfinished[lane] = None
 
-    def _make_up(self, lane: int) -> None:
+    def _make_up(self, lane: int, last: int = COMBINE) -> None:
         """Ends the wait that an exception, such as KeyboardInterrupt or a mismatch, ended before its time.
+
+        `last`: with DISPATCH, the wait for sums that a mismatch leaves is left to the next call on the lane.
 
         To store for the next leg before that would put rows of two rounds side by side at a peer that is behind. The
         exception may have come before this rank had sent anything.
         """
-        while (phase := self._unfinished[lane]) is not None:
+        while (phase := self._unfinished[lane]) is not None and phase <= last:
             self._look_at_own_lines(lane)
             if self._open[lane] == (phase == DISPATCH):
                 try:
@@ -155,7 +169,7 @@ class DirectRounds(DirectLanes):
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
             error = self._mismatch(lane)
             if isinstance(error, NeedsRoom):
-                self.owed = error.tokens
+                self.owed = lane, error.tokens
             # In this order: an exception in between leaves a lane whose next wait finds the mismatch again.
             self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
             self._reports[lane][:] = 0
@@ -165,14 +179,18 @@ class DirectRounds(DirectLanes):
             raise error
         self.raise_failure(lane)
 
-    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
+    def _idle_lane(self) -> Lane:
+        """One on which kernels do nothing, as it is marked as given up."""
         lane = self.lanes[0]
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
         local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
-        idle = replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
-        row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=self.device)
-        ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=self.device)
+        return replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
+
+    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
+        idle = self._idle_lane()
+        row = torch.zeros(1, idle.layout.HIDDEN, dtype=dtype, device=self.device)
+        ids = torch.zeros(1, idle.layout.TOP_K, dtype=id_dtype, device=self.device)
         self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
         self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
         self.kernels.route(idle)
@@ -182,7 +200,7 @@ class DirectRounds(DirectLanes):
             self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs, weight_grads)
         self.kernels.close_round(idle)
         self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-        self.kernels.sum_home(idle, row)
+        self.kernels.sum_home(idle, row, ids.float() if idle.layout.WEIGHT_GRADS else None)
 
 
 class _DirectRound(Dispatched):
@@ -238,7 +256,8 @@ class _DirectRound(Dispatched):
             positions = torch.full_like(self._tensors.positions, -1)
             positions[:, :1] = self._row_of_each_record()
             tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
-        return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, tensors=tensors)
+        as_they_are = weighted and expert_out.dtype == torch.uint8
+        return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
 
     def _abandon(self) -> None:
         self._rounds.close_round(self.lane)

@@ -16,7 +16,6 @@ from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
-from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 
 class BackwardRounds(DirectRounds):
@@ -56,8 +55,6 @@ class DirectPlan(GradientPlan):
         with self._recorded(rounds.phases[DISPATCH], dy):
             tensors = rounds.lanes[lane]
             rounds.open_rounds[lane] = self._open = None
-            if tensors.layout.WEIGHT_GRADS:
-                tensors.weight_grads.zero_()  # peers write there once they have this rank's line
             self._open = rounds.begin(lane, dy, self._ids, self._weights, self._tag)()
             rounds.open_rounds[lane] = self._open
         rows, _ = self._open._gather(num_rows)
@@ -66,6 +63,7 @@ class DirectPlan(GradientPlan):
         weights = torch.zeros(num_rows + 1, device=dy.device)
         weights[places.view(-1)] = tensors.weights.view(-1)
         tensors.weights.fill_(1.0)  # the rows' gradients are added up as they are
+        self._ids_here = _ids_of(tensors)
         return rows, weights[:num_rows]
 
     def collect(
@@ -82,17 +80,15 @@ class DirectPlan(GradientPlan):
                 "lane must be used one after the other, by nodes of one device"
             )
         tensors = rounds.lanes[lane]
-        by_id = _in_order_of_ids(tensors, dots) if tensors.layout.WEIGHT_GRADS else None
+        grads = None
+        if tensors.layout.WEIGHT_GRADS:
+            grads = _in_order_of_ids(tensors, self._ids_here, dots), torch.empty(self._ids.shape, device=device)
         if rows is None:
             rows = dx[:0]
         with self._recorded(rounds.phases[COMBINE], rows):
             rounds.open_rounds[lane] = self._open = None
-            rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, by_id)()
-        dw = None
-        if self.wants.weights:
-            running = tensors.control[CONTROL_STATUS] == RUNNING
-            dw = torch.where(running, tensors.weight_grads[: len(dx)], torch.nan)
-        return dx if self.wants.rows else None, dw
+            rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, grads)()
+        return dx if self.wants.rows else None, grads[1] if self.wants.weights and grads else None
 
     def _recorded(self, name: str, rows: torch.Tensor) -> Recording:
         rounds = self._rounds
@@ -102,7 +98,13 @@ class DirectPlan(GradientPlan):
         return recorder.begin(name, rows.shape, self._dtype, wire, rounds.name, self._place)
 
 
-def _in_order_of_ids(lane: Lane, dots: torch.Tensor | None) -> torch.Tensor:
+def _ids_of(lane: Lane) -> torch.Tensor:
+    """A copy of all tokens' ids: int32 [slots, top_k]. What was compared with checksums is what is read later."""
+    ids = lane.buffer[lane.layout.IDS :][: 4 * lane.weights.numel()].clone()
+    return ids.view(torch.int32).view(lane.weights.shape)
+
+
+def _in_order_of_ids(lane: Lane, ids: torch.Tensor, dots: torch.Tensor | None) -> torch.Tensor:
     """One number for each row, by slot and place of the row's expert among the token's ids; zero elsewhere.
 
     `lane.positions` has the rows of a slot in ascending expert id; what a peer wrote as ids is only compared.
@@ -111,7 +113,6 @@ def _in_order_of_ids(lane: Lane, dots: torch.Tensor | None) -> torch.Tensor:
     if dots is None:
         return torch.zeros_like(lane.weights)
     first = layout.first_expert(lane.rank)
-    ids = lane.buffer[layout.IDS : layout.IDS + 4 * lane.weights.numel()].view(torch.int32).view(lane.weights.shape)
     here = (ids >= first) & (ids < layout.first_expert(lane.rank + 1)) & (lane.positions[:, :1] >= 0)
     ordinal = (here.unsqueeze(1) & (ids.unsqueeze(1) < ids.unsqueeze(2))).sum(2)
     rows = lane.positions.gather(1, ordinal.clamp(max=layout.TOP_K - 1))

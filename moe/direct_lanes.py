@@ -32,6 +32,8 @@ from thinwire.triton_kernels.round_layout import (
     RoundLayout,
 )
 
+LOST = 1  # tag of a refusal: the rank has no more what it dispatched before room was made
+
 
 class DirectLanes(DirectTransport, Rounds):
     """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
@@ -66,6 +68,30 @@ class DirectLanes(DirectTransport, Rounds):
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
+        self._awaited: tuple[int, int] | None = None  # a lane, and its own flag before this rank told anything there
+
+    def begin_at(self, number: int, awaited: int | None) -> None:
+        """Of lanes that no peer has written to yet: rounds go on from a number below 2**31, and one is `awaited`."""
+        self._awaited = None if awaited is None else (awaited, number)
+        if number == 0:
+            return
+        for lane in self.lanes:
+            lane.control[signal.CONTROL_EPOCH] = number
+            lines = lane.buffer[lane.layout.SIGNALS :][: 2 * self.world * signal.SIGNAL_LINE_BYTES]
+            lines.view(torch.int32).view(2 * self.world, -1)[:, signal.SIGNAL_FLAG] = number
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)  # or it might overwrite what peers write next
+        self.rounds_begun = [number] * len(self.lanes)
+
+    @property
+    def awaited(self) -> int | None:
+        if self._awaited is None:
+            return None
+        lane, flag = self._awaited
+        if int(self._lines(lane, self.lanes[lane].layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]) != flag:
+            self._awaited = None
+            return None
+        return lane
 
     def _look_at_own_lines(self, lane: int) -> None:
         """After an exception: whether a round is open, and how many were begun.
@@ -191,7 +217,15 @@ class DirectLanes(DirectTransport, Rounds):
         layout = self.lanes[lane].layout
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         lines = self._lines(lane, layout.SIGNALS)
-        refusing = (lines[:, SIGNAL_TOKENS] == REFUSED).nonzero()[:, 0].tolist()
+        refused = lines[:, SIGNAL_TOKENS] == REFUSED
+        losing = (refused & (lines[:, SIGNAL_DTYPE] >> DTYPE_BITS == LOST)).nonzero()[:, 0].tolist()
+        if losing:
+            return RoutingError(
+                f"lane {lane}: room was made for this dispatch, and {name_ranks(losing)} cannot send it again: an "
+                "exception ended it there, or it was started there and not finished; no rank's tokens were taken, and "
+                "all ranks may go on"
+            )
+        refusing = refused.nonzero()[:, 0].tolist()
         if refusing:
             return RoutingError(
                 f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "

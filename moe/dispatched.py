@@ -12,12 +12,15 @@ import torch
 from thinwire.comm.flight_recorder import Recording
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.fused.codec import WireRows
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import Link, RoundGradients, Wants
-from thinwire.moe.quantized import QuantizedRows
+from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Received
 
 MOST_TOKENS = 2**31 - 1
+#: What experts give back.
+ExpertRows = torch.Tensor | WireRows
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Dispatched(Received):
     def quantized(self) -> QuantizedRows:
         """What arrived, in int8 as it lies, for experts that eat int8. Does not wait for the device.
 
-        Rows have no gradient. On the direct transport they are the lane's own, like all tensors here.
+        Those that make int8 rows give them to `combine` as WireRows. Rows have no gradient. On the direct transport
+        they are the lane's own, like all tensors here.
 
         Raises:
             LaneError: the round is over.
@@ -117,7 +121,7 @@ class Dispatched(Received):
 
     @abstractmethod
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
-        """Sends the weighted sums home; what is returned waits, and fills `out` with what comes home here."""
+        """Sends the weighted sums of what was checked home; what is returned waits, and fills `out` at home."""
 
     @abstractmethod
     def _abandon(self) -> None: ...
@@ -128,34 +132,47 @@ class Dispatched(Received):
         rows = sum(counts) - counts[config.comm.rank]
         return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
 
-    def _check_combine(self, expert_out: torch.Tensor, out: torch.Tensor | None, weighted: object) -> None:
-        """What `combine` refuses before anything is sent."""
+    def _check_combine(self, expert_out: ExpertRows, out: torch.Tensor | None, weighted: object) -> torch.Tensor:
+        """What `combine` refuses before anything is sent. Returns the rows: floats, or records of the combine wire."""
         if not isinstance(weighted, bool):
             raise RoutingError(f"weighted is {weighted!r}; True or False is needed")
         config = self._rounds.config
-        config.comm.check_device("expert_out", expert_out)
+        require_rows(expert_out)
+        if isinstance(expert_out, WireRows):
+            rows = combined_records(expert_out, config.combine_wire, config.comm)
+            dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
+            if torch.is_grad_enabled() and self._link is not None:
+                raise RoutingError(
+                    "expert_out is quantised rows, which have no gradient, and x or topk_weights wants one: give float "
+                    "rows, or combine under torch.no_grad()"
+                )
+        else:
+            config.comm.check_device("expert_out", expert_out)
+            rows, dtypes = expert_out, config.row_dtypes
+        given = tuple(expert_out.shape)
         known = (self._num_records, self._record_capacity) if weighted else (self._num_rows, self._capacity)
         accepted = [rows for rows in known if rows is not None]
-        if not accepted and not (expert_out.is_cuda and self._rounds.name == "direct"):
+        if not accepted and not (rows.is_cuda and self._rounds.name == "direct"):
             accepted = [self._read_num_records() if weighted else self._read_num_rows()]
-        right_shape = expert_out.dim() == 2 and expert_out.shape[1] == config.hidden_size
+        right_shape = len(given) == 2 and given[1] == config.hidden_size
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
         in_place = () if weighted else (self.index.shape[0],)
-        right_rows = not accepted or (right_shape and expert_out.shape[0] in (*accepted, *in_place))
-        if expert_out.dtype not in config.row_dtypes or not right_shape or not right_rows:
-            rows = " or ".join(map(str, accepted)) or "rows"
+        right_rows = not accepted or (right_shape and given[0] in (*accepted, *in_place))
+        if rows.dtype not in dtypes or not right_shape or not right_rows:
+            count = " or ".join(map(str, accepted)) or "rows"
             whose = "records, as weighted is True," if weighted else "tokens,"
+            others = f", or WireRows in {str(config.combine_wire)!r}," if config.combine_wire.quantized else ""
             raise RoutingError(
-                f"expert_out is {expert_out.dtype} {list(expert_out.shape)}; {config.describe_dtypes()} "
-                f"[{rows}, {config.hidden_size}], a row for each of the round's {whose} is needed"
+                f"expert_out is {rows.dtype} {list(given)}; {config.describe_dtypes()}{others} [{count}, "
+                f"{config.hidden_size}], a row for each of the round's {whose} is needed"
             )
-        if torch.is_grad_enabled() and expert_out.requires_grad and self._link is None:
+        if torch.is_grad_enabled() and rows.requires_grad and self._link is None:
             raise RoutingError(
                 "expert_out wants a gradient, and this round was dispatched without: let x or topk_weights want one, "
                 "on every rank (x.detach().requires_grad_()), or combine under torch.no_grad()"
             )
         if out is None:
-            return
+            return rows
         config.comm.check_device("out", out)
         shape = (self._num_sent, config.hidden_size)
         if out.shape != shape or out.dtype != self._dtype or not out.is_contiguous() or out.is_neg():
@@ -165,6 +182,7 @@ class Dispatched(Received):
             )
         if torch.is_grad_enabled() and (out.requires_grad or self._link is not None):
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
+        return rows
 
     def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
         """The entry of the round's end in the flight recorder."""
@@ -185,7 +203,7 @@ class NeedsRoom(RoutingError):
 
     def __init__(self, lane: int, tokens: int) -> None:
         super().__init__(f"lane {lane}: a rank dispatches {tokens} tokens, for which room has to be made")
-        self.tokens = tokens
+        self.lane, self.tokens = lane, tokens
 
 
 class Started:
@@ -227,7 +245,8 @@ class Rounds:
         # What each lane is in use for: a round that may be read and combined, or a leg that is to be finished.
         self.open_rounds: list[Dispatched | Started | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
-        self.owed = 0  # tokens for which peers are about to make room, and wait for this rank, or 0
+        # A lane, and tokens dispatched on it for which peers are about to make room, and wait for this rank.
+        self.owed: tuple[int, int] | None = None
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -239,9 +258,20 @@ class Rounds:
         """
         raise NotImplementedError
 
-    def refuse(self, lane: int) -> None:
-        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
+    def refuse(self, lane: int, lost: bool = False) -> None:
+        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused.
+
+        `lost`: that it has no more what it dispatched before room was made.
+        """
         raise NotImplementedError
+
+    @property
+    def awaited(self) -> int | None:
+        """The lane on which all ranks send again that for which room was made, until this rank has told them."""
+        return None
+
+    def hear(self, lane: int) -> None:
+        """Waits for the peers' part of a dispatch that an exception ended here, and notes if they make room for it."""
 
     def is_open(self, lane: int) -> bool:
         """Whether the next dispatch on the lane closes a round first."""

@@ -3,58 +3,28 @@
     thinwire::dispatch   thinwire::gather            thinwire::combine, combine_into
     thinwire::dispatch_backward, gather_backward     thinwire::combine_backward
 
-Tensors are all that a graph holds, so an operator finds its round by a *ticket*, a number in a tensor that dispatch
-returns, and the ExpertParallel by a number that it was given when it was made. What they return is nobody else's.
-
-The order of rounds. A compiler drops, merges and moves operators that look like functions. These are declared to write
-into a tensor, `ORDER`, one for all lanes and objects of a process: so in a graph each reads what the one before it has
-written, and all of them, in the order in which Python called them, lie on the way to ORDER's last value, which the
-graph's caller gets. Ranks whose programs call the same rounds therefore run the same legs in the same order, whatever
-each of them compiled, and wherever its graphs end.
-
-Backward has an order tensor of its own, one for each graph, made in it: backward would otherwise write into ORDER, into
-which every other forward has written meanwhile, and autograd refuses that. The compiler differentiates a graph by
-running autograd over its operators, in the order that `moe/gradients.py` argues for, the reverse of forward's, and each
-leg reads what the one before it has written. The last leg gives gradients that the graph was asked for, or nothing
-would have called it (a gather's is followed by its dispatch's), so none is dropped. To autograd a graph is one node,
-made when its forward ran, and stands for a row of rounds that nothing came between: the reverse of the graphs, each in
-reverse, is the reverse of the rounds.
-
-Where it is not eager's: a graph runs the backward of all that leads to any of its results, with zeros for those results
-that have no gradient, where autograd alone would leave out a round of which no result is differentiated; and
-`torch.utils.checkpoint` within a graph keeps what legs have given, where eager's runs them anew. A rank that compiles
-such code, and another that does not, would run different legs; a leg says to which round it belongs, and they get the
-errors that `moe/gradients.py` names.
-
-Autograd is told by kernels of its own key (`_differentiable`), since `register_autograd` refuses what writes.
+A graph holds tensors and numbers, so an operator finds its round by a *ticket*, a number in a tensor that dispatch
+returns. What operators return is nobody else's. `thinwire.operators` says what keeps their order, in forward and in
+backward: there a gather's and a combine's are followed by their dispatch's, so that it is enough for dispatch to be
+anchored. Ranks that run different legs, as where one compiled what says so there and another did not, get the errors
+that `moe/gradients.py` names: a leg says to which round it belongs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy
 
-from thinwire.compiler import opaque
 from thinwire.errors import LaneError
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Link, RoundGradients, Wants
+from thinwire.operators import OPS, anchored, differentiable, operator, registered
 from thinwire.triton_kernels.codec import sum_dtype
-
-with torch.inference_mode(False):
-    #: What all operators are declared to write into. Nobody does: what counts is what a compiler thinks.
-    ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
-
-_LIBRARY = torch.library.Library("thinwire", "DEF")
-_OPS: Any = torch.ops.thinwire
 
 
 class _Parallel(Protocol):
@@ -76,19 +46,11 @@ class _Round(NamedTuple):
 
 
 _numbers = itertools.count(1)
-_parallels: weakref.WeakValueDictionary[int, _Parallel] = weakref.WeakValueDictionary()
 _rounds: dict[int, _Round] = {}
 
 
-def register(parallel: _Parallel) -> int:
-    """The number by which operators find an ExpertParallel, for as long as somebody holds it."""
-    handle = next(_numbers)
-    _parallels[handle] = parallel
-    return handle
-
-
 def _parallel_of(handle: int) -> _Parallel:
-    found = _parallels.get(handle)
+    found: _Parallel | None = registered(handle)
     if found is None:
         raise LaneError(
             f"there is no ExpertParallel {handle} in this process: it was dropped, or the code was compiled elsewhere"
@@ -137,36 +99,17 @@ def linked_round(ticket: torch.Tensor) -> Dispatched:
     return d
 
 
-def _operator(*writes: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Defines a function as an operator of its name, which writes into ORDER and other arguments."""
-
-    def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=("order", *writes))
-        # A CUDA graph's replay would call no Python, which has to know of every round.
-        _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
-
-        @opaque  # or it is compiled where graphs end, and called as it is
-        @functools.wraps(function)
-        def kernel(*args: Any) -> Any:
-            with torch.no_grad():
-                return function(*args)
-
-        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"thinwire::{name}", fake, lib=_LIBRARY)
-        return function
-
-    return define
-
-
-def _fake_dispatch(order: torch.Tensor, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_dispatch(
+    order: torch.Tensor, anchor: torch.Tensor | None, x: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     counts = x.new_empty(args[-1], dtype=torch.int64)
     return torch.empty(1, dtype=torch.float64, device="cpu"), counts, counts.new_empty(args[-1] + 1)
 
 
-@_operator(fake=_fake_dispatch)
+@operator(fake=_fake_dispatch)
 def dispatch(
     order: torch.Tensor,
+    anchor: torch.Tensor | None,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -195,7 +138,7 @@ def _fake_gather(
     return tokens, torch.empty((), dtype=torch.bool, device=device)
 
 
-@_operator(fake=_fake_gather)
+@operator(fake=_fake_gather)
 def gather(
     order: torch.Tensor,
     ticket: torch.Tensor,
@@ -214,7 +157,7 @@ def _fake_combine(order: torch.Tensor, ticket: torch.Tensor, expert_out: torch.T
     return expert_out.new_empty(num_tokens, hidden_size, dtype=dtype)
 
 
-@_operator(fake=_fake_combine)
+@operator(fake=_fake_combine)
 def combine(
     order: torch.Tensor,
     ticket: torch.Tensor,
@@ -236,7 +179,7 @@ def _no_result(order: torch.Tensor, *args: Any) -> None:
     """Of operators that give nothing back."""
 
 
-@_operator("out", fake=_no_result)
+@operator("out", fake=_no_result)
 def combine_into(
     order: torch.Tensor,
     ticket: torch.Tensor,
@@ -255,7 +198,7 @@ def _fake_combine_backward(order: torch.Tensor, ticket: torch.Tensor, dy: torch.
     return dy.new_empty(args[-1], dy.shape[1])
 
 
-@_operator(fake=_fake_combine_backward)
+@operator(fake=_fake_combine_backward)
 def combine_backward(
     order: torch.Tensor, ticket: torch.Tensor, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
@@ -263,7 +206,7 @@ def combine_backward(
     return _gradients_of(ticket).of_experts(dy, expert_out, num_rows)
 
 
-@_operator(fake=_no_result)
+@operator(fake=_no_result)
 def gather_backward(order: torch.Tensor, ticket: torch.Tensor, grad: torch.Tensor) -> None:
     """Keeps the gradients of rows for dispatch's backward."""
     _gradients_of(ticket).add_rows(grad.clone())  # compiled code uses the memory again
@@ -284,7 +227,7 @@ def _fake_dispatch_backward(
     return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=sum_dtype(dtype), device=device)
 
 
-@_operator(fake=_fake_dispatch_backward)
+@operator(fake=_fake_dispatch_backward)
 def dispatch_backward(
     order: torch.Tensor,
     ticket: torch.Tensor,
@@ -301,20 +244,13 @@ def dispatch_backward(
     return empty if dx is None else dx, empty.new_empty(0, top_k, dtype=sum_dtype(dtype)) if dw is None else dw
 
 
-def _order_of_backward(order: torch.Tensor) -> torch.Tensor:
-    """The tensor that the operators of backward are declared to write into: one for each graph, as `order` is there."""
-    found: torch.Tensor | None = getattr(order, "_order_of_backward", None)
-    if found is None:
-        found = torch.zeros(1, dtype=torch.int64, device="cpu")
-        order._order_of_backward = found  # type: ignore[attr-defined]
-    return found
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, *args: Any) -> Any:
+    def forward(
+        ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, anchor: torch.Tensor, *args: Any
+    ) -> Any:
         x, topk_ids, topk_weights, *_, wants, _ = args
-        ticket, counts, offsets = _OPS.dispatch(order, *args)
+        ticket, counts, offsets = OPS.dispatch(order, anchor, *args)
         ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(counts, offsets)
         ctx.order, ctx.weights_dtype = order_of_backward, topk_weights.dtype
@@ -324,10 +260,10 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dw = _OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
+        dx, dw = OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
         needs = ctx.needs_input_grad
-        dx, dw = dx if needs[2] else None, dw.to(ctx.weights_dtype) if needs[4] else None
-        return None, None, dx, None, dw, None, None, None, None
+        dx, dw = dx if needs[3] else None, dw.to(ctx.weights_dtype) if needs[5] else None
+        return None, None, anchored(ctx), dx, None, dw, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -335,7 +271,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, ticket: torch.Tensor, *args: Any
     ) -> Any:
-        tokens, overflow = _OPS.gather(order, ticket, *args)
+        tokens, overflow = OPS.gather(order, ticket, *args)
         ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(overflow)
         ctx.order = order_of_backward
@@ -345,7 +281,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ticket,) = ctx.saved_tensors
-        _OPS.gather_backward(ctx.order, ticket, grads[0])
+        OPS.gather_backward(ctx.order, ticket, grads[0])
         return None, None, torch.zeros_like(ticket), None, None, None, None, None
 
 
@@ -362,48 +298,18 @@ class _Combine(torch.autograd.Function):
         # Something is saved in any case: `moe/gradients.py` says why.
         ctx.save_for_backward(ticket, *([expert_out] if Wants.of_tag(args[-1]).weights else []))
         ctx.order, ctx.num_rows, ctx.dtype = order_of_backward, expert_out.shape[0], expert_out.dtype
-        combined: torch.Tensor = _OPS.combine(order, ticket, expert_out, *args)
+        combined: torch.Tensor = OPS.combine(order, ticket, expert_out, *args)
         return combined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ticket, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
-        rows = _OPS.combine_backward(ctx.order, ticket, grads[0], kept[0] if kept else None, ctx.num_rows)
+        rows = OPS.combine_backward(ctx.order, ticket, grads[0], kept[0] if kept else None, ctx.num_rows)
         rows = rows.to(ctx.dtype) if ctx.needs_input_grad[3] else None
         return None, None, torch.zeros_like(ticket), rows, None, None, None, None, None, None
 
 
-@contextlib.contextmanager
-def _kept_by_checkpoints() -> Iterator[None]:
-    """Marks what a graph being made gets meanwhile, so that a checkpoint in it keeps that: legs are not run anew."""
-    tracing = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if tracing is None:
-        yield
-        return
-    nodes = tracing.tracer.graph.nodes
-    before = len(nodes)
-    yield
-    for node in itertools.islice(reversed(nodes), len(nodes) - before):
-        if "recompute" in node.meta:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _differentiable(name: str, function: type[torch.autograd.Function], wanted: Callable[..., bool]) -> None:
-    """Has autograd see the nodes of `function` in place of an operator, where `wanted` of its arguments."""
-    operator = getattr(_OPS, name)
-
-    @opaque
-    def kernel(order: torch.Tensor, *args: Any) -> Any:
-        if torch.is_grad_enabled() and wanted(*args):
-            with _kept_by_checkpoints():
-                return function.apply(order, _order_of_backward(order), *args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(order, *args)
-
-    _LIBRARY.impl(name, kernel, "Autograd")
-
-
-_differentiable("dispatch", _Dispatch, lambda x, ids, weights, *args: x.requires_grad or weights.requires_grad)
-_differentiable("gather", _Gather, lambda ticket, *args: ticket.requires_grad and Wants.of_tag(args[-1]).rows)
-_differentiable("combine", _Combine, lambda ticket, *args: ticket.requires_grad)
+differentiable("dispatch", _Dispatch, lambda anchor, x, ids, weights, *args: x.requires_grad or weights.requires_grad)
+differentiable("gather", _Gather, lambda ticket, *args: ticket.requires_grad and Wants.of_tag(args[-1]).rows)
+differentiable("combine", _Combine, lambda ticket, *args: ticket.requires_grad)

@@ -17,17 +17,17 @@ import torch
 
 from thinwire.comm import Group
 from thinwire.compiler import compiled_as, opaque
-from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
+from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal
 from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, NeedsRoom, Started, StartedCombine, StartedDispatch
+from thinwire.moe.dispatched import Dispatched, ExpertRows, NeedsRoom, Started, StartedCombine, StartedDispatch
 from thinwire.moe.gradients import GradientPlan, Link, RoundGradients, Wants
-from thinwire.moe.operations import register
 from thinwire.moe.shared import shared_parallel
 from thinwire.moe.staged import StagedPlan, StagedRound
+from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 
@@ -132,7 +132,8 @@ class ExpertParallel(Assembly):
         Raises:
             RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes, or that
                 want different gradients (on all of them). On the CPU also, what another rank refused: that rank raises
-                what is wrong, the others are told its number, nothing was taken, and all may go on.
+                what is wrong, the others are told its number, nothing was taken, and all may go on. So it is where
+                lanes grow for this dispatch, and an exception has ended it at a rank before.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens; with None, no memory for them, or CUDA's lanes have no room.
@@ -152,12 +153,12 @@ class ExpertParallel(Assembly):
         wants: Wants | None = None,
     ) -> tuple[Dispatched, RoundGradients | None]:
         """`dispatch`; with `wants` of compiled code, whose tensors do not know it any more, but for the graph."""
-        while True:
-            try:
-                started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants)
-                return self._opened(started, started.d), started.gradients
-            except NeedsRoom as error:
-                self._grow(error.tokens)
+        try:
+            started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants)
+        except NeedsRoom as error:
+            self._grow(lane, error.tokens)
+            started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants, again=True)
+        return self._opened(started, started.d), started.gradients
 
     @opaque
     def dispatch_start(
@@ -187,17 +188,10 @@ class ExpertParallel(Assembly):
         try:
             d = self._finish(started, StartedDispatch, "dispatch")
         except NeedsRoom as error:
-            d = self._send_again(started, error.tokens)
+            assert started.again is not None  # lanes grow
+            self._grow(started.lane, error.tokens)
+            d = self._begin_round(*started.again, started.lane, whole=True, wants=started.wants, again=True).d
         return self._opened(started, d)
-
-    def _send_again(self, started: StartedDispatch, tokens: int) -> Dispatched:
-        assert started.again is not None  # lanes grow
-        while True:
-            self._grow(tokens)
-            try:
-                return self._begin_round(*started.again, started.lane, whole=True, wants=started.wants, again=True).d
-            except NeedsRoom as error:
-                tokens = error.tokens
 
     def _begin_round(
         self,
@@ -211,19 +205,14 @@ class ExpertParallel(Assembly):
     ) -> StartedDispatch:
         """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan.
 
-        `wants` is what compiled code says, or, `again`, what was sent before and is sent once more.
+        `wants` is what compiled code says. `again`: this was sent before room was made for it, and nothing else since.
         """
         compiled = wants is not None
-        self._require_not_closed()
+        self._require_usable()
         self._require_lane(lane)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
             wants = Wants.of(x, topk_weights) if wants is None else wants
-            if wants.weights and self.transport == "direct" and self.comm.integrity != "none":
-                raise RoutingError(
-                    "topk_weights wants a gradient, which travels without checksums on the direct transport, and "
-                    f"integrity is {self.comm.integrity!r}: pass transport='staged', or detach topk_weights"
-                )
         except ThinwireError as error:
             self.refuse(error, lane=lane)
             raise
@@ -231,7 +220,7 @@ class ExpertParallel(Assembly):
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
-        recorder, rounds = self._settle(lane), self._rounds  # which may be others after that
+        recorder, rounds = self._settle(lane, again), self._rounds  # which may be others after that
         rounds.open_rounds[lane] = None
         started = StartedDispatch(rounds, lane)
         started.wants = wants
@@ -248,7 +237,7 @@ class ExpertParallel(Assembly):
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
-        if any(wants) and not again:
+        if any(wants):
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
             started.gradients = RoundGradients(ids)
             started.graph = ids, topk_weights.detach().float().clone()
@@ -276,6 +265,7 @@ class ExpertParallel(Assembly):
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
         recorder = self.comm._settled_recorder()
+        self._join_growth()
         rounds.open_rounds[lane], mark = None, recorder.mark
         with torch.no_grad():
             try:
@@ -293,7 +283,7 @@ class ExpertParallel(Assembly):
         if isinstance(d, StagedRound):
             return StagedPlan(d, wants)
         if self._backward is None:
-            with self.comm._settled_recorder().begin("lanes for backward"):
+            with self._whole("making lanes for backward"), self.comm._settled_recorder().begin("lanes for backward"):
                 lanes = self._open_direct(BackwardRounds)
             if isinstance(lanes, Refusal):
                 kind = CapacityError if lanes.no_memory else TransportUnavailable
@@ -320,36 +310,19 @@ class ExpertParallel(Assembly):
         if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
             return
         with contextlib.suppress(ThinwireError):
-            recorder, rounds = self._settle(lane), self._rounds
-            rounds.open_rounds[lane] = None
-            told, mark, details = rounds.legs_told(lane), recorder.mark, rounds.place(lane, 1)
-            try:
-                self._record_closing(lane)
-                with recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details):
-                    rounds.refuse(lane)
-                    raise error  # for the record
-            except BaseException as other:
-                if other is not error:
-                    self._take_back(lane, other, told, mark)
-                    raise
-
-    def _record_closing(self, lane: int) -> None:
-        """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
-        rounds = self._rounds
-        if rounds.is_open(lane):
-            place, wire = rounds.place(lane), self.combine_wire
-            with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
-                pass
+            self._require_usable()
+            self._settle(lane)
+            self._tell_refusal(lane, error)
 
     @compiled_as(compiled_round.combine)
     def combine(
-        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+        self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
 
         Args:
             expert_out: [rows, hidden_size] float32, float16 or bfloat16, in the order of `d.tokens` (or of what
-                `d.gather` returned).
+                `d.gather` returned). Or WireRows in `combine_wire`: as their float32 form, but kept if `weighted`.
             d: the round.
             weighted: expert_out has a row for each of `d.records` (or of what `d.gather_records` returned) instead, in
                 which its experts here are weighted and summed already. Ranks need not agree on it.
@@ -362,9 +335,9 @@ class ExpertParallel(Assembly):
         Raises:
             LaneError: the round is over, or not this object's.
             RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
-                did; `out` where there are gradients.
-            TransportUnavailable: tensors on another kind of device than the communicator's.
-            PeerTimeout, IntegrityError: as `dispatch`.
+                did; `out`, or WireRows, where there are gradients.
+            WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
+            TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
         """
         if isinstance(d, compiled_round.CompiledRound):
             return compiled_round.combine(self, expert_out, d, weighted=weighted, out=out)
@@ -372,7 +345,7 @@ class ExpertParallel(Assembly):
 
     @opaque
     def combine_start(
-        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+        self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> StartedCombine:
         """The first half of `combine`, with its arguments: sends this rank's sums, and does not wait for the peers'.
 
@@ -401,7 +374,7 @@ class ExpertParallel(Assembly):
 
     def _begin_combine(
         self,
-        expert_out: torch.Tensor,
+        expert_out: ExpertRows,
         d: Dispatched,
         out: torch.Tensor | None,
         weighted: bool,
@@ -415,11 +388,12 @@ class ExpertParallel(Assembly):
                 "this round was dispatched by another ExpertParallel, or is over since rebuild or ensure_capacity"
             )
         d._require_open()
-        d._check_combine(expert_out, out, weighted)
+        given = d._check_combine(expert_out, out, weighted)
+        self._join_growth()
         if d._link is not None and torch.is_grad_enabled():
-            places = d._places_of(d._chosen(len(expert_out))) if weighted else None
-            return d._link.combine(expert_out, lambda rows: self._end_round(rows, d, None, weighted, started), places)
-        return self._end_round(expert_out, d, out, weighted, started)
+            places = d._places_of(d._chosen(len(given))) if weighted else None
+            return d._link.combine(given, lambda rows: self._end_round(rows, d, None, weighted, started), places)
+        return self._end_round(given, d, out, weighted, started)
 
     def _end_round(
         self,
@@ -430,13 +404,13 @@ class ExpertParallel(Assembly):
         started: StartedCombine | None,
     ) -> torch.Tensor:
         """The same, of arguments that were checked."""
-        if out is None:
-            out = torch.empty(d._num_sent, self.hidden_size, dtype=d._dtype, device=expert_out.device)
         expert_out = expert_out.detach().resolve_neg()
+        if out is None:
+            out = expert_out.new_empty(d._num_sent, self.hidden_size, dtype=d._dtype)
         rounds = self._rounds
         told, mark = rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:
-            with d._recorded("combine", expert_out.shape):
+            with d._recorded("combine", (len(expert_out), self.hidden_size)):
                 rounds.open_rounds[d.lane] = None
                 rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
                 end = d._begin_combine(rows, out, weighted)

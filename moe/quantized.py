@@ -1,4 +1,4 @@
-"""What arrived, as it arrived: int8 rows and their scales, for experts that compute in int8."""
+"""Rows of experts in int8, with their scales: what arrived, as it arrived, and what goes home as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import WireFormatError
+from thinwire.comm import Communicator
+from thinwire.errors import ArgumentError, WireFormatError
+from thinwire.fused.codec import WireRows, int8_parts, readable_records
 from thinwire.wire import WireFormat
 
 
@@ -50,13 +52,37 @@ class QuantizedRows:
                 f"rows that arrived in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row. d.tokens and "
                 "d.gather give rows of every wire format"
             )
-        start = wire.scales_offset(hidden)
-        scales = records[:, start : start + wire.num_groups(hidden) * wire.scale_bytes]
+        payload, scales = int8_parts(records, wire, hidden)
         return cls(
-            payload=records[:, :hidden].view(torch.int8),
-            scales=scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float(),
+            payload=payload,
+            scales=scales.float(),
             group=wire.group or hidden,
             index=index,
             records=records,
             wire=wire,
+        )
+
+
+def combined_records(rows: WireRows, wire: WireFormat, comm: Communicator) -> torch.Tensor:
+    """Records that experts give back, as kernels read them: uint8 [rows, row_bytes].
+
+    Raises:
+        WireFormatError: another format than the combine leg's `wire`, or records that are none of it.
+        ArgumentError, TransportUnavailable: as for a tensor.
+    """
+    if rows.wire != wire or not wire.quantized:
+        accepted = f"{wire!r}" if wire.quantized else "none but float rows, as the combine wire is 'none'"
+        raise WireFormatError(
+            f"expert_out has rows in {rows.wire!r}, which combine does not take; accepted: {accepted}"
+        )
+    comm.check_device("expert_out.records", rows.records)
+    return readable_records(rows)
+
+
+def require_rows(expert_out: object) -> None:
+    """Raises ArgumentError for what came in int8 and is no row for each of the experts' rows."""
+    if isinstance(expert_out, QuantizedRows):
+        raise ArgumentError(
+            "expert_out is a QuantizedRows, which has a row for each record; accepted: a float tensor, or WireRows, "
+            "with a row for each row of an expert"
         )

@@ -73,7 +73,7 @@ class StagedRounds(Rounds):
         if isinstance(started, Started):
             started.end()
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, lost: bool = False) -> None:
         """All ranks hear of it with the counts."""
         self.rounds_begun[lane] += 1
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
@@ -188,9 +188,15 @@ class StagedRound(Dispatched):
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen = slots.row_index(start, stop, positions.device)
+            if weighted and expert_out.dtype == torch.uint8:  # as they are
+                there = (positions[chosen, 0] >= 0).nonzero()[:, 0]
+                records.zero_()
+                records[there] = expert_out[positions[chosen[there], 0]]
+                return
             config.combine_backend.pack_weighted_sums(
-                expert_out, positions[chosen], weights[chosen], config.combine_wire, dtype, records
-            )
+                expert_out, positions[chosen], weights[chosen], config.combine_wire, dtype, records,
+                hidden=config.hidden_size,
+            )  # fmt: skip
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
         label = f"combine {config.combine_wire!r} {dtype}"

@@ -58,6 +58,7 @@ class Ground:
         self.comms = {"world": comm}
         self.eps: dict[str, tuple[ExpertParallel, Settings]] = {}
         self.rounds: dict[str, RandomRound] = {}
+        self.trainers: dict[str, tuple[ExpertParallel, int]] = {}
         self.pending: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self.seen: Counter[str] = Counter()
 
@@ -198,6 +199,81 @@ class Ground:
         self.rounds.pop(name).end()
         self.seen["combine or abandon"] += 1
 
+    def backward(self, name: str, kind: str, seed: int, of: str, transport: str) -> None:
+        """A collective of whole numbers, which floats hold exactly; its backward comes with the wait."""
+        comm, rng, me = self.comms[of], random.Random(seed), self.comms[of].rank
+        world, tail = comm.size, rng.choice(([3], [130]))
+        counts = [rng.randint(0, 4) for _ in range(world)] if kind == "all_gather_v" else [2 * world] * world
+        xs = [_whole(seed, rank, [count, *tail]).requires_grad_() for rank, count in enumerate(counts)]
+        plain: dict[str, Callable[[int], torch.Tensor]] = {
+            "all_reduce": lambda rank: torch.stack(xs).sum(0),
+            "reduce_scatter": lambda rank: torch.stack(xs).sum(0)[2 * rank : 2 * rank + 2],
+            "all_gather": lambda rank: torch.cat(xs),
+            "all_gather_v": lambda rank: torch.cat(xs),
+            "all_to_all_v": lambda rank: torch.cat([x[2 * rank : 2 * rank + 2] for x in xs]),
+        }
+        ys = [plain[kind](rank) for rank in range(world)]
+        targets = [_whole(seed + 1, rank, list(y.shape)) for rank, y in enumerate(ys)]
+        expected = torch.autograd.grad(sum(((y * t).sum() for y, t in zip(ys, targets, strict=True))), xs)[me]
+        x = xs[me].detach().clone().requires_grad_()
+        y = getattr(tw, kind)(x, comm=comm, wire="none", transport=transport)
+        _same(f"{name} on rank {me}", ys[me].detach(), y.detach())
+        self._backward_later(name, kind, (y * targets[me]).sum(), [(expected, x)])
+
+    def make_trainer(self, name: str, of: str, seed: int, lanes: int, transport: str, grows: bool) -> None:
+        hidden = 3 + seed % 30
+        self.trainers[name] = ExpertParallel(
+            self.comms[of], 1 + seed % 7, 1 + seed % 3, hidden, None if grows else 40, wire="none",
+            transport=transport, lanes=lanes, timeout=20.0,
+        ), seed  # fmt: skip
+
+    def train(self, name: str, trainer: str, lane: int, seed: int) -> None:
+        """A round of whole numbers; its backward comes with the wait."""
+        ep, of_scales = self.trainers[trainer]
+        world, me, experts, hidden = ep.comm.size, ep.comm.rank, ep.num_experts, ep.hidden_size
+        rng = random.Random(seed)
+        counts = [rng.choice((0, 1, 2, 7, 17, 40)) for _ in range(world)]
+        scales = _whole(of_scales, 0, [experts, hidden]).requires_grad_()
+        xs = [_whole(seed, rank, [count, hidden]).requires_grad_() for rank, count in enumerate(counts)]
+        weights = [_whole(seed + 1, rank, [count, ep.top_k]).requires_grad_() for rank, count in enumerate(counts)]
+        targets = [_whole(seed + 2, rank, [count, hidden]) for rank, count in enumerate(counts)]
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(-1, experts, (count, ep.top_k), generator=generator) for count in counts]
+        ys = []
+        for x, w, i in zip(xs, weights, ids, strict=True):
+            chosen = torch.cat((scales, scales.new_zeros(1, hidden)))[i]  # -1 is the row of zeros
+            ys.append((w.unsqueeze(2) * chosen * x.unsqueeze(1)).sum(1))
+        loss = sum(((y * t).sum() for y, t in zip(ys, targets, strict=True)))
+        own = slice(ep.local_experts.start, ep.local_experts.stop)
+        grads = torch.autograd.grad(loss, (xs[me], weights[me], scales), allow_unused=True)
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in (xs[me], weights[me], scales[own])]
+        d = ep.dispatch(inputs[0], ids[me], inputs[1], lane=lane)
+        rows = d.tokens * inputs[2].repeat_interleave(d.expert_counts, 0, output_size=len(d.tokens))
+        y = ep.combine(rows, d)
+        _same(f"{name} on rank {me}", ys[me].detach(), y.detach())
+        wanted = [
+            torch.zeros_like(t) if g is None else g for g, t in zip(grads, (xs[me], weights[me], scales), strict=True)
+        ]
+        wanted[2] = wanted[2][own]
+        self._backward_later(name, "round", (y * targets[me]).sum(), list(zip(wanted, inputs, strict=True)))
+
+    def _backward_later(
+        self, name: str, kind: str, loss: torch.Tensor, tensors: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        losses = [loss]
+
+        def run() -> None:
+            while losses:
+                losses.pop().backward()
+
+        def check(_: Any) -> None:
+            for expected, tensor in tensors:
+                got = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                assert torch.equal(expected, got), (name, kind, expected, got)
+
+        self.seen[f"backward of {kind}"] += 1
+        self.pending[name] = run, check
+
     def refused(self, kind: str, rank: int, of: str) -> None:
         """A call that one rank alone makes, and that must be refused before peers hear of it."""
         comm = self.comms[of]
@@ -226,7 +302,7 @@ class Ground:
         self.seen["waits"] += 1
 
     def close(self) -> None:
-        for made, _ in self.eps.values():
+        for made, _ in [*self.eps.values(), *self.trainers.values()]:
             made.close()
         for name, comm in self.comms.items():
             if name != "world":
@@ -266,6 +342,12 @@ def _floats(seed: int, rank: int, shape: list[int], dtype: str) -> torch.Tensor:
     return rows.to(getattr(torch, dtype))
 
 
+def _whole(seed: int, rank: int, shape: list[int]) -> torch.Tensor:
+    """Whole numbers so small that float32 holds all sums of their products, in any order."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
 def _anything(seed: int, rank: int, shape: list[int], dtype: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     values = torch.randint(0, 4, shape, generator=generator)
@@ -297,7 +379,7 @@ def draw_program(seed: int, world: int) -> list[str]:
     """The lines of a program for so many ranks."""
     rng = random.Random(f"{seed} {world}")
     comms, lines, pending = ["world"], list[str](), list[str]()
-    rounds, eps = dict[tuple[str, int], str](), dict[str, int]()
+    rounds, eps, trainers = dict[tuple[str, int], str](), dict[str, int](), dict[str, int]()
     for number in range(rng.randint(6, 16)):
         if pending and rng.random() < 0.35:
             lines.append(f"g.wait({pending.pop(rng.randrange(len(pending)))!r})")
@@ -312,7 +394,7 @@ def draw_program(seed: int, world: int) -> list[str]:
         kind = rng.choice((
             "split", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all_v",
             "all_to_all_v", "exact_to_all", "int8_reduce", "exact_reduce", "exact_move", "host", "ep", "dispatch",
-            "dispatch", "refused",
+            "dispatch", "refused", "backward", "trainer", "train", "train",
         ))  # fmt: skip
         name = f"{kind}{number}"
         if kind == "split":
@@ -356,6 +438,18 @@ def draw_program(seed: int, world: int) -> list[str]:
                 lines.append(f"g.end({rounds.pop((ep, lane))!r})")
             lines.append(f"g.dispatch({name!r}, {ep!r}, {lane}, {draw})")
             rounds[ep, lane] = name
+        elif kind == "backward":
+            what = rng.choice(("all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all_v"))
+            lines.append(f"g.backward({name!r}, {what!r}, {draw}, {of!r}, {transport!r})")
+            pending.append(name)
+        elif kind == "trainer" and len(trainers) < 2:
+            lanes, grows = rng.choice((1, 2)), rng.random() < 0.6
+            lines.append(f"g.make_trainer({name!r}, {of!r}, {draw}, {lanes}, {transport!r}, {grows})")
+            trainers[name] = lanes
+        elif kind == "train" and trainers:
+            trainer = rng.choice(list(trainers))
+            lines.append(f"g.train({name!r}, {trainer!r}, {rng.randrange(trainers[trainer])}, {draw})")
+            pending.append(name)
         elif kind == "refused":
             what = rng.choice(("scalar", "counts", "wire", "op", "transport", "rank"))
             lines.append(f"g.refused({what!r}, {rng.randrange(world)}, {of!r})")

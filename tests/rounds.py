@@ -117,16 +117,20 @@ def run_round(
             kernels.send_sums(lane, expert_out, tokens[0].x.dtype, None, of_weights)
         else:
             kernels.send_sums(lane, expert_out, tokens[0].x.dtype)
-    results = []
+    results, home = [], []
     for lane, mine in zip(lanes, tokens, strict=True):
         kernels.wait(lane, COMBINE, 1.0, 0.1)
         assert lane.report[REPORT_STATUS] == 0
         out = torch.full_like(mine.x, 7.0)
-        kernels.sum_home(lane, out)
+        if lane.layout.WEIGHT_GRADS:
+            home.append(torch.full(mine.ids.shape, 7.0, device=out.device))
+            kernels.sum_home(lane, out, home[-1])
+        else:
+            kernels.sum_home(lane, out)
         results.append(out)
     _check_results(lanes, tokens, plans, outputs, results, closing)
     if lanes[0].layout.WEIGHT_GRADS:
-        _check_weight_grads(lanes, tokens, grads, closing)
+        _check_weight_grads(lanes, tokens, grads, home, closing)
     return results
 
 
@@ -209,11 +213,12 @@ def _check_results(
 
 
 def _check_weight_grads(
-    lanes: list[Lane], tokens: list[Tokens], grads: list[torch.Tensor], closing: tuple[int, ...]
-) -> None:
-    """Each rank has stored those of its own experts, and nobody anything else."""
+    lanes: list[Lane], tokens: list[Tokens], grads: list[torch.Tensor], home: list[torch.Tensor],
+    closing: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Each rank has stored those of its own experts, and nobody anything else; they are what the home has read."""
     layout = lanes[0].layout
-    for lane, mine in zip(lanes, tokens, strict=True):
+    for lane, mine, read in zip(lanes, tokens, home, strict=True):
         ids, _ = merge_repeated_experts(mine.ids.cpu(), mine.weights.cpu())
         expected = torch.full((layout.MAX_TOKENS, layout.TOP_K), -1, dtype=torch.int32)  # POISON, four times
         for source, of_weights in enumerate(grads):
@@ -222,3 +227,5 @@ def _check_weight_grads(
             sent = of_weights.cpu().view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[lane.rank, : len(ids)]
             expected[: len(ids)][own] = sent.view(torch.int32)[own]
         assert torch.equal(lane.weight_grads.cpu().view(torch.int32), expected)
+        expected[expected == -1] = 0
+        assert torch.equal(read.cpu().view(torch.int32), expected[: len(ids)])

@@ -40,6 +40,7 @@ class Sizes:
     top_k: int = 3
     hidden: int = 72
     tokens: int = 6
+    weight_grads: bool = False  # lanes are of backward
 
 
 def regions(lane: Lane) -> dict[str, torch.Tensor]:
@@ -48,7 +49,8 @@ def regions(lane: Lane) -> dict[str, torch.Tensor]:
     world, tokens = layout.WORLD, layout.MAX_TOKENS
     plane = world * tokens * layout.TOP_K * 4
     lines = buffer[layout.SIGNALS :][: 2 * world * 64].view(2 * world, 64)
-    return {
+    grads = {"weight_grads": lane.weight_grads.view(torch.uint8)} if layout.WEIGHT_GRADS else {}
+    return grads | {
         "lines": lines[:, 4:12],
         "ids": buffer[layout.IDS :][:plane],
         "weights": buffer[layout.WEIGHTS :][:plane],
@@ -56,6 +58,10 @@ def regions(lane: Lane) -> dict[str, torch.Tensor]:
         "sums": buffer[layout.SUMS :][: tokens * layout.SLOTS * layout.SUM_BYTES],
         "checksums": buffer[layout.CHECKSUMS :],
     }
+
+
+def _experts(lane: Lane) -> range:
+    return range(lane.layout.first_expert(lane.rank), lane.layout.first_expert(lane.rank + 1))
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,9 @@ class Rounds:
         """A lane and tokens of each rank."""
         sizes = self.sizes
         lanes = make_lanes(
-            sizes.world, sizes.experts, sizes.top_k, sizes.hidden, sizes.tokens, spec, checksums=checksums
-        )
+            sizes.world, sizes.experts, sizes.top_k, sizes.hidden, sizes.tokens, spec, checksums=checksums,
+            weight_grads=sizes.weight_grads,
+        )  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         shape = sizes.tokens, sizes.hidden, sizes.top_k, sizes.experts
         return lanes, [Tokens.random(*shape, torch.float32, generator) for _ in lanes]
@@ -79,6 +86,9 @@ class Rounds:
         self, lanes: list[Lane], tokens: list[Tokens], corrupt: Callable[[str], None] = lambda point: None
     ) -> list[torch.Tensor] | None:
         """What the victim's gather and combine give in one round, or None once its lane has ended."""
+        generator = torch.Generator().manual_seed(8)
+        grads = [torch.randn(lane.weights.shape, generator=generator) for lane in lanes]
+        home = torch.full(tokens[VICTIM].ids.shape, 7.0)
         for lane, mine in zip(lanes, tokens, strict=True):
             self.kernels.send_tokens(lane, mine.x, mine.ids, mine.weights)
         corrupt("send_tokens")
@@ -95,8 +105,8 @@ class Rounds:
             sent.append(x)
         if victim.report[REPORT_STATUS] != RUNNING:
             return None
-        for lane, x in zip(lanes, sent, strict=True):
-            self.kernels.send_sums(lane, x, x.dtype)
+        for lane, x, of_weights in zip(lanes, sent, grads, strict=True):
+            self.kernels.send_sums(lane, x, x.dtype, None, *[of_weights][: self.sizes.weight_grads])
         corrupt("send_sums")
         self.kernels.wait(victim, COMBINE, 1.0, 0.1)
         corrupt("wait combine")
@@ -104,8 +114,8 @@ class Rounds:
             if lane is not victim:
                 self.kernels.wait(lane, COMBINE, 1.0, 0.1)
         out = torch.full_like(tokens[VICTIM].x, 7.0)
-        self.kernels.sum_home(victim, out)
-        return [sent[VICTIM], out] if victim.report[REPORT_STATUS] == RUNNING else None
+        self.kernels.sum_home(victim, out, *[home][: self.sizes.weight_grads])
+        return [sent[VICTIM], out, home] if victim.report[REPORT_STATUS] == RUNNING else None
 
     def check_corrupted(self, seed: int, spec: str) -> bool:
         """Something drawn is changed somewhere: whether the lane ended. If not, the results must be right."""
@@ -167,6 +177,32 @@ class Rounds:
                         octets.copy_(octets.flip(0) if change == "swapped" else torch.zeros_like(octets))
 
             assert self.play(lanes, tokens, spoil) is None, f"{rows} {change}"
+
+    def check_weight_grads(self, bits: range = range(0, 32, 5)) -> None:
+        """One bit of a router weight's gradient is changed on its way: of each that came, whichever the bit."""
+        for bit in bits:
+            lanes, tokens = self.drawn(3, "int8", True)
+            ids = tokens[VICTIM].ids
+            # Only an expert's first mention has a gradient, which is nowhere else.
+            earlier = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril(-1).any(2)
+            places = ((ids >= 0) & ~earlier).nonzero().tolist()
+            token, k = places[bit % len(places)]
+            expected = self.play(lanes, tokens)
+            assert expected is not None and expected[2][token, k] != 0
+
+            def corrupt(
+                point: str, lanes: list[Lane] = lanes, bit: int = bit, of: tuple[int, int] = (token, k)
+            ) -> None:
+                if point == "send_sums":
+                    lanes[VICTIM].weight_grads.view(torch.int32)[of] ^= torch.tensor(1 << bit).int()
+
+            assert self.play(lanes, tokens, corrupt) is None, f"bit {bit}"
+            report = lanes[VICTIM].report
+            owner = [lane for lane in lanes if int(ids[token, k]) in _experts(lane)][0].rank
+            assert (int(report[REPORT_SOURCE]), int(report[REPORT_ROW])) == (owner, token)
+            out, home = torch.zeros(tokens[VICTIM].x.shape), torch.zeros(ids.shape)
+            self.kernels.sum_home(lanes[VICTIM], out, home)
+            assert out.isnan().all() and home.isnan().all()
 
     def check_finding(self) -> None:
         """Of many records that do not fit, the report names the first that was found, by its rank and its token.

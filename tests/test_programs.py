@@ -16,7 +16,16 @@ from thinwire.fused.staged import StagedExchange
 from thinwire.testing import RankError, run_ranks
 
 WORLDS = ("3 threads", "2 threads", "3 processes", "4 processes")
-CALLS = {"all_reduce", "all_gather", "all_to_all_v", "exact exact_reduce", "dispatch", "refused", "waits"}
+CALLS = {
+    "all_reduce",
+    "all_gather",
+    "all_to_all_v",
+    "exact exact_reduce",
+    "dispatch",
+    "refused",
+    "waits",
+    "backward of round",
+}
 
 
 @pytest.mark.parametrize("ranks", exhaustive_but(["3 threads"], WORLDS))

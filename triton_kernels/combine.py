@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.triton_kernels.checksum import element_terms
 from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, load_record_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
@@ -37,7 +38,7 @@ from thinwire.triton_kernels.round_checksum import (
     put_line_sums,
     seed_words,
 )
-from thinwire.triton_kernels.round_layout import Lane, check_weight_grads
+from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
     Launch,
     agreed,
@@ -48,16 +49,31 @@ from thinwire.triton_kernels.signal import (
     signal_words,
     store_signal_words,
 )
-from thinwire.triton_kernels.sums import store_sum, sum_warps
+from thinwire.triton_kernels.sums import copy_record, store_sum, sum_warps
+
+
+@triton.jit
+def owners_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The rank of each of a record's token's experts, -1 for none: int32 [K_BLOCK]. From this rank's planes."""
+    ks = tl.arange(0, K_BLOCK)
+    ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
+    return owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
 
 
 @triton.jit
 def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
     """The ranks that a record's token went to, each once, -1 elsewhere: int32 [K_BLOCK]. From this rank's planes."""
-    ks = tl.arange(0, K_BLOCK)
     ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
-    owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
-    return first_mentions(owners, ids_row, ROUND, K_BLOCK)
+    return first_mentions(owners_of(base, slot, ROUND, K_BLOCK), ids_row, ROUND, K_BLOCK)
+
+
+@triton.jit
+def tail_terms(grads, ks, LAYOUT: tl.constexpr):
+    """What gradients of router weights add to the sums of the record that they came with, as if behind it.
+
+    `grads`: float32, 0 where there is none.
+    """
+    return element_terms(grads.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, LAYOUT.ROW_BYTES + 4 * ks)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
@@ -76,6 +92,8 @@ def send_sums_kernel(
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    ENCODED: tl.constexpr,  # rows are records
+    AS_THEY_ARE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Sums to their homes, then the signal. Any number of programs."""
@@ -110,19 +128,26 @@ def send_sums_kernel(
                 weights = weights_ptr + slot * ROUND.TOP_K
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
                 if ROUND.CHECKSUMS:
-                    a, b = store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, True)
-                    s, t = seed_words(SUM, seed_epoch, rank, place)
-                    put(home + ROUND.SUM_CHECKSUMS + 16 * place, a + s, b + t)
+                    if AS_THEY_ARE:
+                        a, b = copy_record(rows, positions, record, LAYOUT, True)
+                    else:
+                        a, b = store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, ENCODED, True)
+                elif AS_THEY_ARE:
+                    copy_record(rows, positions, record, LAYOUT, False)
                 else:
-                    store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT)
+                    store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, ENCODED)
                 if ROUND.WEIGHT_GRADS:
                     ks = tl.arange(0, K_BLOCK)
-                    ids = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32)) + ks
-                    ids = tl.load(ids, mask=ks < ROUND.TOP_K, other=-1)
-                    mine = owner_of(ids, ROUND) == rank
+                    mine = owners_of(base, slot, ROUND, K_BLOCK) == rank
                     grads = tl.load(weight_grads_ptr + slot * ROUND.TOP_K + ks, mask=mine, other=0.0)
                     target = home + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                     tl.store(target.to(tl.pointer_type(tl.float32)) + ks, grads, mask=mine)
+                    if ROUND.CHECKSUMS:
+                        words, placed = tail_terms(grads, ks, LAYOUT)
+                        a, b = a + tl.sum(words), b + tl.sum(placed)
+                if ROUND.CHECKSUMS:
+                    s, t = seed_words(SUM, seed_epoch, rank, place)
+                    put(home + ROUND.SUM_CHECKSUMS + 16 * place, a + s, b + t)
             item += tl.num_programs(0)
         last = arrive(control_ptr, ROUND, LAUNCH)
         if ROUND.CHECKSUMS:
@@ -146,6 +171,7 @@ def sum_home_kernel(
     num_tokens,
     buffer_ptrs,  # this and the next as `lane_to_end` has them
     report_ptr,
+    weight_grads_ptr,  # float32 [tokens, top_k], written whole; only where lanes carry some
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -160,8 +186,12 @@ def sum_home_kernel(
         if running:
             running = lines_fit(base, lane, COMBINED, ROUND, LAUNCH)
     token = tl.program_id(0)
+    ks = tl.arange(0, K_BLOCK)
     while token < num_tokens:
         out_row = out_ptr + token.to(tl.int64) * out_row_stride
+        if ROUND.WEIGHT_GRADS:
+            grads_row = weight_grads_ptr + token.to(tl.int64) * ROUND.TOP_K + ks
+            tl.store(grads_row, tl.full((K_BLOCK,), float("nan"), tl.float32), mask=ks < ROUND.TOP_K)
         if running:
             destinations = destinations_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
             slots = token.to(tl.int64) * ROUND.SLOTS
@@ -189,7 +219,19 @@ def sum_home_kernel(
                             else:
                                 total = total + load_record_tile(record, tile, LAYOUT)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+            if ROUND.WEIGHT_GRADS:
+                owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+                there = owners >= 0
+                told = tl.load(signal_words(base, lines, ROUND.HAS_SUMS, owners, ROUND), mask=there, other=0)
+                came = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
+                grads = tl.load(came.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
+                grads = tl.where(told != 0, grads, 0.0)
             if ROUND.CHECKSUMS:
+                if ROUND.WEIGHT_GRADS:
+                    words, placed = tail_terms(grads, ks, LAYOUT)
+                    theirs = owners[None, :] == sources[:, None]
+                    a += tl.sum(tl.where(theirs, words[None, :], 0), axis=1)
+                    b += tl.sum(tl.where(theirs, placed[None, :], 0), axis=1)
                 epoch = tl.load(control_ptr + ROUND.EPOCH)
                 slot = rank * ROUND.MAX_TOKENS + token + tl.arange(0, 1)
                 bad_planes = agreed(tl.sum(planes_differ(base, epoch, slot, slot >= 0, ROUND, K_BLOCK)) > 0)
@@ -204,6 +246,10 @@ def sum_home_kernel(
                 if bad_planes | bad_sums:
                     tl.debug_barrier()  # the row's stores may be other threads'
                     fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
+                elif ROUND.WEIGHT_GRADS:
+                    tl.store(grads_row, grads, mask=ks < ROUND.TOP_K)
+            elif ROUND.WEIGHT_GRADS:
+                tl.store(grads_row, grads, mask=ks < ROUND.TOP_K)
         else:
             fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
         token += tl.num_programs(0)
@@ -219,38 +265,45 @@ def send_sums(
     dtype: torch.dtype,
     num_programs: int | None = None,
     weight_grads: torch.Tensor | None = None,
+    as_they_are: bool = False,
 ) -> None:
     """Sums each token's weighted expert rows into its home's memory, and signals all ranks.
 
     Args:
         lane: a lane that was routed.
         expert_out: [rows, hidden] float32, float16 or bfloat16 with contiguous rows, in the order of the lane's index;
-            rows past the last one given add nothing.
+            rows past the last one given add nothing. Or records in the lane's combine_wire, which is quantised then:
+            uint8 [rows, row_bytes], with a row stride that is a multiple of 16.
         dtype: the tokens' own, which the wire format `none` rounds the sums to.
         num_programs: programs of the launch; None means enough to fill the GPU.
         weight_grads: on a lane that carries them, float32 [world * max_tokens, top_k], in the order of the ids: those
             of this rank's experts are stored at their tokens' homes, exactly.
+        as_they_are: each sum is the record at its first position, which is neither weighted nor quantised again.
     """
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
-    device = expert_out.device
+    device, encoded = expert_out.device, expert_out.dtype == torch.uint8
     programs = num_programs_for(lane.positions.shape[0], device, num_programs)
     with torch.cuda.device_of(expert_out):  # Triton launches on the current device
         send_sums_kernel[(programs,)](
-            expert_out, expert_out.stride(0), expert_out.shape[0], lane.buffer.view(torch.int8), lane.buffer_ptrs,
-            lane.control, lane.positions, lane.weights, lane.rank, lane_to_end(lane)[1],
-            check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
-            LAUNCH=Launch.of(lane.layout, device),
-            num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **register_limit(device),
+            expert_out.view(torch.int8) if encoded else expert_out, expert_out.stride(0), expert_out.shape[0],
+            lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.positions, lane.weights, lane.rank,
+            lane_to_end(lane)[1], check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout,
+            K_BLOCK=top_k_block(lane), ENCODED=encoded, AS_THEY_ARE=as_they_are, LAUNCH=Launch.of(lane.layout, device),
+            num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout),
+            enable_fp_fusion=False, **register_limit(device),
         )  # fmt: skip
 
 
-def sum_home(lane: Lane, out: torch.Tensor) -> None:
+def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:
     """Adds up the sums that came home.
 
     Args:
         lane: a lane whose combine phase has been waited for. A poisoned one gives NaN.
         out: [tokens, hidden] in the tokens' dtype with contiguous rows, written whole; zero where a token has no sum.
+        weight_grads: on a lane that carries them, float32 [tokens, top_k], contiguous, filled with those of the tokens'
+            weights, in the order of their ids; zero where no sum came from the expert's rank.
     """
+    weight_grads = check_home_grads(lane, out, weight_grads)
     if out.shape[0] == 0:
         return
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
@@ -258,7 +311,7 @@ def sum_home(lane: Lane, out: torch.Tensor) -> None:
     with torch.cuda.device_of(out):  # Triton launches on the current device
         sum_home_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
-            *lane_to_end(lane)[:2], ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
+            *lane_to_end(lane)[:2], weight_grads, ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
             LAUNCH=Launch.of(lane.layout, out.device), enable_fp_fusion=False, **register_limit(out.device),
             num_warps=layout.num_warps * (2 if lane.layout.CHECKSUMS else 1),
         )  # fmt: skip

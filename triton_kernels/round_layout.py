@@ -5,7 +5,7 @@ Every rank of a group has one symmetric buffer a lane, with the same offsets eve
     [ stuck lines ][ dispatch lines ][ combine lines ][ expert ids ][ router weights ][ records ][ sums ]
 
 and behind all that, on a lane of backward, [ gradients of router weights ], and, where rows are checked, [ checksums ],
-16 bytes for each line, token, record and sum.
+16 bytes for each line, token, record and sum; those of a sum are of the gradients with it, too.
 
 A *line* is 64 bytes that one peer writes: a flag, and behind it what the flag publishes. What a peer writes lies at
 that peer's own place, so no two ranks ever write the same byte. `docs/protocol.md` says when each is written and read.
@@ -286,3 +286,20 @@ def check_weight_grads(lane: Lane, weight_grads: torch.Tensor | None) -> torch.T
         accepted = f"torch.float32 {tuple(shape)}" if shape else "None, as this lane carries none"
         raise RoutingError(f"weight_grads is {given}; accepted: {accepted}")
     return weight_grads.contiguous()
+
+
+def check_home_grads(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None) -> torch.Tensor | None:
+    """`weight_grads`, if that is what `sum_home` fills beside `out` on a lane.
+
+    Raises:
+        RoutingError: it is not.
+    """
+    shape = (len(out), lane.layout.TOP_K) if lane.layout.WEIGHT_GRADS else None
+    if weight_grads is None and shape is None:
+        return None
+    fits = weight_grads is not None and weight_grads.dtype == torch.float32 and weight_grads.is_contiguous()
+    if weight_grads is None or not fits or weight_grads.shape != shape:
+        given = None if weight_grads is None else f"{weight_grads.dtype} {tuple(weight_grads.shape)}"
+        accepted = f"contiguous torch.float32 {shape}" if shape else "None, as this lane carries none"
+        raise RoutingError(f"weight_grads is {given}; accepted: {accepted}")
+    return weight_grads

@@ -11,6 +11,9 @@ At the token's home, j running over the ranks that served it in ascending order:
 
 Both sums are explicit float32 loops from +0.0, each product rounded before it is added, absent terms (-1) skipped: the
 result does not depend on timing, on the grid or on the backend. A tree sum would depend on how many ranks there are.
+
+expert_out may be records itself, of the same format: each tile is dequantised where it is read, to the float32 that
+`tw.dequantize` gives. Where every record's row was weighted and summed before, records travel as they are.
 """
 
 from __future__ import annotations
@@ -18,28 +21,32 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.codec import (
+    dequantize_reference,
     group_amax,
+    load_encoded_tile,
     load_record_tile,
     quantize_reference,
     round_reference,
     scaled_reference,
+    store_encoded_tile,
     store_record_tail,
     store_record_tile,
     sum_dtype,
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.floats import load_float32, store_float32
+from thinwire.triton_kernels.floats import load_float32, saturated, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.record_checksum import stored_tile_sums
+from thinwire.triton_kernels.record_checksum import stored_tile_sums, tile_sums
 from thinwire.wire import WireFormat
 
 
 @triton.jit
-def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr):
+def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
     """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own.
 
     `rows` is where the experts' rows begin, the step from one to the next, and how many there are; others add nothing.
+    ENCODED: they are records, and the step is in bytes.
     """
     rows_ptr, row_stride, num_rows = rows
     columns = tile_columns(tile, LAYOUT)
@@ -49,14 +56,53 @@ def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOU
         # Skipped, not added as zero: 0 * infinity would be NaN.
         if tl.where(position < num_rows, position, -1) >= 0:
             weight = tl.load(weights + k)
-            y = load_float32(rows_ptr + position * row_stride + columns, columns < LAYOUT.HIDDEN)
+            if ENCODED:
+                # What is past the row's end is whatever the records' owner left there.
+                y = load_record_tile(tl.multiple_of(rows_ptr + position * row_stride, 16), tile, LAYOUT)
+                y = tl.where(columns < LAYOUT.HIDDEN, saturated(y, tl.float32), 0.0)
+            else:
+                y = load_float32(rows_ptr + position * row_stride + columns, columns < LAYOUT.HIDDEN)
             total = total + weight * y
     return total
 
 
 @triton.jit
+def copy_record(rows, positions, record, LAYOUT: tl.constexpr, CHECKSUMS: tl.constexpr):
+    """The record at the first of `positions`, as it is, or one of zeros where there is none; else as `store_sum`."""
+    rows_ptr, row_stride, num_rows = rows
+    a = tl.full((), 0, tl.int64)
+    b = tl.full((), 0, tl.int64)
+    position = tl.load(positions)
+    there = tl.where(position < num_rows, position, -1) >= 0
+    base = tl.multiple_of(rows_ptr + position * row_stride, 16)
+    octets: tl.constexpr = (LAYOUT.HIDDEN * LAYOUT.GROUP_BYTES + LAYOUT.GROUP - 1) // LAYOUT.GROUP
+    for tile in range(LAYOUT.NUM_TILES):
+        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+        payload = tl.zeros(offsets.shape, tl.int8)
+        scale_bits = tl.zeros(groups.shape, tl.int32)
+        if there:
+            payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
+            payload = tl.where(offsets < octets, payload, 0).to(tl.int8)
+        store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
+        if CHECKSUMS:
+            more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
+            a, b = a + more_a, b + more_b
+    store_record_tail(record, LAYOUT)
+    if CHECKSUMS:
+        return a, b
+
+
+@triton.jit
 def store_sum(
-    rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, CHECKSUMS: tl.constexpr = False
+    rows,
+    positions,
+    weights,
+    record,
+    TOP_K: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ENCODED: tl.constexpr,
+    CHECKSUMS: tl.constexpr = False,
 ):
     """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above.
 
@@ -69,10 +115,10 @@ def store_sum(
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             row_amax = tl.maximum(
-                row_amax, group_amax(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT))
+                row_amax, group_amax(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED))
             )
     for tile in range(LAYOUT.NUM_TILES):
-        total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT)
+        total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED)
         amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total)
         store_record_tile(record, total, amax, tile, LAYOUT)
         if CHECKSUMS:
@@ -94,13 +140,14 @@ def pack_weighted_sums_kernel(
     record_stride,
     TOP_K: tl.constexpr,
     LAYOUT: tl.constexpr,
+    ENCODED: tl.constexpr,
 ):
     """One record of the weighted sums at the experts' rank, program r."""
     record = tl.program_id(0).to(tl.int64)
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
     rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-    store_sum(rows, positions, weights, base, TOP_K, LAYOUT)
+    store_sum(rows, positions, weights, base, TOP_K, LAYOUT, ENCODED)
 
 
 @triton.jit
@@ -140,23 +187,26 @@ def pack_weighted_sums(
     wire: WireFormat,
     dtype: torch.dtype,
     records: torch.Tensor,
+    hidden: int | None = None,
 ) -> None:
     """Sums each token's weighted expert rows and writes the sum as its record.
 
     Args:
-        expert_out: [rows, hidden] float32, float16 or bfloat16 with contiguous rows.
+        expert_out: [rows, hidden] float32, float16 or bfloat16 with contiguous rows; or uint8 [rows, row_bytes],
+            records in `wire`, which is quantised then; their row stride is a multiple of 16.
         positions: int64 [n, top_k], contiguous; rows of `expert_out` in ascending expert id, -1 for none.
         weights: float32 [n, top_k], contiguous.
         wire: the records' format.
         dtype: what `none` rounds the sum to (half to even, as IEEE has it).
         records: uint8 [n, row_bytes], written whole; the row stride is a multiple of 16.
+        hidden: elements of a row, of an expert_out of records.
     """
     if records.shape[0] == 0:
         return
-    layout = RecordLayout.of(wire, expert_out.shape[1], dtype)
+    layout, encoded = RecordLayout.of(wire, hidden or expert_out.shape[1], dtype), expert_out.dtype == torch.uint8
     with torch.cuda.device_of(records):  # Triton launches on the current device
         pack_weighted_sums_kernel[(records.shape[0],)](
-            expert_out,
+            expert_out.view(torch.int8) if encoded else expert_out,
             expert_out.stride(0),
             expert_out.shape[0],
             positions,
@@ -165,6 +215,7 @@ def pack_weighted_sums(
             records.stride(0),
             TOP_K=positions.shape[1],
             LAYOUT=layout,
+            ENCODED=encoded,
             num_warps=sum_warps(wire, layout),
             enable_fp_fusion=False,
         )
@@ -207,9 +258,12 @@ def pack_weighted_sums_reference(
     weights: torch.Tensor,
     wire: WireFormat,
     dtype: torch.dtype,
+    hidden: int | None = None,
 ) -> torch.Tensor:
     """`pack_weighted_sums` in plain torch: the records, uint8 [n, row_bytes]."""
-    hidden = expert_out.shape[1]
+    hidden = hidden or expert_out.shape[1]
+    if expert_out.dtype == torch.uint8:
+        expert_out = dequantize_reference(expert_out, wire, hidden, torch.float32)
     total = torch.zeros(positions.shape[0], hidden, dtype=sum_dtype(dtype), device=expert_out.device)
     # A row to point at where there is none.
     rows = torch.cat((expert_out.to(total.dtype), total.new_zeros(1, hidden)))

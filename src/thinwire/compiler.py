@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
 
 
-def opaque(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def opaque(function: Callable[_P, _T], reason: str = _REASON) -> Callable[_P, _T]:
     """The function, which torch.compile calls and does not trace; neither does it trace what the function calls.
 
     Compiling with `fullgraph=True`, which allows no calls between graphs, fails with the reason.
@@ -33,32 +33,38 @@ def opaque(function: Callable[_P, _T]) -> Callable[_P, _T]:
         if disabled is None:
             if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
                 return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function, reason=_REASON)
+            disabled = torch.compiler.disable(function, reason=reason)
             # Or it would be compiled for each function again, as all share its code.
             torch._dynamo.decorators.skip(call)
         return disabled(*args, **kwargs)
 
     marked: Any = call  # as `skip` does, which is there only then
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return call
 
 
-def compiled_as(traced: Callable[..., Any]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def compiled_as(traced: Callable[..., Any], reason: str = _REASON) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a function opaque, and has torch.compile trace `traced` in its place, with the same arguments.
 
-    Where `traced` returns NotImplemented, the function is called as an opaque one is.
+    Where `traced` returns NotImplemented, the function is called as an opaque one is, for this reason.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        hidden = opaque(function)
+        hidden = opaque(function, reason)
+        disabled: Callable[_P, _T] | None = None
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            nonlocal disabled
             if torch.compiler.is_compiling():
                 found: _T = traced(*args, **kwargs)
-                if found is not NotImplemented:
-                    return found
-            return hidden(*args, **kwargs)
+                return hidden(*args, **kwargs) if found is NotImplemented else found
+            # As `hidden`, which would be a call more.
+            if disabled is None:
+                if "torch._dynamo" not in sys.modules:
+                    return function(*args, **kwargs)
+                disabled = torch.compiler.disable(function, reason=reason)
+            return disabled(*args, **kwargs)
 
         return call
 

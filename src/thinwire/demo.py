@@ -18,7 +18,7 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import RoutingError
 from thinwire.fused.backend import select_backend
-from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.tiny import TinyMoE, load_tiny_moe, nats, text_windows
 from thinwire.testing import run_ranks
@@ -81,7 +81,7 @@ class _MeasuredExpertParallel(ExpertParallel):
         return d
 
     def combine(
-        self, expert_out: torch.Tensor, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+        self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         y = super().combine(expert_out, d, weighted=weighted, out=out)
         if self.exact is not None:

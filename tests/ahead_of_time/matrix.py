@@ -45,6 +45,8 @@ CHANNEL_KERNELS = ("send_rows", "recv_rows")
 COLLECTIVE_KERNELS = ("scatter", "send_to_all", "reduce", "reduce_and_send_to_all", "gather_recv")
 #: Products of experts: gate and the other half, whose rows are quantised again, and what follows; with few rows each.
 EXPERT_KERNELS = ("gate_and_up", "gate_and_up_few", "down", "down_few")
+#: Kernels that take experts' rows as records, too.
+RECORD_KERNELS = ("send_sums", "pack_weighted_sums")
 #: Kernels that move rows.
 KERNELS = CODEC_KERNELS + ROUND_KERNELS + CHANNEL_KERNELS + COLLECTIVE_KERNELS
 READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_rows")  # of records; others write them
@@ -82,6 +84,7 @@ class Case:
     target: str
     checksums: bool = False
     backward: bool = False  # a lane that carries gradients of router weights
+    rows: str = "floats"  # of experts, for the kernels of RECORD_KERNELS; "records", or "as they are"
 
 
 def cases() -> Iterator[Case]:
@@ -107,6 +110,13 @@ def cases() -> Iterator[Case]:
         for wire in ("int8:row", "int8:32", "int8:256") if gate else ():
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, HIDDEN_SIZES[-1], target)
+    for kernel in RECORD_KERNELS:
+        for rows in ("records", "as they are") if kernel == "send_sums" else ("records",):
+            for target in TARGETS:
+                yield Case(kernel, "int8", HIDDEN_SIZES[-1], target, rows=rows)
+            for wire in (*OTHER_WIRES[:-1], "int8"):  # `none` has no records
+                for target in OTHER_TARGETS if wire != "int8" else OTHER_TARGETS[:1] * (kernel == "send_sums"):
+                    yield Case(kernel, wire, HIDDEN_SIZES[-1], target, checksums=wire == "int8", rows=rows)
     for kernel in CHECKED_KERNELS:
         hidden = (COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES)[-1]
         for target in CHECKED_TARGETS:
@@ -122,6 +132,8 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     sizes = (8, 256, top_k, case.hidden, tokens, case.wire)
     lane = make_lanes(*sizes, checksums=case.checksums, weight_grads=case.backward)[0]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    out = _expert_rows(case, x)
+    sends = lane, out, x.dtype, None, lane.weights if case.backward else None, case.rows == "as they are"
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
@@ -130,11 +142,17 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
         "prefix": (permute.route, (lane,), 1),
         "place": (permute.route, (lane,), 2),
         "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
-        "send_sums": (combine.send_sums, (lane, x, x.dtype, None, lane.weights if case.backward else None), 0),
+        "send_sums": (combine.send_sums, sends, 0),
         "close_round": (dispatch.close_round, (lane,), 0),
         "wait_combine": (dispatch.wait, (lane, COMBINE, 30.0, 1.0), 0),
-        "sum_home": (combine.sum_home, (lane, x), 0),
+        "sum_home": (combine.sum_home, (lane, x, ids.float() if case.backward else None), 0),
     }[case.kernel]
+
+
+def _expert_rows(case: Case, x: torch.Tensor) -> torch.Tensor:
+    if case.rows == "floats":
+        return x
+    return torch.empty(len(x), WireFormat.parse(case.wire).row_bytes(case.hidden), dtype=torch.uint8)
 
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
@@ -215,12 +233,13 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
     records = torch.empty(rows, wire.row_bytes(case.hidden, x.dtype), dtype=torch.uint8)
     index = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(rows, top_k, dtype=torch.int64)
+    packs = _expert_rows(case, x), table, table.float(), wire, x.dtype, records, case.hidden
     function, arguments = {
         "quantize": (pack.pack_rows, (x, wire, None, records)),
         "dequantize": (pack.unpack_rows, (records, wire, None, None, x)),
         "pack": (pack.pack_rows, (x, wire, index, records)),
         "unpack": (pack.unpack_rows, (records, wire, index, index, x)),
-        "pack_weighted_sums": (sums.pack_weighted_sums, (x, table, table.float(), wire, x.dtype, records)),
+        "pack_weighted_sums": (sums.pack_weighted_sums, packs),
         "sum_records": (sums.sum_records, (records, table, wire, x)),
     }[case.kernel]
     return function, arguments, 0
@@ -311,6 +330,9 @@ def check(case: Case, report: Report) -> list[str]:
     narrow_payload = case.wire == "int4" and case.target.startswith("gfx") and case.kernel in READERS
     # With checksums sums are added up by twice the threads.
     narrow_payload |= case.checksums and case.kernel == "sum_home"
+    # So are rows that are records, by wavefronts of 64; as they are, they are a reader's.
+    of_records = case.rows == "records" or (case.rows == "as they are" and case.wire == "int4")
+    narrow_payload |= of_records and case.target.startswith("gfx")
     if wide_load and report.load_bytes < (8 if narrow_payload else 16):
         faults.append(f"loads of {report.load_bytes} bytes")
     wide_store = case.hidden % 8 == 0 or case.kernel not in READERS
@@ -352,6 +374,7 @@ def main() -> int:
         for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
             name = case.kernel + " + sums" * case.checksums
+            name += {"floats": "", "records": ", records", "as they are": ", as is"}[case.rows]
             print(
                 f"{name:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
                 f"{report.fused:>5}{report.load_bytes:>6}{report.store_bytes:>6}{report.barriers:>5}"

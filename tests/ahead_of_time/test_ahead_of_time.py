@@ -21,6 +21,7 @@ from tests.ahead_of_time.matrix import (
     EXPERT_KERNELS,
     KERNELS,
     PUBLISHERS,
+    RECORD_KERNELS,
     SCALE_READERS,
     WAITERS,
     Case,
@@ -72,11 +73,29 @@ def test_products_of_experts_are_int8_on_tensor_cores_and_do_not_spill(kernel: s
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", CHECKED_TARGETS)
 @pytest.mark.parametrize("wire", ["int8", "none"])
-def test_sums_that_bring_gradients_of_router_weights_do_not_spill_either(wire: str, target: str) -> None:
-    case = Case("send_sums", wire, 7168, target, backward=True)
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("kernel", ["send_sums", "sum_home"])
+def test_sums_that_bring_gradients_of_router_weights_do_not_spill_either(
+    kernel: str, checksums: bool, wire: str, target: str
+) -> None:
+    case = Case(kernel, wire, 7168, target, checksums, backward=True)
     report = compile_case(case)
     assert not check(case, report), report
-    assert not (target.startswith("sm_") and check_signals(case))
+    assert not (kernel in PUBLISHERS and target.startswith("sm_") and check_signals(case))
+    assert not (
+        kernel == "sum_home" and checksums and wire == "int8" and target.startswith("sm_") and check_scales(case)
+    )
+
+
+@pytest.mark.parametrize("rows", exhaustive_but(["as they are"], ["records", "as they are"]))
+@pytest.mark.parametrize("checksums", exhaustive_but([False], [False, True]))
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], CHECKED_TARGETS))
+def test_experts_rows_that_are_records_do_not_spill_either(rows: str, checksums: bool, target: str) -> None:
+    for kernel in RECORD_KERNELS[: 2 - (checksums or rows == "as they are")]:
+        case = Case(kernel, "int8", 7168, target, checksums=checksums, rows=rows)
+        report = compile_case(case)
+        assert not check(case, report), report
+        assert not (kernel in PUBLISHERS and target.startswith("sm_") and check_signals(case))
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,7 @@
-"""The table in docs/integrations.md is what `python -m tests.integrations.models` wrote; without transformers too."""
+"""Tables in the docs are what `python -m tests.integrations.models` and `make serve-check` wrote.
+
+Neither transformers nor vLLM is needed for that.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +36,31 @@ def test_the_tables_are_the_recorded_ones() -> None:
         assert table(figures, use) in text, table(figures, use)
     assert all(found["thinwire:none"]["tokens_equal"] and found["thinwire:none"]["flips"] == 0 for found in figures)
     assert f"{sum(found['thinwire:int8']['tokens_equal'] for found in figures)} of {len(figures)}" in text
+
+
+VLLM_HEAD = """\
+| | prompts with the same tokens | steps whose tokens went to the same experts | their log-probabilities differ by | \
+other steps | by | bytes sent |
+|---|---|---|---|---|---|---|
+"""
+
+
+def vllm_table(content: dict[str, Any]) -> str:
+    """A line for each way to run it and wire."""
+    lines = VLLM_HEAD
+    for way, name in (("llm", "`LLM`"), ("serve", "`vllm serve`")):
+        for wire, found in content[way].items():
+            others, far = found["steps_routed_otherwise"], found["max_logprob_difference_of_those"]
+            sent, logical = (sum(rank[what] for rank in found["sent"]) for what in ("wire_bytes", "logical_bytes"))
+            lines += (
+                f"| {name}, `{wire}` | {found['prompts_with_the_same_tokens']} of {found['prompts']} "
+                f"| {found['steps_routed_alike']} | {found['max_logprob_difference']:.4f} at most | {others} "
+                f"| {'' if far is None else f'{far:.4f} at most'} | {sent:,} for {logical:,} |\n"
+            )
+    return lines
+
+
+def test_the_table_of_vllm_is_the_recorded_one() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "vllm.json").read_text())
+    assert vllm_table(content) in (ROOT / "docs" / "integrations-vllm.md").read_text(), vllm_table(content)
+    assert all(set(found["requests_answered_by_rank"]) == {"0", "1"} for found in content["serve"].values())

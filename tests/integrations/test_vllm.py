@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import pkgutil
 import sys
 import types
@@ -183,21 +182,3 @@ def test_two_processes_compute_what_vllm_computes_in_one(wire: str, most: float)
 @needs_vllm
 def test_layers_that_it_cannot_serve_are_refused() -> None:
     run_ranks(_refused, 2, timeout=280)
-
-
-def test_the_documented_figures_are_those_of_the_file() -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "vllm.json").read_text())
-    page = (ROOT / "docs" / "integrations-vllm.md").read_text()
-    for way, name in (("llm", "`LLM`"), ("serve", "`vllm serve`")):
-        for wire in ("none", "int8"):
-            found = content[way][wire]
-            wired, logical = (sum(rank[key] for rank in found["sent"]) for key in ("wire_bytes", "logical_bytes"))
-            cells = (
-                f"{found['prompts_with_the_same_tokens']} of {found['prompts']}",
-                f"{found['max_logprob_difference_of_the_others']:.4f}",
-                f"{len(found['steps_past_0.02'])} of {found['steps_compared']}",
-                f"{wired:,} for {logical:,}",
-            )
-            assert f"| {name}, `{wire}` | {' | '.join(cells)} |" in page
-            if way == "serve":
-                assert set(found["requests_answered_by_rank"]) == {"0", "1"}

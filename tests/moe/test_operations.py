@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from tests.speeds import exhaustive_but
+from thinwire import operators
 from thinwire.moe import operations
 from thinwire.moe.compiled_round import CompiledRound
 from thinwire.moe.gradients import RoundGradients, Wants
@@ -63,9 +64,10 @@ def _assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 
 
 def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Of gradients that several rounds add to, which a graph adds up among themselves first."""
+    """Of gradients that several rounds add to, which a graph adds up among themselves first; terms may cancel."""
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        scale = float(other.abs().max()) if other.is_floating_point() else 0.0
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def _gathered(ep: tw.ExpertParallel) -> Function:
@@ -139,13 +141,16 @@ def _many_rounds(ep: tw.ExpertParallel, x: torch.Tensor, ids: torch.Tensor, weig
         d = ep.dispatch(x[first:], ids[first:], weights[first:], lane=lane)
         return ep.combine((d.gather(CAPACITY)[0] * scale).sin(), d)
 
+    # Of what rounding gets nothing is made, and this round's legs of backward are the last.
+    d = ep.dispatch(x[6:].round(), ids[6:], weights[6:].detach())
+    rounded = ep.combine(d.gather(CAPACITY)[0] * 0.125, d).square().sum()
     identical = layer(0, 1.0).sum() + layer(0, 1.0).sum()
     layer(1, 1.0)  # unused
     independent = layer(2, 1.0).square().sum() + layer(3, 2.0, lane=1).square().sum()
     early, late = ep.dispatch(x[4:], ids[4:], weights[4:]), ep.dispatch(x[5:], ids[5:], weights[5:], lane=1)
     rows = [late.gather(CAPACITY)[0] * 3, early.gather(CAPACITY)[0] * 5]
     both = ep.combine(rows[1], early).sum() + ep.combine(rows[0], late).sum()
-    return identical + independent + both
+    return rounded + identical + independent + both
 
 
 def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[str, int]]:
@@ -177,7 +182,7 @@ def test_compiled_rounds_keep_pythons_order(transport: str, backend: str) -> Non
     env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     first, second = run_ranks(_orders, 2, transport, backend, timeout=600, env=env)
     assert first == second
-    assert [leg for leg, _ in first].count("backward of dispatch") == 2 * 6, "the unused round has none"
+    assert [leg for leg, _ in first].count("backward of dispatch") == 2 * 7, "the unused round has none"
 
 
 def _checkpoints(comm: tw.Communicator, transport: str, backend: str) -> None:
@@ -370,16 +375,16 @@ def test_an_expert_parallel_that_is_gone_and_a_ticket_of_no_round() -> None:
     class Gone:
         pass
 
-    handle = operations.register(Gone())  # type: ignore[arg-type]
+    handle = operators.register(Gone())
     gc.collect()
     x, ids, weights = _batch(2, 0, grad=False)
     with pytest.raises(tw.LaneError, match=f"no ExpertParallel {handle} in this process"):
-        torch.ops.thinwire.dispatch(operations.ORDER, x, ids, weights, handle, 0, 0, EXPERTS)
+        torch.ops.thinwire.dispatch(operators.ORDER, None, x, ids, weights, handle, 0, 0, EXPERTS)
     ticket = torch.tensor([2.0**40], dtype=torch.float64)
     with pytest.raises(tw.LaneError, match="this round is over"):
-        torch.ops.thinwire.gather(operations.ORDER, ticket, 3, HIDDEN, x.dtype, x.device, 0)
+        torch.ops.thinwire.gather(operators.ORDER, ticket, 3, HIDDEN, x.dtype, x.device, 0)
     with pytest.raises(tw.LaneError, match="way of this round's gradients is not known"):
-        torch.ops.thinwire.gather_backward(operations.ORDER, ticket, x)
+        torch.ops.thinwire.gather_backward(operators.ORDER, ticket, x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,7 +393,7 @@ def test_an_expert_parallel_that_is_gone_and_a_ticket_of_no_round() -> None:
 
 def _opcheck(comm: tw.Communicator, transport: str) -> None:
     ep = _parallel(comm, transport, wire="int8")
-    ops, order = torch.ops.thinwire, operations.ORDER.clone()
+    ops, order = torch.ops.thinwire, operators.ORDER.clone()
     x, ids, weights = _batch(7, comm.rank, grad=False)
     of_tokens = HIDDEN, x.dtype, x.device
     wants = 3  # rows and weights
@@ -399,11 +404,11 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
             torch.library.opcheck(operator, args, test_utils=part)
 
     def begin() -> torch.Tensor:
-        return ops.dispatch(order, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))[0]
+        return ops.dispatch(order, None, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "_numbers", itertools.repeat(1))  # or no ticket would be that of the call before
-        check(ops.dispatch.default, order, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))
+        check(ops.dispatch.default, order, None, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))
     ticket = begin()
     check(ops.gather.default, order, ticket, CAPACITY, *of_tokens, wants)
     rows, _ = ops.gather(order, ticket, CAPACITY, *of_tokens, wants)

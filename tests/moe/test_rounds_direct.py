@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -263,6 +264,24 @@ def test_the_grid_changes_nothing() -> None:
     for seen in run_ranks(_a_smaller_grid, 2, env=INTERPRETED, timeout=120):
         assert_same_bits("one program", seen[0], seen[1])
         assert_same_bits("five programs", seen[0], seen[2])
+
+
+def _a_long_wait(comm: Communicator) -> float:
+    """Seconds of the processor that rank 0's thread takes while it waits about a second for rank 1."""
+    with ExpertParallel(comm, 4, 1, 32, 4, transport="direct") as ep:
+        batch = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+        d = ep.dispatch(*batch)
+        ep.combine(d.tokens, d)
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1)
+        before = time.thread_time()
+        ep.dispatch(*batch)
+        return time.thread_time() - before
+
+
+def test_who_waits_for_long_leaves_the_core_to_others() -> None:
+    assert run_ranks(_a_long_wait, 2, timeout=200)[0] < 0.5
 
 
 def _missing_signal(comm: Communicator) -> None:

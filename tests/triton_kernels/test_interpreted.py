@@ -126,6 +126,20 @@ def _check_combine(spec: str, hidden: int) -> None:
         assert_same_bits(spec, sums.sum_records_reference(expected, record_index, wire, hidden, target), out)
 
 
+def _combine_records(comm: Communicator) -> None:
+    """Records of any bytes are added up as what they stand for."""
+    for spec, hidden in [(spec, 150) for spec in WIRES if spec != "none"] + [("int8:row", 9001), ("int8", 9001)]:
+        generator, wire = torch.Generator().manual_seed(1), WireFormat.parse(spec)
+        rows = torch.randint(0, 256, (9, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
+        rows[4:] = codec.quantize_reference(torch.randn(5, hidden, generator=generator), wire)
+        positions = torch.tensor([[0, 3, 5], [4, 7, 6], [2, -1, -1], [-1, -1, -1], [8, 5, -1]])
+        weights = torch.rand(5, 3, generator=generator)
+        records, _ = _poisoned_records(5, wire.row_bytes(hidden))
+        sums.pack_weighted_sums(rows, positions, weights, wire, torch.bfloat16, records, hidden)
+        expected = sums.pack_weighted_sums_reference(rows, positions, weights, wire, torch.bfloat16, hidden)
+        assert torch.equal(records, expected), spec
+
+
 def _checksums(comm: Communicator) -> None:
     generator = torch.Generator().manual_seed(2)
     for count, row_bytes in ((0, 5), (1, 1), (41, 41), (3000, 96), (3001, 1500), (5000, 4096)):
@@ -152,6 +166,11 @@ def test_pack_and_unpack_equal_their_references() -> None:
 
 def test_combine_equals_its_reference() -> None:
     run_ranks(_combine, 1, env=INTERPRETED, timeout=300)
+
+
+@pytest.mark.exhaustive
+def test_combine_of_records_equals_the_reference() -> None:
+    run_ranks(_combine_records, 1, env=INTERPRETED, timeout=300)
 
 
 def test_checksums_equal_their_reference() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,7 @@ def _same_bytes(sizes: Sizes, specs: tuple[str, ...], comm: Communicator) -> Non
         seen: list[list[torch.Tensor]] = []
         for kernels in (Mixed(), Mixed(0), Mixed(1)):
             lanes, tokens = Rounds(sizes=sizes).drawn(3, spec, True)
+            torch.manual_seed(4)  # of what weights' gradients are
             seen.append([])
             for closing in ((), (0,)):
                 seen[-1] += rounds.run_round(kernels, lanes, tokens, scales, closing)
@@ -65,6 +67,12 @@ def _rows(comm: Communicator) -> None:
         tampered.check_rows(change)
 
 
+def _weight_grads(comm: Communicator) -> None:
+    sizes = Sizes(world=2, experts=3, top_k=2, hidden=40, tokens=2, weight_grads=True)
+    Rounds(Mixed(VICTIM), sizes).check_weight_grads(range(0, 32, 11))
+    Rounds(Mixed(0), sizes).check_weight_grads(range(7, 8))  # sent by Triton's kernels
+
+
 def _finding(comm: Communicator) -> None:
     Rounds(Mixed(VICTIM), Sizes(world=2, experts=2, top_k=1, hidden=16, tokens=8)).check_finding()
 
@@ -73,6 +81,11 @@ def _finding(comm: Communicator) -> None:
     "check",
     [
         pytest.param(_finding, id="two findings"),
+        pytest.param(_weight_grads, id="gradients of router weights"),
+        pytest.param(
+            partial(_same_bytes, replace(TINY, weight_grads=True), ("int8", "none", "int8:row")), id="backward",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(_rows, id="rows", marks=pytest.mark.exhaustive),
         pytest.param(partial(_corrupted, range(10), "int8"), id="corrupted", marks=pytest.mark.exhaustive),
         pytest.param(partial(_corrupted, range(20, 30), "none"), id="corrupted, none", marks=pytest.mark.exhaustive),

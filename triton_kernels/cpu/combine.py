@@ -6,19 +6,18 @@ that own the token's experts.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.triton_kernels.cpu.codec import dtype_code
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
-    load_float32,
     load_int32,
     load_int64,
     stack_buffer,
-    store_float32,
     store_int64,
+    zero_bytes,
 )
 from thinwire.triton_kernels.cpu.lane import (
     MIXED_DTYPES,
@@ -39,18 +38,35 @@ from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
 from thinwire.triton_kernels.cpu.round_checksum import (
     combined_fits,
     combined_sums,
+    copy_weight_grads,
     epoch_of,
     lines_fit,
     planes_fit,
     put,
 )
 from thinwire.triton_kernels.cpu.signal import signal_line
-from thinwire.triton_kernels.cpu.sums import pack_sum_row, scratch_bytes, sum_record_row, weighted_sum_row
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, SIGNAL_HAS_SUMS, Lane, check_weight_grads
+from thinwire.triton_kernels.cpu.sums import (
+    AS_THEY_ARE,
+    copy_record,
+    pack_sum_row,
+    rows_code,
+    scratch_bytes,
+    sum_record_row,
+    weighted_sum_row,
+)
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    DISPATCH,
+    SIGNAL_HAS_SUMS,
+    Lane,
+    check_home_grads,
+    check_weight_grads,
+)
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
+_NO_TAIL = (np.int64(0), np.int64(0))
 
 
 @device
@@ -97,18 +113,20 @@ def send_sums_kernel(
             if ordinal == count:
                 continue
             factors = weights + 4 * first
-            total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, lane.hidden, parts)
             place = token * lane.slots + ordinal
             record = sums + place * lane.sum_bytes
-            pack_sum_row(total, lane.dtype, record, layout)
+            if row_dtype == AS_THEY_ARE:
+                copy_record(rows, row_stride, chosen, record, layout)
+            else:
+                total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, layout, parts)
+                pack_sum_row(total, lane.dtype, record, layout)
+            tail = _NO_TAIL
             if lane.weight_grads:
                 grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
-                for k in range(lane.top_k):
-                    expert = load_int32(own + lane.ids + 4 * (first + k)) - lane.first_expert
-                    if 0 <= expert < lane.local_experts:
-                        store_float32(grads + 4 * k, load_float32(weight_grads + 4 * (first + k)))
+                ids, mine = own + lane.ids + 4 * first, weight_grads + 4 * first
+                tail = copy_weight_grads(ids, mine, grads, lane, lane.rank)
             if lane.checksums:
-                pair = combined_sums(record, lane, epoch_of(control), lane.rank, place)
+                pair = combined_sums(record, lane, epoch_of(control), lane.rank, place, tail)
                 put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
     publish_sums(buffer_ptrs, lane, control, 1)
     return WRITTEN
@@ -120,6 +138,7 @@ def send_sums(
     dtype: torch.dtype,
     num_programs: int | None = None,
     weight_grads: torch.Tensor | None = None,
+    as_they_are: bool = False,
 ) -> None:
     """`thinwire.triton_kernels.combine.send_sums` for CPU tensors, in one thread: other ranks want the other cores.
 
@@ -130,19 +149,23 @@ def send_sums(
         TransportUnavailable: without numba.
     """
     layout = lane.layout
-    expert_out = readable_rows(expert_out, layout.HIDDEN, "expert_out")
+    encoded = expert_out.dtype == torch.uint8
+    width = lane.combine_wire.row_bytes(layout.HIDDEN, dtype) if encoded else layout.HIDDEN
+    expert_out = readable_rows(expert_out, width, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
-    scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K))
+    scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded))
     memory = addresses(lane, "buffer_ptrs", "control", "report", "positions", "weights")
     rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     weight_grads = check_weight_grads(lane, weight_grads)
     grads = 0 if weight_grads is None else weight_grads.data_ptr()
-    result = send_sums_kernel(numbers.address, *memory, *rows, dtype_code(expert_out.dtype), scratch, grads)
+    result = send_sums_kernel(numbers.address, *memory, *rows, rows_code(expert_out, as_they_are), scratch, grads)
     check_dtype(result, "dtype", dtype)
 
 
 @kernel
-def sum_home_kernel(numbers, buffer_ptrs, control, report, out, out_stride, tokens, scratch, fingerprint=FINGERPRINT):
+def sum_home_kernel(
+    numbers, buffer_ptrs, control, report, out, out_stride, tokens, scratch, weight_grads, fingerprint=FINGERPRINT
+):
     """Adds up what came home into the rows at `out`. `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
@@ -163,37 +186,48 @@ def sum_home_kernel(numbers, buffer_ptrs, control, report, out, out_stride, toke
     for token in range(tokens):
         if lane.checksums and not planes_fit(buffer_ptrs, lane, control, report, lane.rank, token):
             return POISONED
-        count = destinations(first_ids + 4 * token * lane.top_k, lane, ranks)
+        ids, of_token = first_ids + 4 * token * lane.top_k, 4 * token * lane.top_k
+        if lane.weight_grads:
+            zero_bytes(weight_grads + of_token, 4 * lane.top_k)
+        count = destinations(ids, lane, ranks)
         for j in range(count):
             # The list of ranks becomes one of records, in place.
             source, place = load_int64(ranks + 8 * j), token * lane.slots + j
             line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, source)
             has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
-            if has_sums and lane.checksums and not combined_fits(buffer_ptrs, lane, control, report, source, place):
-                return POISONED
+            tail = _NO_TAIL
+            if has_sums and lane.weight_grads:
+                grads = own + lane.weight_grads + of_token
+                tail = copy_weight_grads(ids, grads, weight_grads + of_token, lane, source)
+            if has_sums and lane.checksums:
+                if not combined_fits(buffer_ptrs, lane, control, report, source, place, tail):
+                    return POISONED
             store_int64(ranks + 8 * j, place if has_sums else -1)
         row = out + token * out_stride
         sum_record_row(own + lane.sums, lane.sum_bytes, ranks, count, lane.dtype, layout, row, scratch)
     return WRITTEN
 
 
-def sum_home(lane: Lane, out: torch.Tensor) -> None:
+def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:
     """`thinwire.triton_kernels.combine.sum_home` for CPU tensors.
 
     Raises:
-        RoutingError: another shape or stride of `out`, or with `none` another dtype than the tokens'.
+        RoutingError: another shape or stride of `out` or `weight_grads`, or with `none` another dtype than the tokens'.
         WireFormatError: a dtype that the kernels cannot write.
         TransportUnavailable: without numba.
     """
     layout = lane.layout
     check_out(out, layout.HIDDEN)
+    grads = check_home_grads(lane, out, weight_grads)
     numbers = numbers_that_fit(lane, out.dtype)
     scratch = scratch_of(lane, scratch_bytes(layout.HIDDEN, layout.SLOTS))
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
     memory = addresses(lane, "buffer_ptrs", "control", "report")
-    result = sum_home_kernel(numbers.address, *memory, *rows, scratch)
+    result = sum_home_kernel(numbers.address, *memory, *rows, scratch, 0 if grads is None else grads.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")
     if result == POISONED:
         out.fill_(float("nan"))
+        if grads is not None:
+            grads.fill_(float("nan"))

@@ -149,19 +149,27 @@ def token_count(buffer_ptrs, lane, source):
 
 
 @device
+def owner_of(expert, lane):
+    """The rank that owns an expert; -1 where an id is no expert's."""
+    boundary = lane.larger_ranks * (lane.experts_each + 1)
+    if 0 <= expert < boundary:
+        return expert // (lane.experts_each + 1)
+    if 0 <= expert < lane.num_experts:
+        return lane.larger_ranks + (expert - boundary) // lane.experts_each
+    return -1
+
+
+@device
 def destinations(ids, lane, ranks):
     """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `slots`.
 
     `ids` is the address of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
     """
-    boundary = lane.larger_ranks * (lane.experts_each + 1)
     zero_bytes(ranks, 8 * lane.world)
     for k in range(lane.top_k):
-        expert = load_int32(ids + 4 * k)
-        if 0 <= expert < boundary:
-            store_int64(ranks + 8 * (expert // (lane.experts_each + 1)), 1)
-        elif 0 <= expert < lane.num_experts:
-            store_int64(ranks + 8 * (lane.larger_ranks + (expert - boundary) // lane.experts_each), 1)
+        owner = owner_of(load_int32(ids + 4 * k), lane)
+        if owner >= 0:
+            store_int64(ranks + 8 * owner, 1)
     count = 0
     for rank in range(lane.world):
         if load_int64(ranks + 8 * rank) != 0:

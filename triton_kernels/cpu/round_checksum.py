@@ -5,11 +5,14 @@ What is compared is in this core's cache when it is used. The first row that doe
 
 from __future__ import annotations
 
+import numpy as np
+
 from thinwire.triton_kernels.cpu.checksum import fits, put, row_sums, word_sums
 from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.checksum import mix
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32
+from thinwire.triton_kernels.cpu.lane import owner_of
 from thinwire.triton_kernels.cpu.signal import poison, signal_line
 from thinwire.triton_kernels.round_layout import (
     CHECKED_COMBINE_LINE,
@@ -59,9 +62,29 @@ def record_sums(record, lane, epoch, source, slot):
 
 
 @device
-def combined_sums(record, lane, epoch, source, place):
-    """Of a combined record, by its place at home."""
-    return row_sums(record, lane.sum_row_bytes, round_seed(CHECKED_SUM, epoch, source), place)
+def combined_sums(record, lane, epoch, source, place, tail):
+    """Of a combined record, by its place at home, and of its `tail`: two sums without seeds."""
+    a, b = row_sums(record, lane.sum_row_bytes, round_seed(CHECKED_SUM, epoch, source), place)
+    more_a, more_b = tail
+    return a + more_a, b + more_b
+
+
+@device
+def copy_weight_grads(ids, grads, target, lane, rank):
+    """Copies a token's gradients of those experts' weights that a rank owns, float32 [top_k].
+
+    Returns their two sums as if they stood behind the rank's combined record, without seeds; with checksums or not.
+    """
+    a, b = np.int64(0), np.int64(0)
+    for k in range(lane.top_k):
+        if owner_of(load_int32(ids + 4 * k), lane) == rank:
+            bits = load_int32(grads + 4 * k)
+            store_int32(target + 4 * k, bits)
+            place = lane.sum_row_bytes + 4 * k
+            word = (np.int64(bits) & 0xFFFFFFFF) << (8 * (place & 7))
+            a += word
+            b += word * ((place >> 3) + 1)
+    return a, b
 
 
 @device
@@ -120,10 +143,10 @@ def record_fits(buffer_ptrs, lane, control, report, slot):
 
 
 @device
-def combined_fits(buffer_ptrs, lane, control, report, source, place):
-    """The same for a combined record that a rank sent home."""
+def combined_fits(buffer_ptrs, lane, control, report, source, place, tail):
+    """The same for a combined record that a rank sent home, and what came with it, whose two sums are `tail`."""
     own = load_int64(buffer_ptrs + 8 * lane.rank)
-    pair = combined_sums(own + lane.sums + place * lane.sum_bytes, lane, epoch_of(control), source, place)
+    pair = combined_sums(own + lane.sums + place * lane.sum_bytes, lane, epoch_of(control), source, place, tail)
     if fits(own + lane.sum_checksums + 16 * place, pair):
         return True
     end_lane(buffer_ptrs, lane, control, report, CHECKED_SUM, source, place // lane.slots)

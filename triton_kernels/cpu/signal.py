@@ -9,8 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from thinwire.triton_kernels.cpu.compat import device, emits, ir
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release, yield_processor
+from thinwire.triton_kernels.cpu.ir.atomics import (
+    load_acquire,
+    monotonic_ns,
+    sleep_microseconds,
+    store_release,
+    yield_processor,
+)
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 from thinwire.triton_kernels.signal import (
@@ -34,6 +42,9 @@ _MOST_AHEAD = 1  # of epochs, see `docs/protocol.md`
 _LONGEST_NS = 2**62
 _SPINS = 200  # looks before the first yield
 _SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
+# Linux may let a thread that does nothing but yield keep its core from others for a long time, and a rank that is
+# awaited may be bound to the same core. What a nap adds to a wait is a tenth of it at most.
+_YIELDING_NS, _NAP_MICROSECONDS = 1_000_000, np.int32(50)
 
 
 # Intrinsics, as they are called in many places: numba takes a hundredth of a second to inline a function into another.
@@ -76,6 +87,15 @@ def someone_is_stuck(buffer_ptrs, world, rank, stuck):
 
 
 @device
+def let_others_run(until):
+    """Gives up the processor: for a moment, or, once that has helped nothing until a time, for a nap."""
+    if monotonic_ns() < until:
+        yield_processor()
+    else:
+        sleep_microseconds(_NAP_MICROSECONDS)
+
+
+@device
 def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
     """Waits until every peer's flag has come to `epoch`, and says how that ended.
 
@@ -101,7 +121,7 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
             return ended
         looks += 1
         if looks > _SPINS:
-            yield_processor()
+            let_others_run(pause - _SLICE_NS + _YIELDING_NS)
 
 
 @device
@@ -151,7 +171,7 @@ def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
             return GAVE_UP
         if now > pause:
             return GIVING_UP
-        yield_processor()
+        let_others_run(pause - _SLICE_NS + _YIELDING_NS)
 
 
 @device

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dtype_code, quantize_row, record_layout, round_row
+from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout, round_row
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
@@ -22,15 +22,24 @@ from thinwire.wire import WireFormat
 _LANES = 16
 _REST_BYTES = 4 * _LANES
 _ONE = np.float32(1.0)
+#: In place of a dtype's code: rows are records of the format that their sums will have, or go home as they are.
+ENCODED, AS_THEY_ARE = -1, -2
 
 
-def scratch_bytes(hidden: int, terms: int) -> int:
+def scratch_bytes(hidden: int, terms: int, encoded: bool = False) -> int:
     """What the row functions of this file need to sum `terms` rows of `hidden` elements: addresses, ends, the sum.
+
+    And, if rows are `encoded`, one float32 row for each.
 
     >>> scratch_bytes(7168, 8)
     29328
     """
-    return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % _LANES)
+    return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % _LANES) * (1 + terms * encoded)
+
+
+def rows_code(rows: torch.Tensor, as_they_are: bool = False) -> int:
+    """What the kernels call what rows are of: ENCODED, AS_THEY_ARE or a dtype's code, which may raise."""
+    return dtype_code(rows.dtype) if rows.dtype != torch.uint8 else AS_THEY_ARE if as_they_are else ENCODED
 
 
 @device
@@ -61,22 +70,48 @@ def sum_sources(sources, scales, count, element, row_scale, hidden, group, ends,
 
 
 @device
-def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, hidden, scratch):
+def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, layout, scratch):
     """Sums weights[k] * rows[positions[k]] over k with positions[k] >= 0, and returns the sum's address in `scratch`.
 
     `positions` (int64) and `weights` (float32) are addresses of `terms` numbers; `row_stride` is in bytes. The sum is
-    float32, with room for a multiple of 16 columns.
+    float32, with room for a multiple of 16 columns. `dtype` may be ENCODED: then `layout` is that of the rows, too.
     """
+    hidden = layout[3]
     sources, scales, ends, one, total = scratch_parts(scratch, terms)
+    room = 4 * (hidden + -hidden % _LANES)
     count = 0
     for k in range(terms):
         position = load_int64(positions + 8 * k)
         if position >= 0:
-            store_int64(sources + 8 * count, rows + position * row_stride)
+            source = rows + position * row_stride
+            if dtype == ENCODED:
+                # Not in the sum's own loop: that has one product for an element, and this takes two.
+                decoded = total + room * (1 + count)
+                dequantize_row(source, decoded, FLOAT32, layout)
+                source = decoded
+            store_int64(sources + 8 * count, source)
             store_int64(scales + 8 * count, weights + 4 * k)
             count += 1
-    sum_sources(sources, scales, count, dtype, 1, hidden, hidden, ends, total)
+    element = FLOAT32 if dtype == ENCODED else dtype
+    sum_sources(sources, scales, count, element, 1, hidden, hidden, ends, total)
     return total
+
+
+@device
+def copy_record(rows, row_stride, positions, record, layout):
+    """Writes the record at the first of `positions` as it is, or one of zeros where there is none."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    position = load_int64(positions)
+    if position < 0:
+        zero_bytes(record, row_bytes)
+        return
+    source = rows + position * row_stride
+    payload = hidden * (4 if kind == INT4 else 8) + 7 >> 3
+    end = scales_offset + (4 if row_scale else (hidden + group - 1) // group * 2)
+    copy_bytes(record, source, payload)
+    zero_bytes(record + payload, scales_offset - payload)
+    copy_bytes(record + scales_offset, source + scales_offset, end - scales_offset)
+    zero_bytes(record + end, row_bytes - end)
 
 
 @device
@@ -127,11 +162,10 @@ def pack_weighted_sums_kernel(
     fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """Record r from the weighted sum of the rows that positions[r] names. Strides are in bytes."""
-    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
     for r in range(count):
         first = r * terms
         named, factors = positions + 8 * first, weights + 4 * first
-        total = weighted_sum_row(rows, row_stride, dtype, named, factors, terms, hidden, scratch)
+        total = weighted_sum_row(rows, row_stride, dtype, named, factors, terms, layout, scratch)
         pack_sum_row(total, record_dtype, records + r * record_stride, layout)
 
 
@@ -152,17 +186,17 @@ def pack_weighted_sums(
     wire: WireFormat,
     dtype: torch.dtype,
     records: torch.Tensor,
+    hidden: int | None = None,
 ) -> None:
     """`thinwire.triton_kernels.sums.pack_weighted_sums` for CPU tensors, each row's columns side by side.
 
     Positions are not checked. Raises WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count, terms = positions.shape
-    hidden = expert_out.shape[1]
-    scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
+    hidden, code = hidden or expert_out.shape[1], rows_code(expert_out)
+    scratch = torch.empty(scratch_bytes(hidden, terms, code == ENCODED), dtype=torch.uint8)
     positions, weights = positions.contiguous(), weights.contiguous()
-    stride, code = expert_out.stride(0) * expert_out.itemsize, dtype_code(expert_out.dtype)
-    layout = record_layout(wire, hidden, dtype)
+    stride, layout = expert_out.stride(0) * expert_out.itemsize, record_layout(wire, hidden, dtype)
     pack_weighted_sums_kernel(
         expert_out.data_ptr(), stride, code, positions.data_ptr(), weights.data_ptr(), terms,
         records.data_ptr(), records.stride(0), dtype_code(dtype), count, layout, scratch.data_ptr(),

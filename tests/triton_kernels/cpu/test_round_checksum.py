@@ -44,6 +44,16 @@ def test_no_corrupted_round_gives_a_wrong_result(spec: str, rounds: int) -> None
     assert sum(ROUNDS.check_corrupted(seed, spec) for seed in range(rounds)) > rounds // 4
 
 
+@pytest.mark.parametrize("spec", ["int8", "none"])
+def test_no_corrupted_round_of_backward_gives_a_wrong_gradient(spec: str) -> None:
+    rounds = Rounds(sizes=Sizes(weight_grads=True))
+    assert sum(rounds.check_corrupted(seed, spec) for seed in range(100)) > 20
+
+
+def test_each_bit_of_a_gradient_that_came_home_is_compared() -> None:
+    Rounds(sizes=Sizes(weight_grads=True)).check_weight_grads()
+
+
 def test_a_whole_round_that_was_left_from_before_does_not_fit() -> None:
     ROUNDS.check_stale()
 

@@ -78,6 +78,20 @@ def test_weighted_sums(spec: str, dtype: torch.dtype) -> None:
                 assert_same_records(f"{spec} [{hidden}] of {terms}", expected, got, wire, hidden, record_dtype)
 
 
+@pytest.mark.parametrize("spec", [spec for spec in WIRES if spec != "none"])
+def test_weighted_sums_of_records_of_any_bytes(spec: str) -> None:
+    wire, generator = WireFormat.parse(spec), torch.Generator().manual_seed(4)
+    for hidden in HIDDENS:
+        records = torch.randint(0, 256, (9, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
+        records[4:] = pack_rows_reference(torch.randn(5, hidden, generator=generator), wire, None)
+        for terms in TERMS:
+            positions, weights = some_index(6, terms, 9, generator), torch.randn(6, terms, generator=generator)
+            got = torch.full((6, wire.row_bytes(hidden)), POISON, dtype=torch.uint8)
+            pack_weighted_sums(records, positions, weights, wire, torch.float32, got, hidden)
+            expected = pack_weighted_sums_reference(records, positions, weights, wire, torch.float32, hidden)
+            assert torch.equal(expected, got), f"{spec} [{hidden}] of {terms}"
+
+
 @every_dtype
 @every_wire
 def test_weighted_sums_of_every_magnitude_with_nan_and_infinity(spec: str, dtype: torch.dtype) -> None:
