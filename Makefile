@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-rest test-all test-integrations test-integrations-all test-vllm serve-check soak fuzz protocol lint types imports \
-	ahead-of-time bench clean
+	ahead-of-time bench docs clean
 
 demo: $(VENV)/ready
 	$(RUN) -m thinwire demo
@@ -84,6 +84,11 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_link
 	$(RUN) -m benchmarks.bench_all_reduce --link
+
+# The site, in build/site; a broken link fails it.
+docs: $(VENV)/ready
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -139,7 +139,7 @@ def init(
     """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
 
     Rank and size come from a rank table if one is passed, else from the arguments, else from a `torch.distributed` that
-    is initialised already (whose process group is then used, and left alone by `close()`), else from :func:`discover`.
+    is initialised already (whose process group is then used, and left alone by `close()`), else from `discover`.
     The backend is Gloo for the CPU and NCCL for CUDA. A world of one meets nobody and needs no address. A group made
     here is destroyed by `close()`, or at the end of the process.
 
@@ -153,20 +153,20 @@ def init(
     In a thread that is a rank, of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
 
     Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
-    open communicators, see :meth:`Communicator.flight_recorder`, until the communicator of calls without a domain is
+    open communicators, see `Communicator.flight_recorder`, until the communicator of calls without a domain is
     closed. A handler that somebody else has set stays. Within a wait of NCCL it is written when that ends.
 
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table
             `rank` alone is enough.
         rank_table: path or content of a file that says which ranks there are and which device each has; see
-            :func:`discover` and `thinwire.comm.rank_table`.
+            `discover` and `thinwire.comm.rank_table`.
         domain: a name.
         device: None means the rank table's if there is one, else `cuda:LOCAL_RANK`, when CUDA is available, else the
             CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
         timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
             been waiting for a peer for twice as long.
-        integrity: "checksum" or "none", see :class:`Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
+        integrity: "checksum" or "none", see `Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
             has that of the calls without one, unless it is given here.
 
     Raises:
@@ -223,7 +223,7 @@ def init(
 
 
 def default_communicator() -> Communicator:
-    """The communicator that :func:`init` returned last, of those that are open.
+    """The communicator that `init` returned last, of those that are open.
 
     In a thread that is a rank, it is that rank's until `init` returns another one there.
 
@@ -255,14 +255,14 @@ def find_communicator(comm: Group | None) -> Communicator | None:
 def as_communicator(comm: Group) -> Communicator:
     """A communicator itself, or that of a process group or of a DeviceMesh of one axis.
 
-    A group has one communicator: that of :func:`init`, where it wraps this group, else one that is made when the group
+    A group has one communicator: that of `init`, where it wraps this group, else one that is made when the group
     is first passed, collectively over it, with the timeout and integrity of the default communicator if there is one.
     It ends with the process, or with the group; if it was shrunk, its group stands for the ranks that are left.
 
     Raises:
         ArgumentError: something else, or a mesh of several axes.
         ThinwireError: this rank is not in the group.
-        TransportUnavailable, PeerTimeout, ConfigMismatch: as :class:`Communicator`, when it is made.
+        TransportUnavailable, PeerTimeout, ConfigMismatch: as `Communicator`, when it is made.
     """
     return comm if isinstance(comm, Communicator) else current_domains().of_group(*group_of(comm))
 

@@ -5,7 +5,7 @@ written in place. Sizes, dtypes and the operation are the same on all ranks, as 
 threads that disagree get `PeerTimeout`. Tensors live on the communicator's device, have any strides, and no history in
 autograd. Everything that can be seen on this rank alone is checked before anything is sent.
 
-Every call returns a :class:`~thinwire.comm.work.Work`. With `async_op=True` it may be under way still, and the tensors
+Every call returns a `thinwire.comm.work.Work`. With `async_op=True` it may be under way still, and the tensors
 are not to be touched before its `wait()`. `all_reduce` and `reduce` of more than 64 KiB take two steps over Gloo and
 between threads, and the second one is taken in `wait()`, or in this communicator's next call: there, all ranks wait in
 the same order for works of different communicators, and for what else needs their peers.
@@ -35,7 +35,7 @@ from thinwire.errors import ArgumentError, CountsError
 
 
 class Collectives(HostCollectives):
-    """The exact collectives of a :class:`Communicator` that take tensors. With `async_op` they return at once.
+    """The exact collectives of a `Communicator` that take tensors. With `async_op` they return at once.
 
     All of them raise:
         CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.

@@ -58,7 +58,7 @@ class Communicator(Collectives):
         group: a process group that this rank belongs to; None means the default group of `torch.distributed`.
         device: where this rank's tensors live. None means CUDA's current device when the group has NCCL and CUDA is
             available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
-            :meth:`post` then takes CPU memory only.
+            `post` then takes CPU memory only.
         timeout: seconds that a call may wait for a peer; None means 30.
         integrity: "checksum": all that travels is compared with sums that were made where it was sent, and what differs
             gives IntegrityError; "none": it is believed. None means THINWIRE_INTEGRITY, else "none".
@@ -170,7 +170,7 @@ class Communicator(Collectives):
 
         Args:
             layout: over the ranks of this communicator.
-            axes: of the layout. Ranks are numbered with the first axis counting most, see :meth:`Layout.ranks_along`.
+            axes: of the layout. Ranks are numbered with the first axis counting most, see `Layout.ranks_along`.
             groups: in place of layout and axes: lists of ranks, every rank in one of them; ranks are numbered in the
                 order of their list.
 
@@ -390,7 +390,7 @@ class Communicator(Collectives):
     def flight_recorder(self) -> Path:
         """Writes this rank's last 256 operations on this communicator to a file, and returns its path.
 
-        PeerTimeout writes it too, and so does SIGUSR1, see :func:`init`; `thinwire inspect` compares all ranks' files.
+        PeerTimeout writes it too, and so does SIGUSR1, see `init`; `thinwire inspect` compares all ranks' files.
         It holds names, sizes, dtypes and times, no data. THINWIRE_FLIGHT_RECORDER names the folder. Not collective; may
         be called from any thread, and when the communicator is closed.
 

@@ -6,7 +6,7 @@ What the two backends of process groups do, and what follows from it:
   *process* (an uncaught C++ exception in Gloo's own thread), one that is shorter fills part of the buffer and reports
   success. The tag of every message here is therefore made from its length, its place in the sequence of its pair and
   what the caller says it is: ranks that disagree do not match, and both get
-  :class:`~thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
+  `thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
   exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone. So a rank
   that gave up looks to its peers like one that died, and who is lost they have to agree on.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
@@ -47,7 +47,7 @@ def _message_tag(sequence: int, num_bytes: int, label: str) -> int:
 
 
 class Posted:
-    """An exchange under way. Made by :meth:`Communicator.post`; call :meth:`wait` before touching its buffers.
+    """An exchange under way. Made by `Communicator.post`; call `wait` before touching its buffers.
 
     The communicator keeps the buffers alive until then, also when this object is dropped.
     """
@@ -73,7 +73,7 @@ class Posted:
         self._exchange.complete(self)
 
     def wait_on_host(self) -> None:
-        """As :meth:`wait`, and blocks the host on CUDA too, for at most the communicator's timeout."""
+        """As `wait`, and blocks the host on CUDA too, for at most the communicator's timeout."""
         self._exchange.complete(self, block_host=True)
 
 
@@ -141,7 +141,7 @@ class Exchange(ABC):
     def post(
         self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None, rows: Rows | None = None
     ) -> Posted:
-        """Starts the exchange described at :meth:`Communicator.post`."""
+        """Starts the exchange described at `Communicator.post`."""
         if self.corrupted is not None:
             earlier = self.corrupted
             text = f"this communicator's exchange cannot be used any more, make a new one; earlier: {earlier}"
@@ -217,7 +217,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
-        """Ends `posted`; see :meth:`Posted.wait`."""
+        """Ends `posted`; see `Posted.wait`."""
 
     @property
     @abstractmethod

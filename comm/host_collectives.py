@@ -61,7 +61,7 @@ _A = TypeVar("_A", bound=Attachment)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a communicator's rank, size and device came from, for :meth:`Communicator.explain`."""
+    """Where a communicator's rank, size and device came from, for `Communicator.explain`."""
 
     ranks: str
     device: str
@@ -70,7 +70,7 @@ class Origin:
 
 
 class HostCollectives:
-    """What a :class:`Communicator` keeps, and those of its collectives that block the host."""
+    """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     def _set_up(
         self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None

@@ -35,7 +35,7 @@ _REPEAT = "repeat"
 class Layout:
     """A device matrix with a name for each axis. Rank r is at the r-th place in row-major order, last axis fastest.
 
-    Calling it maps a tensor's dimensions to axes and returns a :class:`TensorLayout`.
+    Calling it maps a tensor's dimensions to axes and returns a `TensorLayout`.
 
     Args:
         device_matrix: ints of at least 1; their product is the number of ranks, `size`.
@@ -176,7 +176,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How the dimensions of a tensor are cut over a device matrix; made by calling a :class:`Layout`.
+    """How the dimensions of a tensor are cut over a device matrix; made by calling a `Layout`.
 
     Cuts are even: a dimension's size must be a multiple of its number of parts, as in MindSpore.
 
@@ -262,15 +262,15 @@ class TensorLayout:
         return tuple(found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """See :meth:`Layout.coordinates`."""
+        """See `Layout.coordinates`."""
         return self.layout.coordinates(rank)
 
     def ranks_along(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """See :meth:`Layout.ranks_along`."""
+        """See `Layout.ranks_along`."""
         return self.layout.ranks_along(axes, rank)
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """See :meth:`Layout.groups`."""
+        """See `Layout.groups`."""
         return self.layout.groups(axes)
 
     def placements(self) -> tuple[Placement, ...]:

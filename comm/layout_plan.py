@@ -128,7 +128,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """What :func:`plan_redistribute` found.
+    """What `plan_redistribute` found.
 
     Attributes:
         shape: of the whole tensor.

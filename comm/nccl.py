@@ -30,7 +30,7 @@ class _NativeStep:
         self._work = self._guard(lambda: function(*args, group=exchange.group, async_op=True, **options))
 
     def wait(self) -> None:
-        """See :class:`Step`."""
+        """See `Step`."""
         if self._work is not None:
             self._guard(self._work.wait)
             self._work = None

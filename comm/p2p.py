@@ -1,9 +1,9 @@
 """Collectives made of sends and receives: those of Gloo's ranks and of threads, and of NCCL where it does the same.
 
 Gloo has collectives of its own, but ends the *process* of a rank whose tensor is shorter than its peers'. Messages that
-:meth:`Communicator.post` carries match by length, order and label instead, so ranks that disagree get `PeerTimeout`.
+`Communicator.post` carries match by length, order and label instead, so ranks that disagree get `PeerTimeout`.
 
-Each function is a generator for :class:`thinwire.comm.work.Work`.
+Each function is a generator for `thinwire.comm.work.Work`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _KINDS: dict[str, type[ThinwireError]] = {kind.__name__: kind for kind in (Capac
 
 
 class SymmetricMemory:
-    """A rank's buffer and the addresses of all ranks' buffers. Made by :func:`allocate`.
+    """A rank's buffer and the addresses of all ranks' buffers. Made by `allocate`.
 
     Attributes:
         kind: "posix", "cuda" or "threads".

@@ -2,7 +2,7 @@
 
 Each message is carried by whichever end posts it second, as a copy from one buffer straight into the other. Messages
 match by pair, place in the sequence of their pair, length, kind of memory and label, as over Gloo: ranks that disagree
-do not match, and get :class:`~thinwire.errors.PeerTimeout`.
+do not match, and get `thinwire.errors.PeerTimeout`.
 
 A rank is *gone* when it closed its communicator, raised, or gave up waiting. Nobody waits for it any longer, and those
 who did learn which rank began it.

@@ -22,7 +22,7 @@ class Step(Protocol):
 
 
 class Work(Generic[_T]):
-    """A call under way after `async_op=True`, and else done. Call :meth:`wait` before touching its tensors.
+    """A call under way after `async_op=True`, and else done. Call `wait` before touching its tensors.
 
     Args:
         steps: posts a step each time that it is asked for one, once the one before is done, and does what is left to do

@@ -41,7 +41,7 @@ _Kind = TypeVar("_Kind", bound=DirectRounds)
 
 
 class Assembly:
-    """The base of :class:`thinwire.ExpertParallel`, which says what its parts are for."""
+    """The base of `thinwire.ExpertParallel`, which says what its parts are for."""
 
     def __init__(self, config: ParallelConfig) -> None:
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size

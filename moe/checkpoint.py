@@ -40,7 +40,7 @@ def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Ma
     is complete.
 
     Args:
-        model: any module; its :class:`MoELayer` children hold all their experts.
+        model: any module; its `MoELayer` children hold all their experts.
         path: the file to write; an existing one is replaced.
         metadata: strings stored in the file's header, such as a model's configuration as JSON; None for none.
 
@@ -82,7 +82,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: range | None = None) -> dict[str, str]:
-    """Fill ``model`` from a file that :func:`save_checkpoint` wrote, and return the file's metadata.
+    """Fill ``model`` from a file that `save_checkpoint` wrote, and return the file's metadata.
 
     Of each stacked expert tensor only the slice ``experts.start:experts.stop`` is read. Values are converted to the
     dtype and device of the model's own tensors. Everything is compared, and converted, before the first value is

@@ -34,7 +34,7 @@ def _between_graphs(name: str) -> property:
 
 
 class CompiledRound:
-    """A round that compiled code began: a :class:`Dispatched`, whose operators may lie in a graph, and be called.
+    """A round that compiled code began: a `Dispatched`, whose operators may lie in a graph, and be called.
 
     `expert_counts` and `expert_offsets` are copies. What is no operator is asked of the round itself, between graphs.
     """

@@ -25,7 +25,7 @@ ROUND_DTYPES = (*FLOAT_DTYPES, torch.float64)  # the last one is for comparisons
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The arguments of :class:`thinwire.ExpertParallel`, where they are described, with the wire formats looked up."""
+    """The arguments of `thinwire.ExpertParallel`, where they are described, with the wire formats looked up."""
 
     comm: Communicator
     num_experts: int

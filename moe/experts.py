@@ -56,7 +56,7 @@ class GroupedExperts(nn.Module):
     ``b_out`` [num_experts, hidden_size], all zero.
 
     Args:
-        activation: "silu", "gelu", or a :class:`ClampedSwiGLU`, which only gated experts have.
+        activation: "silu", "gelu", or a `ClampedSwiGLU`, which only gated experts have.
 
     Raises:
         ValueError: a negative ``num_experts``, a size below 1, or an activation that is unknown or needs a gate.

@@ -18,10 +18,10 @@ from thinwire.triton_kernels.int8_weights import Int8Weights
 
 
 class Int8Experts(nn.Module):
-    """The experts of a :class:`GroupedExperts` with SiLU, in int8: ``expert_out = experts(d)``; for inference alone.
+    """The experts of a `GroupedExperts` with SiLU, in int8: ``expert_out = experts(d)``; for inference alone.
 
     Weights have one scale for each output channel. Rows are multiplied as they arrived, and those between the two
-    products are quantised by :data:`INNER_WIRE`, 64 columns a scale. On Gaussian rows and weights the result is within
+    products are quantised by `INNER_WIRE`, 64 columns a scale. On Gaussian rows and weights the result is within
     .02 (relative L2) of the float32 experts' on exact rows; the arithmetic is that of
     `thinwire.triton_kernels.expert_gemm`, the same bits on every device.
 

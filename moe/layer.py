@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Routing(NamedTuple):
-    """What the router decided for T tokens: the input of :func:`thinwire.moe.routing.load_balancing_loss`."""
+    """What the router decided for T tokens: the input of `thinwire.moe.routing.load_balancing_loss`."""
 
     router_logits: torch.Tensor  # floating point [T, E]
     topk_ids: torch.Tensor  # int32 [T, K]
@@ -32,20 +32,20 @@ class MoELayer(nn.Module):
 
     With ``shared_ff_size`` above 0 one more expert of that inner size, without biases, is added for every token, with
     weight 1, on the token's own rank (DeepSeek's shared experts, side by side). ``router_config`` says how experts are
-    chosen and weighted; activation, gate and biases are those of :class:`GroupedExperts`.
+    chosen and weighted; activation, gate and biases are those of `GroupedExperts`.
 
     Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
     collective: every rank of the group calls it as often as the others, with any number of tokens, also none, and so it
     is with backward. There an expert gets the gradient of all ranks' tokens, and the router that of this rank's: add
     the router's up over the ranks. Built with ``ep`` it draws random experts and a random router of its own, which has
-    to be the same on every rank: load existing ones with :func:`thinwire.moe.checkpoint.load_checkpoint`, or use
-    :meth:`shard`.
+    to be the same on every rank: load existing ones with `thinwire.moe.checkpoint.load_checkpoint`, or use
+    `shard`.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
     shared expert is added to it in the dtype of ``x``.
 
     Raises:
-        ValueError: sizes that :class:`GroupedExperts` refuses, ``top_k`` outside 1..num_experts, groups of
+        ValueError: sizes that `GroupedExperts` refuses, ``top_k`` outside 1..num_experts, groups of
             ``router_config`` that do not fit these, or an ``ep`` whose local experts are not among ``num_experts``.
 
     >>> layer = MoELayer(hidden_size=8, ff_size=16, num_experts=4, top_k=2)
@@ -139,13 +139,13 @@ class MoELayer(nn.Module):
 
         Raises:
             RoutingError: the last dimension of ``x`` is not ``hidden_size``, or it is not floating point. On the CPU
-                also, with ``ep``, what another rank refused; see :meth:`ExpertParallel.dispatch`.
+                also, with ``ep``, what another rank refused; see `ExpertParallel.dispatch`.
             ArgumentError: ``x`` is no dense tensor.
         """
         return self.forward_with_routing(x)[0]
 
     def forward_with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-        """Like :meth:`forward`, and the routing besides, which a load-balancing loss needs."""
+        """Like `forward`, and the routing besides, which a load-balancing loss needs."""
         try:
             require_dense("x", x, in_memory=False)
             if x.dim() < 1 or x.shape[-1] != self.hidden_size or not x.is_floating_point():

@@ -172,8 +172,8 @@ class ExpertParallel(Assembly):
         arguments may be overwritten then, on CUDA by what is launched later. A later dispatch on the lane ends what was
         started, as it ends a round, on every rank.
 
-        Raises:
-            As `dispatch`; what is wrong at other ranks is raised by `dispatch_finish` with the direct transport.
+        It raises what `dispatch` does, but for what is wrong at other ranks: with the direct transport
+        `dispatch_finish` raises that.
         """
         return self._begin_round(x, topk_ids, topk_weights, lane, whole=False)
 
@@ -353,8 +353,7 @@ class ExpertParallel(Assembly):
         expert_out may be overwritten on return, on CUDA by what is launched later; where router weights want a gradient
         autograd keeps it, and refuses to go on if it was. `out` is filled by `combine_finish`.
 
-        Raises:
-            As `combine`.
+        It raises what `combine` does.
         """
         d = compiled_round.uncompiled(d)
         started = StartedCombine(self._rounds, d.lane if isinstance(d, Dispatched) else 0)

@@ -98,14 +98,14 @@ def save_moe_layers(
     its own experts: all ranks must see the folder that ``target`` is in.
 
     Args:
-        layers: by number; what :func:`load_moe_layer` returns for ``source``, trained or not. All whole, or all sharded
+        layers: by number; what `load_moe_layer` returns for ``source``, trained or not. All whole, or all sharded
             over the same group.
         source: the checkpoint to copy; read on rank 0 only.
         target: the folder to make; there must be nothing yet.
 
     Raises:
         FileNotFoundError: there is no folder ``source``, or none that ``target`` could be in.
-        CheckpointError: ``source`` is refused, as :func:`load_moe_layer` does; a layer does not fit it; ``target`` is
+        CheckpointError: ``source`` is refused, as `load_moe_layer` does; a layer does not fit it; ``target`` is
             there; or another rank could not write.
         ArgumentError: ``layers`` is empty or of several groups, or a key is no number of a layer.
         OSError: what the system says of writing.

@@ -56,7 +56,7 @@ class Records(NamedTuple):
 
 
 class Received(ABC):
-    """The base of :class:`thinwire.moe.dispatched.Dispatched`, which says what its tensors are."""
+    """The base of `thinwire.moe.dispatched.Dispatched`, which says what its tensors are."""
 
     rows: torch.Tensor
     index: torch.Tensor

@@ -106,7 +106,7 @@ def top_k_route(
     Args:
         router_logits: floating point [T, E].
         top_k: 1..E.
-        config: other ways to score and choose; see :class:`RouterConfig`.
+        config: other ways to score and choose; see `RouterConfig`.
         correction_bias: floating point [E], added to the scores by which experts are chosen; None for none.
 
     Returns:

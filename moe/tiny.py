@@ -30,7 +30,7 @@ TINY_MOE_PATH = Path(__file__).parent / "tiny_moe" / "tiny_moe.safetensors"
 
 @dataclass(frozen=True)
 class TinyMoEConfig:
-    """Sizes of a :class:`TinyMoE`; ``dropout`` acts on the output of every attention and MoE layer, in training."""
+    """Sizes of a `TinyMoE`; ``dropout`` acts on the output of every attention and MoE layer, in training."""
 
     hidden_size: int = 256
     num_layers: int = 3
@@ -47,7 +47,7 @@ class TinyMoEConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TinyMoEConfig:
-        """The inverse of :meth:`to_json`.
+        """The inverse of `to_json`.
 
         Raises:
             CheckpointError: ``text`` is not JSON, or has a field that is unknown here.
@@ -104,13 +104,13 @@ class Block(nn.Module):
 
 
 class TinyMoE(nn.Module):
-    """A causal transformer over bytes whose feed-forward layers are all :class:`MoELayer`. Computes in fp32.
+    """A causal transformer over bytes whose feed-forward layers are all `MoELayer`. Computes in fp32.
 
     The output projection is the embedding table. With ``ep`` every MoE layer holds only this rank's experts, and a
     forward pass is collective: ranks may differ in batch size (also 0) but not in how often they call it.
 
     Raises:
-        ValueError: ``hidden_size`` is not a multiple of ``2 * num_heads``, or :class:`MoELayer` refuses its sizes.
+        ValueError: ``hidden_size`` is not a multiple of ``2 * num_heads``, or `MoELayer` refuses its sizes.
 
     >>> TinyMoE(TinyMoEConfig(num_layers=1))(torch.zeros(2, 5, dtype=torch.int64)).shape
     torch.Size([2, 5, 256])
@@ -133,7 +133,7 @@ class TinyMoE(nn.Module):
         return self.forward_with_routing(tokens)[0]
 
     def forward_with_routing(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Routing]]:
-        """Like :meth:`forward`, and the routing of every layer besides."""
+        """Like `forward`, and the routing of every layer besides."""
         if tokens.dim() != 2 or tokens.shape[1] > self.config.context:
             raise ValueError(f"tokens must be [batch, at most {self.config.context}], got {tuple(tokens.shape)}")
         # The table is scaled for its second use, as output projection; RMS norms make the size of x itself irrelevant
@@ -147,7 +147,7 @@ class TinyMoE(nn.Module):
 
 
 def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel | None = None) -> TinyMoE:
-    """A trained :class:`TinyMoE` in evaluation mode, with fp32 weights on the CPU.
+    """A trained `TinyMoE` in evaluation mode, with fp32 weights on the CPU.
 
     With ``ep`` only the experts of this rank are read from the file.
 
@@ -201,9 +201,9 @@ def nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
 def bits_per_byte(model: TinyMoE, text: bytes, *, batch: int = 16) -> float:
     """Mean code length, ``-log2 p(byte | bytes before it in its window)``, over all of ``text`` but its first byte.
 
-    Windows as in :func:`text_windows`, of the model's context; the sum is taken in fp64. The model is put into
+    Windows as in `text_windows`, of the model's context; the sum is taken in fp64. The model is put into
     evaluation mode for the time. With a sharded model the call is collective: every rank passes a text of the same
-    length, or runs its own loop over :func:`text_windows`.
+    length, or runs its own loop over `text_windows`.
 
     Raises:
         ValueError: ``text`` has fewer than 2 bytes, or ``batch`` is below 1.

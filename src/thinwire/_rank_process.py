@@ -1,4 +1,4 @@
-"""The child's half of :func:`thinwire.testing.run_ranks`: what one rank's process does from its start to its end."""
+"""The child's half of `thinwire.testing.run_ranks`: what one rank's process does from its start to its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from thinwire.errors import ThinwireError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a rank is told at its start, beside a file with the pickled :class:`Payload`. It answers in `folder`:
+    """What a rank is told at its start, beside a file with the pickled `Payload`. It answers in `folder`:
 
     - `rank<r>.result`: the pickled result;
     - `rank<r>.failure`: a pickled pair of the time, as `time.monotonic()`, and the traceback;

@@ -1,4 +1,4 @@
-"""The thread mode of :func:`thinwire.testing.run_ranks`: ranks that are threads of this process."""
+"""The thread mode of `thinwire.testing.run_ranks`: ranks that are threads of this process."""
 
 from __future__ import annotations
 

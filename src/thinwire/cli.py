@@ -14,8 +14,8 @@ from thinwire.version import VERSION
 COMMANDS = ("demo", "inspect")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0, or 2 for input that cannot be used."""
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; what is parsed has `run`, the command's."""
     parser = argparse.ArgumentParser(prog="thinwire", description="mixture-of-experts tokens in int8, both ways")
     parser.add_argument("--version", action="version", version=f"thinwire {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -29,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, or 2 for input that cannot be used."""
+    options = make_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
     except (ThinwireError, OSError) as error:

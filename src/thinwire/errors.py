@@ -1,7 +1,7 @@
 """Every error thinwire raises on purpose.
 
-Each derives from :class:`ThinwireError` and from the nearest builtin, so that callers may catch either. Each message
-says what was wrong, where, and what would be accepted. All but :class:`PeerTimeout` and :class:`IntegrityError`
+Each derives from `ThinwireError` and from the nearest builtin, so that callers may catch either. Each message
+says what was wrong, where, and what would be accepted. All but `PeerTimeout` and `IntegrityError`
 are raised before any row is sent; what depends on a peer's counts is raised after those were exchanged.
 """
 

@@ -102,7 +102,7 @@ def run_ranks(
     for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
 
     Args:
-        fn: called with a :class:`thinwire.comm.Communicator` over all the ranks, and `args`.
+        fn: called with a `thinwire.comm.Communicator` over all the ranks, and `args`.
         world_size: number of ranks.
         mode: "process" or "thread".
         device: "cpu" (processes: Gloo) or "cuda" (processes: NCCL, GPU r for rank r).

@@ -6,7 +6,7 @@ One row of a tensor travels as one *record*::
 
 Each section begins on a 16-byte boundary, the record is padded to `alignment` bytes, and pad bytes are zero.
 
-Every launcher, reference and test takes its offsets from :class:`WireFormat` and from nowhere else.
+Every launcher, reference and test takes its offsets from `WireFormat` and from nowhere else.
 
 The numerics, equal to the last bit in every backend, for a group `x` of finite values::
 

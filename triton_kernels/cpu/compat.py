@@ -1,7 +1,7 @@
 """numba if it is installed; otherwise stand-ins that let these files import and say what is missing when called.
 
 Everything in the library imports without its optional parts. Calling a function of this folder without numba raises
-:class:`thinwire.errors.TransportUnavailable`, which names the extra to install.
+`thinwire.errors.TransportUnavailable`, which names the extra to install.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""The pages: what they point to is there, what they show is what was measured, and their first example runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+#: What the site makes of the README and of `--help`.
+MADE = {"index.md", "reference/command-line.md"}
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+        there = page.parent / target if target else page
+        made = page.is_relative_to(DOCS) and os.path.relpath(there, DOCS) in MADE
+        assert there.exists() or made, f"{page.name} points to {target}"
+        if anchor and there.suffix == ".md" and not made:
+            assert anchor in _headings(there), f"{page.name} points to {target}#{anchor}"
+
+
+def test_the_navigation_has_every_page() -> None:
+    listed = re.findall(r":\s+(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | MADE
+    assert sorted(listed) == sorted(there)
+
+
+def test_the_page_of_performance_is_what_the_results_say() -> None:
+    assert (DOCS / "performance.md").read_text() == _script("write_performance").page()
+
+
+@pytest.mark.exhaustive
+def test_the_quick_start_runs_alone_and_on_two_ranks(tmp_path: Path) -> None:
+    example = re.search(
+        r"<!-- quick start example -->\n```python\n(.*?)```", (DOCS / "quick-start.md").read_text(), re.DOTALL
+    )
+    assert example is not None
+    script = tmp_path / "program.py"
+    script.write_text(example[1] + "assert y.isfinite().all() and layer.router.weight.grad.any()\n")
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command in ([], launcher):
+        done = subprocess.run([sys.executable, *command, str(script)], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "outputs (100, 256)" in done.stdout
