@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -37,6 +38,7 @@ from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.comm.trace_file import write_recorder
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.log import LOGGER
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
@@ -124,6 +126,7 @@ class Communicator(Collectives):
                     trace.name_run(self._recorder.communicator)
                 if traced:
                     self._join_trace(trace)
+            self._log_facts()
         except BaseException:
             exchange.close()
             raise
@@ -162,6 +165,7 @@ class Communicator(Collectives):
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm._recorder.communicator = world.identity
+            comm._log_facts()
             communicators.append(comm)
         return communicators
 
@@ -376,27 +380,35 @@ class Communicator(Collectives):
         atexit.register(made._close_all)
         return made
 
-    def explain(self) -> str:
-        """What was chosen, and why, one fact a line."""
+    def _log_facts(self) -> None:
+        if LOGGER.isEnabledFor(logging.INFO):
+            facts = self._facts()
+            self._log("; ".join(facts[:-1]))
+            self._log(facts[-1], logging.DEBUG)
+
+    def _facts(self) -> list[str]:
+        """What `explain` says of the ranks and how they reach each other."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
         if self._is_standalone:
             owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"
-        return "\n".join(
-            (
-                f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else ""),
-                f"  rank and size: from {self._origin.ranks}",
-                f"  device: {self._device}, {self._origin.device}",
-                f"  backend: {self._exchange.backend}",
-                f"  process group: {owner}",
-                f"  timeout: {self.timeout:g} s",
-                f"  integrity: {self.integrity}",
-                *([] if self._standby is None else [f"  {self._standby.describe()}"]),
-                f"  {self._recorder.describe()}",
-                *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
-            )
-        )
+        return [
+            f"rank and size: from {self._origin.ranks}",
+            f"device: {self._device}, {self._origin.device}",
+            f"backend: {self._exchange.backend}",
+            f"process group: {owner}",
+            f"timeout: {self.timeout:g} s",
+            f"integrity: {self.integrity}",
+            *([] if self._standby is None else [self._standby.describe()]),
+            self._recorder.describe(),
+        ]
+
+    def explain(self) -> str:
+        """What was chosen, and why, one fact a line."""
+        first = f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else "")
+        attached = [attachment.describe() for attachment in self._attachments.values()]
+        return "\n  ".join([first, *self._facts(), *attached])
 
     def flight_recorder(self) -> Path:
         """Writes this rank's last 256 operations on this communicator to a file, and returns its path.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.log import LOGGER, follow_environment
 from thinwire.operators import register
 
 #: What `require_same` compares.
@@ -79,6 +81,7 @@ class HostCollectives:
     def _set_up(
         self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
     ) -> None:
+        follow_environment()
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
         self._handle = register(self)
@@ -88,6 +91,10 @@ class HostCollectives:
         )
         self._attachments: dict[str, Attachment] = {}
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        """Tells the logger of a choice, at this rank."""
+        LOGGER.log(level, "rank %d of %d: %s", self.rank, self.size, text)
 
     def _join_trace(self, trace: Trace | None) -> None:
         """Compares clocks where ranks have different ones; then it is collective."""

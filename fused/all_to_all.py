@@ -85,7 +85,9 @@ def all_to_all_v(
     check: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """Sends `send_counts[r]` rows of x to each rank r and returns the rows that all ranks sent here.
+    """Quantised in transit: sends each rank r `send_counts[r]` rows. `Communicator.all_to_all_v` is exact.
+
+    Returns the rows that all ranks sent here.
 
     Args:
         x: [rows, ...]; a row is everything but dim 0. In a 1-D tensor counts are in elements, as in MPI's Alltoallv;
