@@ -21,9 +21,10 @@ from thinwire.comm.groups import as_device, backends_of, group_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launchers import RankInfo, discover
-from thinwire.comm.meeting import gloo_on_loopback, is_loopback, meet
+from thinwire.comm.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.tensors import is_seconds
+from thinwire.comm.waiting import first_line
 from thinwire.errors import PeerTimeout, ThinwireError
 
 if TYPE_CHECKING:
@@ -406,12 +407,14 @@ def _make_group(info: RankInfo, device: torch.device, timeout: float, on_loopbac
                 timeout=limit,
                 device_id=device if on_cuda else None,
             )
-    except RuntimeError as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
+    except (Unmet, RuntimeError) as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
         place = "alone" if info.address is None else "at {}:{}".format(*info.address)
+        reason = str(error) if isinstance(error, Unmet) else first_line(error)
         raise PeerTimeout(
             f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
-            f"(limit {limit.total_seconds():g} s): {error}"
-        ) from error
+            f"(limit {limit.total_seconds():g} s): {reason}",
+            ranks=error.missing if isinstance(error, Unmet) else (),
+        ) from None
 
 
 def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple[str | None, dist.Store | None]:
@@ -420,6 +423,8 @@ def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple
         return None, dist.HashStore()
     host, port = info.address
     # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
-    if on_loopback and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if on_loopback and not of_agent:
         return None, meet(host, port, info.rank, info.size, limit)
+    reach(host, port, limit, listen=info.rank == 0 and not of_agent)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None

@@ -49,7 +49,7 @@ class Collectives(HostCollectives):
 
     @opaque
     def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work[None]:
-        """Replaces `tensor` by the reduction of every rank's, on every rank.
+        """Exact, in place: replaces `tensor` by all ranks' reduction. `thinwire.all_reduce` quantises, into a new one.
 
         Args:
             tensor: one shape and dtype on all ranks.
@@ -68,7 +68,7 @@ class Collectives(HostCollectives):
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
     ) -> Work[None]:
-        """Fills `output` with the reduction of every rank's `input_list[rank]`.
+        """Exact: fills `output` with all ranks' `input_list[rank]`, reduced. `thinwire.reduce_scatter` quantises.
 
         Args:
             output: has the shape and dtype of `input_list[rank]`; it may be that tensor.
@@ -96,7 +96,10 @@ class Collectives(HostCollectives):
 
     @opaque
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
-        """Fills `tensor_list[r]` with rank r's `tensor`. One shape and dtype on all ranks; any dtype."""
+        """Exact: fills `tensor_list[r]` with rank r's `tensor`. `thinwire.all_gather` quantises.
+
+        One shape and dtype on all ranks; any dtype.
+        """
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), range(self.size), written=True)
         if self._on_nccl:
@@ -105,7 +108,10 @@ class Collectives(HostCollectives):
 
     @opaque
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
-        """As `all_gather`, of tensors whose shapes differ: `tensor_list[r]` has the shape of rank r's `tensor`."""
+        """Exact: as `all_gather`, of tensors whose shapes differ. `thinwire.all_gather_v` quantises.
+
+        `tensor_list[r]` has the shape of rank r's `tensor`.
+        """
         data = self._check("tensor", tensor)
         outputs = self._check_list("tensor_list", tensor_list, ("tensor", data), [self.rank], written=True)
         counts = ("counts", [output.numel() for output in outputs])
@@ -147,7 +153,7 @@ class Collectives(HostCollectives):
     def all_to_all(
         self, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], async_op: bool = False
     ) -> Work[None]:
-        """Sends `input_tensor_list[r]` to rank r, and fills `output_tensor_list[r]` from there.
+        """Exact: sends `input_tensor_list[r]` to rank r, and fills `output_tensor_list[r]` from there.
 
         Args:
             output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
@@ -174,7 +180,7 @@ class Collectives(HostCollectives):
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Work[None]:
-        """Sends each rank its rows of `input`, and fills `output` with each rank's rows, one rank after another.
+        """Exact: sends each rank its rows of `input`, fills `output` by rank. `thinwire.all_to_all_v` quantises.
 
         This is torch's `all_to_all_single`. `thinwire.all_to_all_v` also has displacements, wire formats, and counts
         that are found out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.clocks import clock_name
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.exchange import PeerExchange, name_ranks
 from thinwire.comm.flight_files import VARIABLE
@@ -34,7 +36,9 @@ from thinwire.comm.meeting import gloo_on_loopback
 from thinwire.comm.standby import Standby, join
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
+from thinwire.comm.trace_file import write_recorder
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.log import LOGGER
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
@@ -99,12 +103,16 @@ class Communicator(Collectives):
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
-        modes = [mode]
+        modes, own_clock = [mode], clock_name()
+        traced = self._recorder.trace is not None
 
         def gather(value: object, shape: Any) -> list[Any]:
-            told = self._gather_short([mode, value], (int, shape))
-            modes[:] = [told_mode for told_mode, _ in told]
-            return [told_value for _, told_value in told]
+            nonlocal traced
+            told = self._gather_short([mode, own_clock, traced, value], (int, str, bool, shape))
+            modes[:] = [told_mode for told_mode, *_ in told]
+            self._clocks_differ = any(clock != own_clock for _, clock, *_ in told)
+            traced = any(others for _, _, others, _ in told)
+            return [told_value for *_, told_value in told]
 
         try:
             with self._recorder.begin("Communicator"):
@@ -113,6 +121,12 @@ class Communicator(Collectives):
                     exchange.agree = self._standby.agree
                 self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
                 exchange.integrity = agreed_mode(modes, mode)
+                trace = self._recorder.trace
+                if trace is not None:
+                    trace.name_run(self._recorder.communicator)
+                if traced:
+                    self._join_trace(trace)
+            self._log_facts()
         except BaseException:
             exchange.close()
             raise
@@ -151,6 +165,7 @@ class Communicator(Collectives):
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm._recorder.communicator = world.identity
+            comm._log_facts()
             communicators.append(comm)
         return communicators
 
@@ -209,7 +224,7 @@ class Communicator(Collectives):
         if isinstance(self._exchange, ThreadExchange):
             made: list[Communicator] = []
             if self.rank == own[0]:  # the first of each group makes the communicators of all, the others take theirs
-                world = ThreadWorld(len(own), within=self._exchange.world)
+                world = ThreadWorld(len(own), self._exchange.world, own)
                 made = Communicator.of_threads(world, **settings._replace(device=self._device)._asdict())
             return self.share_objects(made)[own[0]][own.index(self.rank)]
         if self._store is not None:
@@ -365,27 +380,35 @@ class Communicator(Collectives):
         atexit.register(made._close_all)
         return made
 
-    def explain(self) -> str:
-        """What was chosen, and why, one fact a line."""
+    def _log_facts(self) -> None:
+        if LOGGER.isEnabledFor(logging.INFO):
+            facts = self._facts()
+            self._log("; ".join(facts[:-1]))
+            self._log(facts[-1], logging.DEBUG)
+
+    def _facts(self) -> list[str]:
+        """What `explain` says of the ranks and how they reach each other."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
         if self._is_standalone:
             owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"
-        return "\n".join(
-            (
-                f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else ""),
-                f"  rank and size: from {self._origin.ranks}",
-                f"  device: {self._device}, {self._origin.device}",
-                f"  backend: {self._exchange.backend}",
-                f"  process group: {owner}",
-                f"  timeout: {self.timeout:g} s",
-                f"  integrity: {self.integrity}",
-                *([] if self._standby is None else [f"  {self._standby.describe()}"]),
-                f"  {self._recorder.describe()}",
-                *(f"  {attachment.describe()}" for attachment in self._attachments.values()),
-            )
-        )
+        return [
+            f"rank and size: from {self._origin.ranks}",
+            f"device: {self._device}, {self._origin.device}",
+            f"backend: {self._exchange.backend}",
+            f"process group: {owner}",
+            f"timeout: {self.timeout:g} s",
+            f"integrity: {self.integrity}",
+            *([] if self._standby is None else [self._standby.describe()]),
+            self._recorder.describe(),
+        ]
+
+    def explain(self) -> str:
+        """What was chosen, and why, one fact a line."""
+        first = f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else "")
+        attached = [attachment.describe() for attachment in self._attachments.values()]
+        return "\n  ".join([first, *self._facts(), *attached])
 
     def flight_recorder(self) -> Path:
         """Writes this rank's last 256 operations on this communicator to a file, and returns its path.
@@ -418,6 +441,7 @@ class Communicator(Collectives):
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")
             )
         self._exchange.close()
+        write_recorder(self._recorder)
         self._recorder.close()
         known = self._group is not None and self._store is None and group_exists(self._group)
         if self._origin.owns_group and known:

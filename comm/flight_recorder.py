@@ -17,12 +17,14 @@ import platform
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Protocol
 
 from thinwire.comm.flight_files import describe_folder, is_off, write_file
+from thinwire.comm.trace_events import Event, Span, Trace, Track, Traffic, current_trace
 from thinwire.errors import PeerTimeout
 from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, LONGEST_TEXT, POSTED, RING, UNDER_WAY, VERSION
 
@@ -68,6 +70,7 @@ class Waiting:
 
 #: For calls that have no entry.
 NOT_RECORDED = Waiting()
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 class FlightRecorder:
@@ -78,8 +81,20 @@ class FlightRecorder:
     """
 
     communicator = ""
+    trace: Trace | None = None  # which its calls are added to
+    track: Track | None = None
+    _span: Span | None = None  # of the call that is being made
+    _last_event: Event | None = None
 
-    def __init__(self, rank: int, size: int, origin: str, backend: str, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        origin: str,
+        backend: str,
+        timeout: float,
+        of_world: tuple[int | None, int, int] = (None, 0, 1),
+    ) -> None:
         self._described: dict[str, Any] = {"backend": backend, "rank": rank, "size": size, "timeout": timeout}
         self._origin = origin
         # An entry is put in whole, so a signal handler or another thread finds no half of one; and a Work that ends an
@@ -90,7 +105,13 @@ class FlightRecorder:
         self._current: Entry | None = None  # of the call that is being made, in which others may be made
         self._nested = _Nested(self)
         self._written: Path | None = None  # by the first PeerTimeout
+        self._of_world = of_world
+        self.add_to(current_trace())
         _recorders.add(self)
+
+    def add_to(self, trace: Trace | None) -> None:
+        """Has calls from now on added to a trace."""
+        self.trace, self.track = trace, None if trace is None else trace.track(*self._of_world)
 
     def begin(
         self,
@@ -122,7 +143,24 @@ class FlightRecorder:
             number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
         ]  # fmt: skip
         self._begun = begun + 1
+        if self.track is not None:
+            self._span = self.track.open(name, entry=self._new)
         return self
+
+    def phase(self, name: str) -> None:
+        """What the call under way does from now on, for a trace."""
+        if self._span is not None:
+            self._span.phase(name)
+
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Shows in a trace what is no call: nobody waits for peers in it."""
+        return _NO_SPAN if self.track is None else self.track.open(name, "local")
+
+    def sent(self, traffic: Traffic) -> None:
+        """Tells a trace what the call sent that is under way, or else has ended last."""
+        event = self._last_event if self._span is None else self._span.event
+        if event is not None:
+            event.traffic = traffic
 
     def __enter__(self) -> Entry:
         entry = self._current = self._new
@@ -132,6 +170,8 @@ class FlightRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         entry, self._current = self._current, None
+        if self._span is not None:
+            self._last_event, self._span = self._span.close(), None
         if entry is None:
             return
         if error is not None:
@@ -142,6 +182,9 @@ class FlightRecorder:
 
     def withdraw(self) -> None:
         """See `Recording`."""
+        if self._span is not None:
+            self._span.drop()
+            self._span = None
         self._begun -= 1
         self._number -= 1
         self._entries[self._begun & _MASK] = None
@@ -212,7 +255,7 @@ class FlightRecorder:
             "written": time.time(),
             "written_ns": monotonic_ns(),
             "reason": _text(reason),
-            "operations": [_as_json(entry) for entry in self._snapshot()],
+            "operations": [entry_as_json(entry) for entry in self._snapshot()],
         }
         return write_file(f"{name}.json", json.dumps(content, separators=(",", ":")).encode())
 
@@ -254,10 +297,15 @@ class _Waiting(Waiting):
     def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
         self._outer: Entry | None = None
+        self._outer_span: Span | None = None
 
     def __enter__(self) -> None:
         # Another call on the communicator may be what waits.
-        self._outer, self._recorder._current = self._recorder._current, self._entry
+        recorder = self._recorder
+        self._outer, recorder._current = recorder._current, self._entry
+        self._outer_span = recorder._span
+        if recorder.track is not None:
+            recorder._span = recorder.track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
         self._entry[STATE] = UNDER_WAY
         self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 
@@ -265,7 +313,7 @@ class _Waiting(Waiting):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._recorder.__exit__(kind, error, traceback)
-        self._recorder._current = self._outer
+        self._recorder._current, self._recorder._span = self._outer, self._outer_span
 
     def end(self, error: BaseException) -> None:
         self._recorder._end(self._entry, error)
@@ -293,9 +341,23 @@ class RecorderOff(FlightRecorder):
         return "flight recorder: off"
 
 
-def new_recorder(rank: int, size: int, origin: str, backend: str, timeout: float) -> FlightRecorder:
-    """The recorder of a communicator at this rank, as the environment says."""
-    return RecorderOff() if is_off() else FlightRecorder(rank, size, origin, backend, timeout)
+def new_recorder(
+    rank: int,
+    size: int,
+    origin: str,
+    backend: str,
+    timeout: float,
+    of_world: tuple[int | None, int, int] = (None, 0, 1),
+) -> FlightRecorder:
+    """The recorder of a communicator at this rank, as the environment says.
+
+    Args:
+        of_world: for traces, see `Trace.track`: the rank among all, and how many there are.
+    """
+    if is_off():
+        current_trace()  # which says that it cannot be made
+        return RecorderOff()
+    return FlightRecorder(rank, size, origin, backend, timeout, of_world)
 
 
 def write_all(reason: str) -> list[Path]:
@@ -309,7 +371,20 @@ def write_all(reason: str) -> list[Path]:
     return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def trace_recorders(trace: Trace | None) -> None:
+    """Has the calls on this process's open communicators added to a trace from now on, or for None to none."""
+    recorders = list(_recorders)
+    for recorder in recorders:
+        recorder.add_to(trace)
+    if trace is not None and recorders:
+        # One that all processes have, if there is one, and they have made as many calls on it.
+        size = max(recorder._described["size"] for recorder in recorders)
+        names = [f"{r.communicator} {r._number}" for r in recorders if r._described["size"] == size]
+        trace.name_run(min(names))
+
+
+def entry_as_json(entry: Entry) -> dict[str, Any]:
+    """An entry as a file has it."""
     number, name, shape, dtype, wires, transport, details, start, end, state, failure, inside = entry
     error, lane, epoch, phase, blamed = failure or (None, None, None, None, ())
     formats = wires if isinstance(wires, list | tuple) else (wires,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.clocks import compare_clocks
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
@@ -20,9 +22,11 @@ from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
+from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.log import LOGGER, follow_environment
 from thinwire.operators import register
 
 #: What `require_same` compares.
@@ -72,16 +76,32 @@ class Origin:
 class HostCollectives:
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
+    _clocks_differ = False  # of its ranks' hosts
+
     def _set_up(
         self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
     ) -> None:
+        follow_environment()
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
         self._handle = register(self)
         self._store: dist.Store | None = None  # of a standalone group
-        self._recorder = new_recorder(exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout)
+        self._recorder = new_recorder(
+            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, _place_in_world(exchange)
+        )
         self._attachments: dict[str, Attachment] = {}
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        """Tells the logger of a choice, at this rank."""
+        LOGGER.log(level, "rank %d of %d: %s", self.rank, self.size, text)
+
+    def _join_trace(self, trace: Trace | None) -> None:
+        """Compares clocks where ranks have different ones; then it is collective."""
+        if self._clocks_differ:
+            clock = compare_clocks(self._exchange, self._exchange_device)
+            if trace is not None:
+                trace.set_clock(clock, self.size)
 
     @property
     def rank(self) -> int:
@@ -396,6 +416,16 @@ class HostCollectives:
             [None if peer == self.rank else row for peer, row in enumerate(rows)] for rows in (outgoing, incoming)
         )
         self.post(sends, receives, label).wait_on_host()
+
+
+def _place_in_world(exchange: Exchange) -> tuple[int | None, int, int]:
+    """What tells ranks that are threads apart, the rank among all that there are, and their number."""
+    if isinstance(exchange, ThreadExchange):
+        world = exchange.world
+        return world.members[exchange.rank], world.members[exchange.rank], world.num_ranks
+    if dist.is_initialized():
+        return None, dist.get_rank(), dist.get_world_size()
+    return None, exchange.rank, exchange.size
 
 
 def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:

@@ -8,16 +8,19 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from thinwire.comm.exchange import name_ranks
 from thinwire.errors import ThinwireError
 
 #: Gloo's variable: the interface whose address it listens on and tells its peers.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
+_POLL_SECONDS, _ANSWER_SECONDS = 0.02, 1.0
 _started: dict[tuple[str, int], dist.TCPStore] = {}  # by this process, as rank 0
 
 
@@ -35,11 +38,52 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+class Unmet(Exception):
+    """Ranks did not come in time.
+
+    Attributes:
+        missing: those of which that is known.
+    """
+
+    def __init__(self, text: str, missing: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
+
+
+def reach(host: str, port: int, limit: timedelta, *, listen: bool = False) -> None:
+    """Returns once somebody listens there. torch's stores try as well, and print pages where they fail.
+
+    Args:
+        listen: this process is about to listen at the port, and does so meanwhile.
+
+    Raises:
+        Unmet: nobody does within the limit.
+    """
+    deadline, failure = time.monotonic() + limit.total_seconds(), ""
+    with contextlib.ExitStack() as listening:
+        if listen:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            with contextlib.suppress(OSError):  # somebody else listens, of which torch's store tells
+                listening.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                socket.create_connection((host, port), timeout=remaining).close()
+                return
+            except OSError as error:
+                failure = error.strerror or str(error)
+                time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+    if listen:
+        raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
+    raise Unmet(f"nobody listens there, as rank 0 would ({failure}): it was not started, or listens elsewhere", [0])
+
+
 def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.Store:
     """A store of one world, once all its ranks are there. Collective; rank 0's process keeps what listens.
 
     A place may be met at again, by ranks that come back from the last world at their own times. What that one left in
-    the store would lead them astray, so rank 0 gives each world a name, and tells it to those that wait for one.
+    the store would lead them astray, so rank 0 gives each world a name, and tells it to those that wait for one; or it
+    tells them who is missing.
 
     Args:
         host: see `is_loopback`.
@@ -47,25 +91,50 @@ def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.S
 
     Raises:
         ThinwireError: rank 0 cannot listen there.
-        DistStoreError: ranks that did not come.
+        Unmet: ranks that did not come.
+        DistNetworkError: rank 0 ended meanwhile.
     """
     if rank == 0 and (host, port) not in _started:
         _started[host, port] = start_store(host, port)
+    deadline = time.monotonic() + limit.total_seconds()
+    reach(host, port, limit)
     store = dist.TCPStore(host, port, is_master=False, timeout=limit)
     name = secrets.token_hex(8)
-    if rank == 0:
-        requests = [f"request {peer}" for peer in range(1, size)]
-        store.wait(requests, limit)
-        for request in requests:
-            store.set(f"world for {store.get(request).decode(errors='replace')}", name)
-            store.delete_key(request)
-        return dist.PrefixStore(name, store)
-    store.set(f"request {rank}", name)
-    try:
-        return dist.PrefixStore(store.get(f"world for {name}").decode(errors="replace"), store)
-    except dist.DistStoreError:
-        store.delete_key(f"request {rank}")  # of a rank that waits no longer
-        raise
+    if rank:
+        store.set(f"request {rank}", name)
+        answer, no_answer = f"world for {name}", f"missing for {name}"
+        while not store.check([answer]):
+            late = time.monotonic() > deadline + _ANSWER_SECONDS  # rank 0 knows more, if it is there
+            if late or store.check([no_answer]):
+                told = store.get(no_answer).decode(errors="replace") if store.check([no_answer]) else ""
+                store.delete_key(f"request {rank}")  # of a rank that waits no longer
+                raise _missing([int(text) for text in told.split() if text.isdecimal() and int(text) < size])
+            time.sleep(_POLL_SECONDS)
+        return dist.PrefixStore(store.get(answer).decode(errors="replace"), store)
+    waited_for = set(range(1, size))
+    while waited_for := {peer for peer in waited_for if not store.check([f"request {peer}"])}:
+        if time.monotonic() > deadline:
+            missing = sorted(waited_for)
+            for peer in {*range(1, size)} - waited_for:
+                store.set(f"missing for {_take(store, peer)}", " ".join(map(str, missing)))
+            time.sleep(4 * _POLL_SECONDS)  # they ask before this process ends, and the store with it
+            raise _missing(missing)
+        time.sleep(_POLL_SECONDS)
+    for peer in range(1, size):
+        store.set(f"world for {_take(store, peer)}", name)
+    return dist.PrefixStore(name, store)
+
+
+def _take(store: dist.Store, peer: int) -> str:
+    name = store.get(f"request {peer}").decode(errors="replace")
+    store.delete_key(f"request {peer}")
+    return name
+
+
+def _missing(ranks: Sequence[int]) -> Unmet:
+    if not ranks:
+        return Unmet("rank 0 gave no answer")
+    return Unmet(f"{name_ranks(ranks)} did not come", ranks)
 
 
 def start_store(host: str, port: int) -> dist.TCPStore:

@@ -36,10 +36,13 @@ class ThreadWorld:
 
     Attributes:
         identity: what flight recorders call their communicators.
+        members, num_ranks: its ranks as the outermost world numbers them, and how many are there.
     """
 
-    def __init__(self, size: int, within: ThreadWorld | None = None) -> None:
+    def __init__(self, size: int, within: ThreadWorld | None = None, ranks: Sequence[int] = ()) -> None:
         self.size = size
+        self.members: list[int] = [within.members[rank] for rank in ranks] if within else list(range(size))
+        self.num_ranks: int = within.num_ranks if within else size
         self.identity = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._half_posted: dict[_Key, _Transfer] = {}
@@ -119,7 +122,7 @@ class ThreadWorld:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._meeting >= set(range(self.size)) - lost:
                     members = sorted(self._meeting - lost)
-                    self._left = members, ThreadWorld(len(members), within=self)
+                    self._left = members, ThreadWorld(len(members), self, members)
                     self._changed.notify_all()
                 else:
                     self._changed.wait(remaining)

@@ -60,7 +60,9 @@ def all_gather(
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """The rows of all ranks, in rank order; every rank has the same number of them, and gets the same bits.
+    """Quantised in transit: the rows of all ranks, in rank order. `Communicator.all_gather` is exact.
+
+    Every rank has the same number of them, and gets the same bits.
 
     Args:
         x: [rows, ...]. Quantised wires take float32, float16 and bfloat16, as a flat sequence of elements in whose
@@ -117,7 +119,7 @@ def all_gather_v(
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """As `all_gather`, with a number of rows of its own on every rank.
+    """Quantised in transit: as `all_gather`, each rank with its own number. `Communicator.all_gather_v` is exact.
 
     Args:
         x: [rows, ...].

@@ -22,7 +22,7 @@ from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, RecvBuffer
+from thinwire.fused.channel import FLAT_ROW, RecvBuffer, traffic_of
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import check_input, overlap
 from thinwire.fused.counts import (
@@ -85,7 +85,9 @@ def all_to_all_v(
     check: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """Sends `send_counts[r]` rows of x to each rank r and returns the rows that all ranks sent here.
+    """Quantised in transit: sends each rank r `send_counts[r]` rows. `Communicator.all_to_all_v` is exact.
+
+    Returns the rows that all ranks sent here.
 
     Args:
         x: [rows, ...]; a row is everything but dim 0. In a 1-D tensor counts are in elements, as in MPI's Alltoallv;
@@ -196,6 +198,8 @@ def all_to_all_v(
     with recorder.begin("all_to_all_v", x.shape, x.dtype, wire, transport, details) as entry:
         channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
         entry[TRANSPORT] = "staged" if isinstance(channel, Refusal) else "direct"
+        if recorder.track is not None:
+            recorder.sent(traffic_of(x, sends.counts, comm.rank, wire))
         if check:
             counts = _compare_with_peers(x, sends, counts, wire, comm)
             placed = placed or place(counts)

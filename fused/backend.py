@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import TransportUnavailable
+from thinwire.log import LOGGER
 from thinwire.triton_kernels import pack, sums
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
@@ -70,12 +71,15 @@ def _select(
         name = "numba" if device.type == "cpu" else "triton"
         reason = f"tensors on {device.type}"
     if name == "triton":
-        return _triton(device, reason)
-    if name == "numba":
-        return _numba(device, reason)
-    if name == "torch":
-        return reference_backend(reason)
-    raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
+        backend = _triton(device, reason)
+    elif name == "numba":
+        backend = _numba(device, reason)
+    elif name == "torch":
+        backend = reference_backend(reason)
+    else:
+        raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
+    LOGGER.info("kernels for %s on %s: %s (%s)", wire, device, backend.name, backend.reason)
+    return backend
 
 
 @dataclass(frozen=True)

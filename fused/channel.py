@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.trace_events import Traffic
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
 from thinwire.fused.transport import ExchangeTransport
@@ -233,6 +234,17 @@ def signature_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tupl
         math.prod(tail),
         zlib.crc32(repr(tuple(tail)).encode()),
     )
+
+
+def traffic_of(x: torch.Tensor, send_counts: Sequence[int], rank: int, wire: WireFormat) -> Traffic:
+    """What a rank sends to others of the rows of x, or of the elements of a 1-D tensor."""
+    others = [count for peer, count in enumerate(send_counts) if peer != rank]
+    width = math.prod(x.shape[1:])
+    logical = wire_bytes = sum(others) * width * x.itemsize
+    if wire.quantized:
+        records = sum(others) if x.dim() > 1 else sum(-(-count // FLAT_ROW) for count in others)
+        wire_bytes = records * wire.row_bytes(width if x.dim() > 1 else FLAT_ROW, x.dtype) if width else 0
+    return Traffic(sum(others), logical, wire_bytes)
 
 
 def wire_word(wire: WireFormat) -> int:

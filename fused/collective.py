@@ -17,6 +17,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
@@ -79,7 +80,9 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm))
+            return DirectCollectives(
+                memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm), comm._recorder
+            )
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
@@ -129,6 +132,7 @@ class DirectCollectives(ExchangeTransport):
     Args:
         kernels: the module with the launchers.
         num_programs: of each launch on a GPU; None means enough to fill it.
+        recorder: whose traces are told of phases.
     """
 
     phases = ("first leg", "second leg")
@@ -142,8 +146,10 @@ class DirectCollectives(ExchangeTransport):
         kernels: ModuleType,
         num_programs: int | None = None,
         voters: Exchange | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         super().__init__(_KEY, memory, layout, rank, timeout, voters)
+        self._phase = _no_phase if recorder is None else recorder.phase
         self._kernels, self._num_programs = kernels, num_programs
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
@@ -229,14 +235,17 @@ class DirectCollectives(ExchangeTransport):
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
+        self._phase("quantise and store")
         if job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk, programs)
         else:
             kernels.scatter(lane, job, x, chunk, programs)
+            self._phase("wait for peers, and sum")
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
             if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
+            self._phase("wait for peers, and unpack")
             kernels.gather_recv(lane, job, out, chunk, *times, programs)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -270,3 +279,7 @@ class DirectCollectives(ExchangeTransport):
                     f"  rank {peer}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
                 )
         return ConfigMismatch("\n".join(lines))
+
+
+def _no_phase(name: str) -> None:
+    return

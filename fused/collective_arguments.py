@@ -18,6 +18,7 @@ from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Segments
+from thinwire.fused.partition import traffic_of
 from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.transport import Refusal, check_transport, choose
 from thinwire.wire import WireFormat
@@ -143,6 +144,8 @@ class Call:
                     finish()
                 return target
 
+            if comm._recorder.track is not None and not self.exactly:
+                comm._recorder.sent(traffic_of(op, parts, row, comm.rank, wires, x.dtype))
             return deliver(end, target.device, comm._recorder.posted(entry) if self.async_op else None)
 
     def _choose(self) -> DirectCollectives | None:

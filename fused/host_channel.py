@@ -19,7 +19,7 @@ from thinwire.comm.exchange import Exchange
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
-from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of
+from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
@@ -206,6 +206,8 @@ class HostChannel(Channel):
                 transfer.row_format, transfer.x = row_format, x
                 transfer.step, transfer.recv_buffer = row_format.step, recv_buffer
             self._under_way = transfer
+            if recorder.track is not None:
+                recorder.sent(traffic_of(x, send_counts, self.rank, wire))
             status = self._kernel(self._call, self._peers, self._plainly)
             if status == RUNNING:
                 self._under_way = transfer.x = transfer.recv_buffer = None  # it shall hold no tensors

@@ -37,7 +37,7 @@ def reduce_scatter(
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """Sums x over the ranks, and gives each rank its share of the rows.
+    """Quantised in transit: sums x over the ranks, gives each its rows. `Communicator.reduce_scatter` is exact.
 
     Args:
         x: [size * rows, ...], the same shape on all ranks; rank r gets rows r * rows ... (r + 1) * rows - 1. Quantised

@@ -113,6 +113,7 @@ class SizeSwitch(Attachment):
                 )
             with comm._settled_recorder().begin("choose_wire", details=("call", key)):
                 self._find_threshold(key, function, dtype, transport, wire)
+            comm._log(f'wire="auto": quantised from so many bytes on: {self._describe(key)}')
         return self._thresholds[key]
 
     def _find_threshold(
@@ -175,9 +176,11 @@ class SizeSwitch(Attachment):
     def describe(self) -> str:
         """Lines for `Communicator.explain`."""
         lines = ['wire="auto": quantised from so many bytes on']
-        for key, threshold in self._thresholds.items():
-            lines.append(f"  {key}: {'never' if threshold is None else threshold}, {self._origins[key]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {self._describe(key)}" for key in self._thresholds)])
+
+    def _describe(self, key: str) -> str:
+        threshold = self._thresholds[key]
+        return f"{key}: {'never' if threshold is None else threshold}, {self._origins[key]}"
 
 
 def _is_threshold(value: object) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted, Sizes
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.integrity import Rows
 from thinwire.fused.counts import dense_segments
 
@@ -35,6 +36,7 @@ class StagedExchange:
 
     received: torch.Tensor
     _pieces: list[tuple[Posted, int, int]]
+    _recorder: FlightRecorder
 
     @classmethod
     def post(
@@ -59,13 +61,14 @@ class StagedExchange:
                 those of different sizes may have as many bytes.
             piece_rows: of a piece of a pair's records; None: about PIECE_BYTES.
         """
-        slots = dense_segments(recv_counts)
+        recorder, slots = comm._recorder, dense_segments(recv_counts)
         received = torch.empty(sum(recv_counts), record_bytes, dtype=torch.uint8, device=comm.device)
         piece_rows = piece_rows or max(1, PIECE_BYTES // record_bytes)
         pieces = []
         for start in range(0, max(*recv_counts, *(send_counts or [0])), piece_rows):
             stop = start + piece_rows
             incoming = slots.within(start, stop).cut(received)
+            recorder.phase("pack")
             if send_counts is None:
                 outgoing = [incoming[comm.rank]] * comm.size
                 pack(start, stop, incoming[comm.rank])
@@ -75,15 +78,18 @@ class StagedExchange:
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
                 incoming[comm.rank].copy_(outgoing[comm.rank])
+            recorder.phase("post")
             rows = Rows(record_bytes, start)
             work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes, rows)
             pieces.append((work, start, stop))
-        return cls(received, pieces)
+        return cls(received, pieces, recorder)
 
     def arrivals(self) -> Iterator[tuple[int, int]]:
         """Waits for each piece in turn and yields the (start, stop) that `pack` had."""
         for work, start, stop in self._pieces:
+            self._recorder.phase("wait for peers")
             work.wait()
+            self._recorder.phase("unpack")
             yield start, stop
         self._pieces.clear()
 

@@ -58,6 +58,7 @@ _GRACE_BEFORE_VOTE = 0.25
 
 _prepare_lock = threading.Lock()
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=Attachment)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,10 +145,10 @@ def open_direct(
     name: str,
     num_bytes: int,
     settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory], _T],
+    make: Callable[[SymmetricMemory], _A],
     generation: int = 0,
-) -> _T | Refusal:
-    """What an operation needs on the direct transport, or why there is none. Collective.
+) -> _A | Refusal:
+    """What an operation needs on the direct transport, or why there is none. Collective; the logger is told which.
 
     Args:
         num_bytes: of each rank's symmetric memory.
@@ -159,6 +160,20 @@ def open_direct(
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
+    found = _open_direct(comm, name, num_bytes, settings, make, generation)
+    described = found.describe()
+    comm._log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
+    return found
+
+
+def _open_direct(
+    comm: Communicator,
+    name: str,
+    num_bytes: int,
+    settings: Mapping[str, Setting],
+    make: Callable[[SymmetricMemory], _A],
+    generation: int,
+) -> _A | Refusal:
     reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
         if reason is not None:

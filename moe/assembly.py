@@ -73,6 +73,8 @@ class Assembly:
         else:
             self._rounds = found
         self.transport = self._rounds.name
+        facts = self._facts()  # of which `open_direct` has told the first, where it was tried
+        self.comm._log(f"ExpertParallel: {'; '.join(facts if config.transport == 'staged' else facts[1:])}")
 
     def _open_direct(
         self,
@@ -231,6 +233,7 @@ class Assembly:
             self._backward.successor = backward
             self._backward = backward
         self._generation += 1
+        self.comm._log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {self._config.max_tokens}")
         self._rounds, self._config, self._broken = forward, config, None
         for lanes in old:
             lanes.close()
@@ -310,15 +313,15 @@ class Assembly:
 
     def explain(self) -> str:
         """What was chosen, and why."""
+        return "\n".join((*self._facts(), self.comm.explain()))
+
+    def _facts(self) -> tuple[str, ...]:
         backend = self.dispatch_backend
-        return "\n".join(
-            (
-                self._rounds.describe(),
-                f"wire: {self.wire} out, {self.combine_wire} back, {self.grad_wire} for gradients",
-                f"kernels: {backend.name} ({backend.reason})",
-                f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
-                self.comm.explain(),
-            )
+        return (
+            self._rounds.describe(),
+            f"wire: {self.wire} out, {self.combine_wire} back, {self.grad_wire} for gradients",
+            f"kernels: {backend.name} ({backend.reason})",
+            f"experts: {self.num_experts} over {self.comm.size} ranks, here {self.local_experts}",
         )
 
     def close(self) -> None:

@@ -38,11 +38,13 @@ class DirectRounds(DirectLanes):
     ) -> Callable[[], Dispatched]:
         """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
         self.raise_failure(lane)
+        recorder = self.config.comm._recorder
         self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
         tensors, weights = self.lanes[lane], topk_weights.float()
+        recorder.phase("quantise and store")
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
         if len(x) > tensors.layout.MAX_TOKENS:
@@ -51,7 +53,9 @@ class DirectRounds(DirectLanes):
             self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
 
         def end() -> Dispatched:
+            recorder.phase("wait for peers")
             self._end_leg(lane, DISPATCH)
+            recorder.phase("routing")
             self.kernels.route(tensors)
             self.raise_corruption(lane)
             return _DirectRound(self, lane, x)
@@ -123,15 +127,19 @@ class DirectRounds(DirectLanes):
         weights. `as_they_are`: records, as `send_sums` has it.
         """
         self.raise_failure(lane)
+        recorder = self.config.comm._recorder
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
         if expert_out.dtype == torch.uint8:
             self.prepare(("records", dtype, as_they_are), lambda: self.kernels.send_sums(self._idle_lane(), *sends))
+        recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
 
         def end() -> None:
+            recorder.phase("wait for peers")
             self._end_leg(lane, COMBINE)
+            recorder.phase("sum at home")
             self.kernels.sum_home(self.lanes[lane], out, of_tokens)
             self.raise_corruption(lane)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from thinwire.comm.flight_recorder import Recording
+from thinwire.comm.trace_events import Traffic
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import WireRows
@@ -21,21 +21,6 @@ from thinwire.moe.received import Received
 MOST_TOKENS = 2**31 - 1
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one leg of a round sends from this rank to other ranks; rows that stay are not counted.
-
-    Attributes:
-        rows: records sent.
-        logical_bytes: what the rows hold in their own dtype.
-        wire_bytes: what is sent instead: records, and on the dispatch leg expert ids and router weights too.
-    """
-
-    rows: int
-    logical_bytes: int
-    wire_bytes: int
 
 
 class Dispatched(Received):
@@ -183,6 +168,16 @@ class Dispatched(Received):
         if torch.is_grad_enabled() and (out.requires_grad or self._link is not None):
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         return rows
+
+    def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._rounds.config.comm._recorder.aside("unpack"):
+            return super()._gather_linked(capacity)
+
+    def _tell_traffic(self, leg: str) -> None:
+        """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
+        config = self._rounds.config
+        if config.comm._recorder.track is not None and not (self.rows.is_cuda and self._rounds.name == "direct"):
+            config.comm._recorder.sent(self.dispatch_traffic if leg == "dispatch" else self.combine_traffic)
 
     def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
         """The entry of the round's end in the flight recorder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
+from thinwire.log import LOGGER
 from thinwire.moe import grouped_mm
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -107,6 +109,8 @@ class GroupedExperts(nn.Module):
         self.b_gate = zeros(ff_size) if bias and gated else None
         self.b_out = zeros(hidden_size) if bias else None
 
+    _logged = ""  # the choice that the logger was told last
+
     @property
     def num_experts(self) -> int:
         """Experts held here."""
@@ -135,6 +139,8 @@ class GroupedExperts(nn.Module):
             ArgumentError: what is no dense tensor.
         """
         reason, segments = self._choose(tokens, expert_counts, expert_offsets)
+        if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):
+            self._log(_describe(reason, tokens))
         if segments is None:
             return self._grouped_on_device(tokens, expert_counts, expert_offsets)
         # torch.compile knows grouped_mm in bfloat16 alone.
@@ -152,9 +158,12 @@ class GroupedExperts(nn.Module):
     ) -> str:
         """Which way a call with these arguments goes, and why. Raises what the call would raise for them."""
         reason, _ = self._choose(tokens, expert_counts, expert_offsets)
-        if reason is not None:
-            return f"experts: loop ({reason})"
-        return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type})"
+        return _describe(reason, tokens)
+
+    def _log(self, choice: str) -> None:
+        if choice != self._logged:
+            self._logged = choice
+            LOGGER.info("%s", choice)
 
     def _choose(
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
@@ -262,3 +271,10 @@ def _require_integers(name: str, numbers: torch.Tensor) -> None:
     require_dense(name, numbers, in_memory=False)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise RoutingError(f"{name} must hold integers, got {numbers.dtype}")
+
+
+def _describe(reason: str | None, tokens: torch.Tensor) -> str:
+    """Which way a call goes; `reason` is that for a loop."""
+    if reason is not None:
+        return f"experts: loop ({reason})"
+    return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type})"

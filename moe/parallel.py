@@ -234,6 +234,8 @@ class ExpertParallel(Assembly):
                     started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag())
                     if whole:
                         started.d = started.end()
+                if whole:
+                    started.d._tell_traffic("dispatch")
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
@@ -271,7 +273,10 @@ class ExpertParallel(Assembly):
             try:
                 place = rounds.place(lane)
                 with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
-                    return started.end()
+                    made = started.end()
+                if isinstance(made, Dispatched):
+                    made._tell_traffic("dispatch")
+                return made
             except BaseException as error:
                 self._take_back(lane, error, rounds.legs_told(lane), mark)
                 raise
@@ -417,6 +422,7 @@ class ExpertParallel(Assembly):
                     end()
                 else:
                     started.end, rounds.open_rounds[d.lane] = end, started
+            d._tell_traffic("combine")
         except BaseException as error:
             self._take_back(d.lane, error, told, mark)
             raise

@@ -28,10 +28,12 @@ class StagedRounds(Rounds):
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
         """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
-        config = self.config
+        config, recorder = self.config, self.config.comm._recorder
         self.rounds_begun[lane] += 1
+        recorder.phase("plan")
         ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
+        recorder.phase("exchange counts")
         recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
@@ -53,6 +55,7 @@ class StagedRounds(Rounds):
 
         def end() -> Dispatched:
             arrived = exchange.wait()
+            recorder.phase("routing")
             words = arrived.view(torch.int32)
             arrival = ArrivalPlan.of(
                 words[:, id_words],
@@ -203,7 +206,9 @@ class StagedRound(Dispatched):
         exchange = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label)
 
         def end() -> None:
-            config.combine_backend.sum_records(exchange.wait(), self._sends.record_index, config.combine_wire, out)
+            records = exchange.wait()
+            config.comm._recorder.phase("sum at home")
+            config.combine_backend.sum_records(records, self._sends.record_index, config.combine_wire, out)
 
         return end
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from thinwire.cli import main
+from thinwire.commands import demo
 
 
 def _held_out(size: int) -> bytes:
@@ -42,8 +45,12 @@ def test_the_demo_prints_its_table_and_int8_costs_less_than_half_a_percent(
     ("arguments", "message"),
     [
         (["--ranks", "0"], "--ranks 0: at least 1"),
+        (["--ranks", "100"], "--ranks 100: the model has 8 experts"),
         (["--wire", "int8,int9"], "unknown wire format 'int9'; accepted: none, int8"),
         (["--text", "/nonexistent"], "/nonexistent"),
+        (["--text", "/dev/null"], "at least 2 bytes is needed, this has 0"),
+        (["--json", "/nonexistent/figures"], "/nonexistent/figures"),
+        (["--timeout", "nan"], "--timeout nan: a number of seconds above 0"),
     ],
 )
 def test_unusable_arguments_are_one_line_of_error(
@@ -52,3 +59,44 @@ def test_unusable_arguments_are_one_line_of_error(
     assert main(["demo", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_arguments_are_checked_without_torch() -> None:
+    code = """
+import sys
+sys.modules['torch'] = None
+from thinwire.cli import main
+for arguments in (["--ranks", "9"], ["--wire", "int9"], ["--text", "/nonexistent"], ["--timeout", "0"]):
+    assert main(["demo", *arguments]) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("thinwire: error: ") == 4, done.stderr
+
+
+def test_ranks_that_do_not_fit_into_memory_are_refused_and_many_on_a_core_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_available_mib", lambda: 1000)
+    assert main(["demo", "--ranks", "4"]) == 2
+    assert "--ranks 4: they need about 1024 MiB of memory, and 1000 MiB are there" in capsys.readouterr().err
+    monkeypatch.setattr(demo, "_available_mib", lambda: None)
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda pid: {0})
+    assert main(["demo", "--ranks", "8", "--text", "/nonexistent"]) == 2
+    assert "warning: 8 ranks share 1 cores" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_what_is_done_is_told_from_the_beginning(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(_held_out(600))
+    command = [sys.executable, "-m", "thinwire", "demo", "--ranks", "2", "--wire", "int8", "--text", str(text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "over 2 CPU ranks" in process.stdout.readline() + process.stdout.readline()
+        lines = [process.stderr.readline() for _ in range(3)]
+        assert process.poll() is None, "it was over before it told anything"
+        shown, rest = process.communicate()
+    told = [line.partition("] ")[2] for line in [*lines, *rest.splitlines(keepends=True)]]
+    assert told[:2] == ["loading torch ...\n", "starting 2 ranks ...\n"]
+    assert told[2].startswith("preparing kernels of dispatch, 1 of 3") and "scoring with int8 ...\n" in told
+    assert process.returncode == 0 and "\nint8 " in shown

@@ -6,21 +6,19 @@ import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import RoutingError
 from thinwire.fused.backend import select_backend
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.moe.tiny import TinyMoE, load_tiny_moe, nats, text_windows
+from thinwire.moe.tiny import TinyMoE, TinyMoEConfig, load_tiny_moe, nats, text_windows
+from thinwire.progress import Report
 from thinwire.testing import run_ranks
 from thinwire.version import VERSION
 from thinwire.wire import WireFormat
@@ -106,35 +104,33 @@ def _sum_over_ranks(comm: Communicator, values: torch.Tensor) -> torch.Tensor:
     return torch.stack(comm.all_gather_object(values)).sum(0)
 
 
-class _Progress:
-    """A bar on standard error where that is a terminal; otherwise nothing."""
+def _prepare_kernels(comm: Communicator, config: TinyMoEConfig, wire: str, report: Report) -> None:
+    """A round of one token, in whose three parts kernels are compiled where that has not been done before."""
+    once = "(compiled in the first run on a machine, about a minute in all) ..."
+    with ExpertParallel(comm, config.num_experts, config.top_k, config.hidden_size, 1, wire=wire) as ep:
+        ids = torch.arange(config.top_k)[None]
+        report.stage(f"preparing kernels of dispatch, 1 of 3 {once}")
+        d = ep.dispatch(torch.ones(1, config.hidden_size), ids, torch.ones(1, config.top_k))
+        report.stage(f"preparing kernels of experts' rows, 2 of 3 {once}")
+        rows = d.tokens
+        report.stage(f"preparing kernels of combine, 3 of 3 {once}")
+        ep.combine(rows, d)
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._total, self._shown, self._done = total, shown, 0
 
-    def step(self, label: str) -> None:
-        self._done += 1
-        if self._shown:
-            filled = 40 * self._done // self._total
-            end = "\n" if self._done == self._total else ""
-            print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {label:10}", end=end, file=sys.stderr, flush=True)
-
-
-def _score_rank(
-    comm: Communicator, text: bytes, wires: list[str], show_progress: bool
-) -> tuple[float, list[WireScore]]:
+def _score_rank(comm: Communicator, text: bytes, wires: list[str], report: Report) -> tuple[float, list[WireScore]]:
     """Runs in every rank: bits per byte of the unsharded model, and a score for each wire."""
+    report = report if comm.rank == 0 else Report(None)
     unsharded = load_tiny_moe()
     config = unsharded.config
     sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS_PER_STEP * config.context)
     steps = list(_steps(text, config.context, comm.rank, comm.size))
-    progress = _Progress((len(wires) + 1) * len(steps), show_progress and comm.rank == 0)
 
     def logits_of(model: TinyMoE, label: str) -> list[torch.Tensor]:
         logits = []
+        report.stage(f"scoring with {label} ...", len(steps))
         for inputs, _ in steps:
             logits.append(model(inputs))
-            progress.step(label)
+            report.step()
         return logits
 
     def bits_per_byte(logits: list[torch.Tensor]) -> float:
@@ -146,6 +142,7 @@ def _score_rank(
         ep.exact = ExpertParallel(comm, *sizes, wire="none")
         ep.sent, ep.squares = torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
         model = load_tiny_moe(ep=ep)
+        report.stage(f"comparing {wire} with exact rounds ...")
         for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
             model(inputs)
         squares = _sum_over_ranks(comm, ep.squares)
@@ -176,7 +173,8 @@ def _score_rank(
         )
 
     with torch.inference_mode():
-        expected = logits_of(unsharded, "unsharded")
+        _prepare_kernels(comm, config, wires[0], report)
+        expected = logits_of(unsharded, "the unsharded model")
         return bits_per_byte(expected), [score(wire) for wire in wires]
 
 
@@ -196,50 +194,46 @@ def format_table(exact_bits: float, scores: list[WireScore]) -> str:
     return "\n".join(lines)
 
 
-def run_demo(ranks: int, wires: list[str], text_path: Path | None, json_path: Path | None, timeout: float) -> None:
-    """Scores a text, the packaged one or a file's, under each wire format, prints the table and writes the figures.
+def score_text(
+    ranks: int, wires: list[str], text: bytes, timeout: float, report: Report
+) -> tuple[float, list[WireScore]]:
+    """Bits per byte of a text under the unsharded model, and a score of it for each wire format.
+
+    Args:
+        report: told what is done meanwhile.
 
     Raises:
-        WireFormatError: an unknown format.
-        RoutingError: fewer than 1 rank, or a text of fewer than 2 bytes.
         TransportUnavailable: nothing to run the kernels on CPUs with.
-        OSError: a file that cannot be read or written.
+        RankError, RanksTimeout: as `run_ranks`.
     """
-    if ranks < 1:
-        raise RoutingError(f"--ranks {ranks}: at least 1 is needed")
     for wire in wires:
         select_backend(torch.device("cpu"), WireFormat.parse(wire))
-    packaged = resources.files("thinwire.moe") / "tiny_moe" / "heldout.txt"
-    text = packaged.read_bytes() if text_path is None else text_path.read_bytes()
-    if len(text) < 2:
-        raise RoutingError(f"{text_path}: a text of at least 2 bytes is needed, this has {len(text)}")
-    if json_path is not None:
-        json_path.open("a").close()  # a file that cannot be written is better known now than at the end
-    config = load_tiny_moe().config
-    print(
-        f"A byte-level MoE transformer ({config.num_layers} MoE layers, {config.num_experts} experts, "
-        f"top-{config.top_k}, hidden {config.hidden_size}, float32)\nover {ranks} CPU ranks, scoring "
-        f"{len(text):,} bytes of {'held-out text' if text_path is None else text_path}:\n",
-        flush=True,
-    )
-    results = run_ranks(_score_rank, ranks, text, wires, sys.stderr.isatty(), timeout=timeout)
-    exact_bits, scores = results[0]
+    report.stage(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...")
+    return run_ranks(_score_rank, ranks, text, wires, report, timeout=timeout)[0]
+
+
+def show_scores(exact_bits: float, scores: list[WireScore]) -> None:
+    """Prints the table, and what its columns are."""
     print(format_table(exact_bits, scores))
     print(
-        "\nBytes are per token and MoE layer, of rows that change ranks; dispatch carries expert ids and router\n"
+        "\nmax |dlogit| is the most that any logit differs from the unsharded model's.\n"
+        "Bytes are per token and MoE layer, of rows that change ranks; dispatch carries expert ids and router\n"
         f"weights besides. Errors are relative L2 against the same round sent exactly, over the first {_ERROR_STEPS} "
         "steps.\n"
         f"Seconds are of this machine: all ranks share its {os.cpu_count()} cores and no network is crossed.\n"
     )
     print(_USAGE)
-    if json_path is not None:
-        figures = {
-            "demo": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
-            "text": "packaged held-out text" if text_path is None else str(text_path),
-            "thinwire": VERSION,
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-            "text_bytes": len(text),
-            "unsharded_bits_per_byte": exact_bits,
-            "scores": [asdict(score) for score in scores],
-        }
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def write_scores(path: Path, ranks: int, title: str, text: bytes, exact_bits: float, scores: list[WireScore]) -> None:
+    """Writes the figures as JSON."""
+    figures = {
+        "demo": f"thinwire demo --ranks {ranks} --wire {','.join(score.wire for score in scores)}",
+        "text": title,
+        "thinwire": VERSION,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "text_bytes": len(text),
+        "unsharded_bits_per_byte": exact_bits,
+        "scores": [asdict(score) for score in scores],
+    }
+    path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -173,3 +175,45 @@ def test_run_ranks_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(testing, "_start", look_around)
     seen += run_ranks(look, 2)
     assert len(seen) == 3 and all(found and found <= {"127.0.0.1", "::1"} for found in seen), seen
+
+
+_ONE_OF_THREE = """
+import os, sys, thinwire as tw
+try:
+    tw.init(rank=int(sys.argv[1]), world_size=3, timeout=float(sys.argv[2]), device="cpu")
+except tw.PeerTimeout as error:
+    print(sys.argv[1], list(error.ranks), error)
+"""
+
+
+def _start_one_of_three(rank: int, host: str, port: int, timeout: float) -> subprocess.Popen[str]:
+    environment = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", _ONE_OF_THREE, str(rank), str(timeout)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
+    port = free_port()
+    ranks = [_start_one_of_three(rank, "127.0.0.1", port, 5.0) for rank in (0, 1)]
+    for number, rank in enumerate(ranks):
+        assert rank.communicate(timeout=90)[0] == (
+            f"{number} [2] rank {number} of 3, from the arguments rank and world_size, could not meet the others at "
+            f"127.0.0.1:{port} (limit 5 s): rank 2 did not come\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("rank", "host", "missing", "reason"),
+    [
+        (1, "127.0.0.1", [0], "nobody listens there, as rank 0 would (Connection refused)"),
+        (1, "no.such.host.invalid", [0], "nobody listens there, as rank 0 would ("),
+        (0, "no.such.host.invalid", [], "this host does not reach itself there ("),
+    ],
+)
+def test_where_nobody_can_be_met_is_told_in_one_line_without_torchs_frames(
+    rank: int, host: str, missing: list[int], reason: str
+) -> None:
+    port = free_port()
+    told = _start_one_of_three(rank, host, port, 0.5).communicate(timeout=90)[0]
+    assert told.startswith(f"{rank} {missing} rank {rank} of 3, ") and told.count("\n") == 1, told
+    assert f"at {host}:{port} (limit 0.5 s): {reason}" in told and "frame #" not in told

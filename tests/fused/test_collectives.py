@@ -14,6 +14,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from benchmarks.bench_accuracy import errors_of_collectives
 from tests.collectives import all_gathered, all_reduced, reduce_scattered
 from tests.speeds import exhaustive_but
@@ -414,3 +415,10 @@ def _one_fails(comm: Communicator) -> None:
     if comm.rank == 0:
         raise ValueError("on purpose")
     comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "all_gather_v", "reduce_scatter", "all_to_all_v"])
+def test_the_first_lines_tell_the_quantised_collective_from_the_exact_one_of_its_name(name: str) -> None:
+    quantised, exact = (getattr(of, name).__doc__.strip().partition("\n")[0] for of in (tw, tw.Communicator))
+    assert quantised.startswith("Quantised") and f"`Communicator.{name}` is exact" in quantised
+    assert exact.startswith("Exact") and f"`thinwire.{name}` quantises" in exact

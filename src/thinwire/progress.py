@@ -1,0 +1,118 @@
+"""What a long command shows meanwhile: on a terminal one line that moves, elsewhere a line for each stage.
+
+The command's process shows it. Ranks, which are other processes, tell it through a file that they add lines to.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+_TURN_SECONDS = 0.1  # between looks at the file
+_REPEAT_SECONDS = 10.0  # without news, elsewhere than on a terminal
+_WIDTH = 30
+
+
+class Report:
+    """What a rank tells; it may be sent to other processes.
+
+    Args:
+        path: the file; None tells nobody.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+
+    def stage(self, text: str, steps: int = 0) -> None:
+        """What is done from now on, in so many steps, if they are counted."""
+        self._tell(f"{steps}\t{text}")
+
+    def step(self) -> None:
+        """One more step is done."""
+        self._tell("")
+
+    def _tell(self, line: str) -> None:
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(line + "\n")
+
+
+class Progress:
+    """Shows stages with the seconds since `began`, from a thread of its own, for as long as the block lasts.
+
+    Args:
+        out: where to.
+        began: of `time.monotonic()`.
+
+    Attributes:
+        report: for the ranks.
+    """
+
+    def __init__(self, out: TextIO, began: float) -> None:
+        self._out, self._began = out, began
+        self._moves = out.isatty()
+        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-progress-")
+        path = Path(self._folder.name) / "told"
+        path.touch()
+        self.report = Report(str(path))
+        self._told = path.open()
+        self._text, self._steps, self._done, self._shown = "", 0, 0, 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire progress", daemon=True)
+
+    def stage(self, text: str) -> None:
+        """See `Report.stage`."""
+        self.report.stage(text)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+        self._look()
+        if self._moves:
+            self._write("\r\033[K")
+        self._told.close()
+        self._folder.cleanup()
+
+    def _run(self) -> None:
+        self._look()
+        while not self._end.wait(_TURN_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        while line := self._told.readline():
+            if line == "\n":
+                self._done += 1
+                continue
+            steps, _, self._text = line.rstrip("\n").partition("\t")
+            self._steps, self._done = int(steps), 0
+            if not self._moves:
+                self._show(self._text)
+        now = time.monotonic()
+        if self._moves and self._text:
+            self._write(f"\r\033[K{self._bar()}{self._text}  {now - self._began:.0f} s")
+        elif self._text and now - self._shown >= _REPEAT_SECONDS:
+            self._show("  still at it" + (f", {self._done} of {self._steps}" if self._steps else ""))
+
+    def _show(self, text: str) -> None:
+        self._shown = time.monotonic()
+        self._write(f"[{self._shown - self._began:5.1f} s] {text}\n")
+
+    def _bar(self) -> str:
+        if not self._steps:
+            return ""
+        filled = _WIDTH * self._done // self._steps
+        return f"[{'#' * filled}{'.' * (_WIDTH - filled)}] "
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()

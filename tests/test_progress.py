@@ -1,0 +1,61 @@
+"""What a long command shows meanwhile."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+
+from thinwire import progress
+from thinwire.progress import Progress, Report
+from thinwire.testing import run_ranks
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _wait_for(text: str, out: io.StringIO) -> None:
+    deadline = time.monotonic() + 30
+    while text not in out.getvalue():
+        assert time.monotonic() < deadline, out.getvalue()
+        time.sleep(0.01)
+
+
+def test_lines_have_the_seconds_and_appear_while_ranks_work() -> None:
+    out = io.StringIO()
+    with Progress(out, time.monotonic()) as shown:
+        shown.stage("starting")
+
+        def rank(comm: object) -> None:
+            shown.report.stage("scoring", 2)
+            _wait_for("scoring", out)
+
+        run_ranks(rank, 1, mode="thread")
+    assert re.fullmatch(r"\[ *\d+\.\d s\] starting\n\[ *\d+\.\d s\] scoring\n", out.getvalue())
+
+
+def test_a_long_stage_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_REPEAT_SECONDS", 0.01)
+    out = io.StringIO()
+    with Progress(out, time.monotonic()) as shown:
+        shown.report.stage("scoring", 4)
+        shown.report.step()
+        _wait_for("still at it, 1 of 4\n", out)
+
+
+def test_a_terminal_has_one_line_with_a_bar_which_goes_at_the_end() -> None:
+    out = _Terminal()
+    with Progress(out, time.monotonic()) as shown:
+        shown.report.stage("scoring", 3)
+        shown.report.step()
+        _wait_for(f"[{'#' * 10}{'.' * 20}] scoring  0 s", out)
+    assert "\n" not in out.getvalue() and out.getvalue().endswith("\r\033[K")
+
+
+def test_others_than_the_first_rank_tell_nothing() -> None:
+    Report(None).stage("scoring")
+    Report(None).step()
