@@ -13,7 +13,7 @@ from thinwire.planning.results import Figure, Results
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits the points of one operation, implementation, wire and transport best.
+    """What fits the points of one operation, implementation, wire, transport and routing best.
 
     Attributes:
         alpha: seconds.
@@ -65,11 +65,14 @@ def fit_figures(figures: Sequence[Figure]) -> Fit:
     )
 
 
-def fit_results(results: Results) -> dict[tuple[str, str, str, str | None], Fit]:
-    """By operation, implementation, wire and transport; what was measured at one size alone is left out."""
-    groups: dict[tuple[str, str, str, str | None], list[Figure]] = {}
+_Key = tuple[str, str, str, str | None, str | None]
+
+
+def fit_results(results: Results) -> dict[_Key, Fit]:
+    """By operation, implementation, wire, transport and routing; what was measured at one size alone is left out."""
+    groups: dict[_Key, list[Figure]] = {}
     for figure in results.figures:
-        key = figure.operation, figure.implementation, figure.wire, figure.transport
+        key = figure.operation, figure.implementation, figure.wire, figure.transport, figure.routing
         groups.setdefault(key, []).append(figure)
     usable = {key: group for key, group in groups.items() if len({figure.wire_bytes for figure in group}) > 1}
     return {key: fit_figures(group) for key, group in usable.items()}

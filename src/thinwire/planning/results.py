@@ -27,6 +27,7 @@ class Figure:
     implementation: str
     wire: str
     transport: str | None
+    routing: str | None
     wire_bytes: float
     seconds: float
 
@@ -75,11 +76,15 @@ def _figure(value: object, where: str) -> Figure:
     def text(name: str) -> Any:
         return _field(value, where, name, _is_text, "printable text")
 
+    def text_or_none(name: str) -> Any:
+        return _field(value, where, name, lambda held: held is None or _is_text(held), "printable text or null")
+
     return Figure(
         text("operation"),
         text("implementation"),
         text("wire"),
-        _field(value, where, "transport", lambda held: held is None or _is_text(held), "printable text or null"),
+        text_or_none("transport"),
+        text_or_none("routing"),
         float(_field(value, where, "wire_bytes", lambda held: _is_number(held, 0), "a number from 0 to 1e18")),
         float(
             _field(
