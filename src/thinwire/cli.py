@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "inspect", "plan")
+COMMANDS = ("demo", "inspect", "doctor", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
