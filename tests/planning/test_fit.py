@@ -51,7 +51,7 @@ def test_alpha_and_beta_are_never_negative() -> None:
 def content(**changed: Any) -> dict[str, Any]:
     figures = [
         {"operation": "dispatch", "implementation": "thinwire", "wire": "int8", "transport": "direct",
-         "routing": "uniform", "wire_bytes": size, "seconds": {"minimum": 1e-6, "median": 1e-5 + size / 1e9, "maximum": 1.0}}
+         "routing": "uniform", "wire_bytes": size, "seconds": {"median": 1e-5 + size / 1e9}}
         for size in (1000, 100000)
     ]  # fmt: skip
     return {"format": "thinwire bench", "version": 1, "ranks": 4, "hosts": 1, "figures": figures} | changed

@@ -36,8 +36,8 @@ def describe(title: str, findings: list[Finding]) -> str:
     """A section as text."""
     lines = [title]
     for finding in findings:
-        indent = " " * 29
-        text = f"  {finding.mark:8} {finding.name:17} {finding.text}"
+        indent = " " * 33
+        text = f"  {finding.mark:8} {finding.name:21} {finding.text}"
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent=indent, drop_whitespace=True) or [text]
         if finding.advice:
             lines += textwrap.wrap(f"{indent}-> {finding.advice}", _WIDTH, subsequent_indent=f"{indent}   ")

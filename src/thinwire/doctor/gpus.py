@@ -6,7 +6,7 @@ import ctypes
 import subprocess
 from collections.abc import Iterator
 
-from thinwire.doctor.finding import Finding, gib
+from thinwire.doctor.finding import Finding, gib, judged
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
@@ -17,22 +17,19 @@ def devices() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        why = (
-            f"torch is built for {built}, so its driver or its devices are missing" if built else "torch is a CPU build"
-        )
-        yield Finding("note" if built else "ok", "GPUs", f"no GPU: torch.cuda.is_available() is False; {why}",
-                      "if there is one, see nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus" if built else "")  # fmt: skip
+        why = f"torch is built for {built}, and finds no driver or no device" if built else "torch is a CPU build"
+        advice = "if there should be one, see nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus"
+        yield judged(built is None, "GPUs", f"no GPU: torch.cuda.is_available() is False; {why}", advice)
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         old = torch.version.cuda is not None and (found.major, found.minor) < (8, 0)
-        yield Finding(
-            "note" if old else "ok", f"cuda:{index}",
+        text = (
             f"{found.name}, compute capability {found.major}.{found.minor}, {found.multi_processor_count} "
-            f"multiprocessors, {gib(free)} of {gib(total)} free",
-            "kernels are written for compute capability 8.0 and newer" if old else "",
-        )  # fmt: skip
+            f"multiprocessors, {gib(free)} of {gib(total)} free"
+        )
+        yield judged(not old, f"cuda:{index}", text, "kernels are written for compute capability 8.0 and newer")
 
 
 def peers() -> Iterator[Finding]:
@@ -47,8 +44,8 @@ def peers() -> Iterator[Finding]:
     if lacking:
         yield Finding(
             "note", "peer access", f"not from cuda:{', '.join(lacking)}",
-            "`auto` takes the staged transport there; GPUs of one NVLink or PCIe switch have it, unless a driver, an IOMMU "
-            "or a virtual machine forbids it",
+            "`auto` takes the staged transport there; GPUs of one NVLink or PCIe switch have it, unless a driver, an "
+            "IOMMU or a virtual machine forbids it",
         )  # fmt: skip
     else:
         yield Finding("ok", "peer access", f"all {len(pairs)} directions")

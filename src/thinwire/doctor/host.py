@@ -49,9 +49,9 @@ def limits() -> Iterator[Finding]:
     unlimited = resource.RLIM_INFINITY
     for name, kind, enough, unit, advice in (
         ("file size", resource.RLIMIT_FSIZE, unlimited, " bytes", "a file in memory counts: ulimit -f unlimited"),
-        ("address space", resource.RLIMIT_AS, unlimited, " bytes", "ranks map each other's memory: ulimit -v unlimited"),
+        ("address space", resource.RLIMIT_AS, unlimited, " bytes", "peers' memory is mapped: ulimit -v unlimited"),
         ("open files", resource.RLIMIT_NOFILE, 1024, "", "ranks keep some for each peer: ulimit -n 65536"),
-        ("locked memory", resource.RLIMIT_MEMLOCK, unlimited, " bytes", "NCCL over InfiniBand may want ulimit -l unlimited"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, unlimited, " bytes", "NCCL over InfiniBand wants more: ulimit -l"),
         ("processes", resource.RLIMIT_NPROC, 4096, "", "ranks are processes with threads: ulimit -u 65536"),
     ):  # fmt: skip
         soft = resource.getrlimit(kind)[0]

@@ -8,11 +8,11 @@ step is told on standard output as it ends, a line of JSON each, so that one whi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -22,7 +22,6 @@ from thinwire.comm.symmetric import allocate
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
 
-STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
 _HEAP_BYTES, _HIDDEN, _TOKENS, _EXPERTS_EACH = 1 << 20, 256, 48, 2
 _told = threading.Lock()
 
@@ -60,8 +59,6 @@ def share_memory(comm: Communicator) -> str:
 
 def _require_words(comm: Communicator, local: torch.Tensor, addresses: list[int]) -> None:
     if comm.device.type == "cpu":
-        import ctypes
-
         for address in addresses:
             ctypes.c_int64.from_address(address + 8 * comm.rank).value = 1 + comm.rank
         comm.barrier()
@@ -79,7 +76,7 @@ def make_parallel(comm: Communicator) -> tw.ExpertParallel:
 def pick_transport(comm: Communicator) -> str:
     """The library's own choice, in its own words."""
     with make_parallel(comm) as parallel:
-        return "; ".join(line.strip() for line in parallel.explain().splitlines()[:3])
+        return "; ".join(line.strip() for line in parallel.explain().splitlines()[:3]).removeprefix("transport: ")
 
 
 def exact_tokens(rank: int) -> torch.Tensor:
@@ -130,10 +127,10 @@ def reduce(comm: Communicator) -> str:
     return f"{x.numel()} elements, exact to the bit"
 
 
-def main(device: str, rank: str, size: str, wrap: Callable[[Communicator], None] = examine) -> None:
+def main(device: str, rank: str, size: str) -> None:
     """The program."""
     if rank == "threads":
-        run_ranks(wrap, int(size), mode="thread", device=device, timeout=600)
+        run_ranks(examine, int(size), mode="thread", device=device, timeout=600)
         return
     try:
         comm = tw.init(rank=int(rank), world_size=int(size), device=f"cuda:{rank}" if device == "cuda" else device)
@@ -141,7 +138,7 @@ def main(device: str, rank: str, size: str, wrap: Callable[[Communicator], None]
         tell(int(rank), "meeting", f"{type(error).__name__}: {error}", ok=False)
         return
     with comm:
-        wrap(comm)
+        examine(comm)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python -m thinwire.doctor.posix
 
-prints as JSON the name of the step that fails, the error's number, and what is known of it; `null` where all work. They
-are the steps of `thinwire.comm.posix_heap`, with a megabyte; another process opens the file, as a peer does.
+prints as JSON the step that fails, the error's number, and what is known of it; nothing where all work. They are the
+steps of `thinwire.comm.posix_heap`, with a megabyte; another process opens the file, as a peer does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NUM_BYTES = 1 << 20
+_PR_GET_DUMPABLE = 3
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
@@ -64,9 +66,7 @@ def _known(step: str) -> str:
         return f"RLIMIT_AS {resource.getrlimit(resource.RLIMIT_AS)[0]}"
     if not _text("/proc/self/status"):
         return "no /proc"
-    if os.stat("/proc/self").st_uid != os.geteuid():
-        return "not dumpable"
-    return "dumpable"
+    return "dumpable" if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 else "not dumpable"
 
 
 def _text(path: str) -> str:
@@ -115,4 +115,5 @@ def explain(failure: Failure) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_failure()))
+    if (failure := first_failure()) is not None:
+        print(json.dumps(failure._asdict()))

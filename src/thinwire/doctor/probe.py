@@ -1,4 +1,4 @@
-"""The looks that need no ranks, as a program: `python -m thinwire.doctor.probe NAME`. A line of JSON for each finding."""
+"""The looks that need no ranks, as a program: `python -m thinwire.doctor.probe NAME` prints a line for each finding."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from thinwire.doctor.finding import Finding
 from thinwire.doctor.isolated import read_lines, run_lines
 
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
-_HEAP = {"shared memory": "heap"}
 #: What a failed step is, in words of what to do, where nothing nearer is known.
 _ADVICE = {
     "meeting": "ranks of one host meet over the loopback interface: see that it is up, and that no proxy or firewall "
@@ -30,7 +29,7 @@ def examine_threads(device: str, ranks: int, seconds: float) -> list[Finding]:
     """Of ranks that are threads of one process."""
     command = [sys.executable, "-m", "thinwire.doctor.one_rank", device, "threads", str(ranks)]
     lines, ending = run_lines(command, seconds)
-    return _findings(lines, [ending] if ending else [], ranks)
+    return _findings(lines, [ending] if ending else [], ranks, posix_heap=False)
 
 
 def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
@@ -65,17 +64,17 @@ def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    return _findings(lines, endings, ranks)
+    return _findings(lines, endings, ranks, posix_heap=device == "cpu")
 
 
-def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int) -> list[Finding]:
+def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int, posix_heap: bool) -> list[Finding]:
     """One for each step that any rank told of, and one for those that did not come back."""
     findings = []
     for step in STEPS:
         told = [line for line in lines if line.get("step") == step]
         failed = [line for line in told if not line["ok"]]
         if failed:
-            findings.append(_failure(step, failed[0]["text"]))
+            findings.append(_failure(step, failed[0]["text"], posix_heap))
         elif len(told) == ranks:
             slowest = max(line["seconds"] for line in told)
             took = f" ({slowest:.1f} s with all that is done once)" if slowest >= 0.1 else ""
@@ -87,15 +86,14 @@ def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int) -> li
     return findings
 
 
-def _failure(step: str, text: str) -> Finding:
-    if step == "shared memory":
-        if "no peer-to-peer access" in text:
-            return Finding("note", step, text, "`auto` takes the staged transport here")
-        cause = posix_cause()
-        if cause is not None and "bytes of shared memory" in text or "cannot map the memory" in text:
-            why, advice = cause if cause is not None else ("", _ADVICE[step])
-            return Finding("problem", step, f"{text}. {why}".rstrip(". "), advice)
-    return Finding("problem", step, text, _ADVICE[step])
+def _failure(step: str, text: str, posix_heap: bool) -> Finding:
+    if step == "shared memory" and "no peer-to-peer access" in text:
+        return Finding("note", step, text, "`auto` takes the staged transport here")
+    cause = posix_cause() if step == "shared memory" and posix_heap else None
+    if cause is None:
+        return Finding("problem", step, text, _ADVICE[step])
+    why, advice = cause
+    return Finding("problem", step, f"{text}; {why}", advice)
 
 
 def posix_cause() -> tuple[str, str] | None:
@@ -103,11 +101,10 @@ def posix_cause() -> tuple[str, str] | None:
     lines, ending = run_lines([sys.executable, "-m", "thinwire.doctor.posix"], 60)
     if ending:
         return f"the step by step look at it {ending}", _ADVICE["shared memory"]
-    failure = lines[0] if lines else None
-    return None if failure is None else posix.explain(posix.Failure(*failure))
+    return posix.explain(posix.Failure(**lines[0])) if lines else None
 
 
 def _staged_or_fine(step: str, text: str) -> Finding:
-    if step == "transport" and text.startswith("transport: staged"):
+    if step == "transport" and text.startswith("staged"):
         return Finding("note", step, text, "works, and is slower: see why the direct one is not available")
     return Finding("ok", step, text)

@@ -72,10 +72,8 @@ def caches() -> Iterator[Finding]:
 
         folder = sum_home_kernel.stats.cache_path
         if folder is None:
-            yield Finding(
-                "note", "numba's cache", "none: neither the sources' folder nor the user's cache can be written, so every "
-                "process compiles for a minute or two", "set NUMBA_CACHE_DIR to a folder that can be written",
-            )  # fmt: skip
+            text = "none: neither the sources' folder nor the user's cache can be written, so every process compiles"
+            yield Finding("note", "numba's cache", text, "set NUMBA_CACHE_DIR to a folder that can be written")
         else:
             yield _cache("numba's cache", Path(folder), "*.nbi", "NUMBA_CACHE_DIR")
     if HAS_TRITON:
@@ -83,11 +81,15 @@ def caches() -> Iterator[Finding]:
         yield _cache("Triton's cache", Path(chosen), "*", "TRITON_CACHE_DIR")
 
 
+def _shown(folder: Path) -> str:
+    return f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
+
+
 def _cache(name: str, folder: Path, entries: str, variable: str) -> Finding:
     if not folder.exists():
-        return Finding("ok", name, f"{folder}: cold, not there yet; the first run compiles")
+        return Finding("ok", name, f"{_shown(folder)}: cold, not there yet; the first run compiles")
     if not os.access(folder, os.W_OK):
-        return Finding("note", name, f"{folder}: cannot be written", f"set {variable} to a folder that can be")
+        return Finding("note", name, f"{_shown(folder)}: cannot be written", f"set {variable} to a folder that can be")
     number = sum(1 for _ in folder.glob(entries))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Finding("ok", name, f"{folder}: {f'warm, {number} entries' if number else 'cold'}, {gib(size)}")
+    return Finding("ok", name, f"{_shown(folder)}: {f'warm, {number} entries' if number else 'cold'}, {gib(size)}")
