@@ -66,11 +66,11 @@ class PosixHeap(Heap):
         return (-(-num_bytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
     def inspect(self) -> _Host:
-        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
-            raise TransportUnavailable(
-                f"rank {self.rank} cannot share memory with its peers: {platform.system()} lacks memfd_create or "
-                "/proc/<process>/fd, which Linux has"
-            )
+        failed = f"rank {self.rank} cannot share memory with its peers"
+        if not hasattr(os, "memfd_create"):
+            raise TransportUnavailable(f"{failed}: {platform.system()} lacks memfd_create, which Linux has")
+        if not os.path.isdir("/proc/self/fd"):
+            raise TransportUnavailable(f"{failed}: there is no /proc/<process>/fd, as /proc is not mounted")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return _Host(platform.node(), boot, os.stat("/proc/self/ns/pid").st_ino, available_bytes())
 

@@ -77,41 +77,42 @@ def _text(path: str) -> str:
 
 
 def explain(failure: Failure) -> tuple[str, str]:
-    """The cause, and what to do about it."""
+    """The cause, and what to do about it.
+
+    >>> explain(Failure("memfd_create", errno.EMFILE, "Seccomp 0"))
+    ('memfd_create gave EMFILE (Too many open files): no file can be opened any more', 'ulimit -n 65536')
+    """
     step, number, known = failure
-    said = f"{step} gave {errno.errorcode.get(number, number)} ({os.strerror(number) if number else 'no reason'})"
+    cause, advice = _cause(step, number, known)
+    return f"{step} gave {errno.errorcode.get(number, str(number))} ({os.strerror(number)}): {cause}", advice
+
+
+def _cause(step: str, number: int, known: str) -> tuple[str, str]:
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "no file can be opened any more", "ulimit -n 65536"
     if step == "memfd_create":
-        if number in (errno.EMFILE, errno.ENFILE):
-            return f"{said}: too many open files", "raise the limit: ulimit -n 65536"
-        filtered = (
-            "a seccomp filter refuses it" if known == "Seccomp 2" else "the kernel or a preloaded library refuses it"
-        )
-        return f"{said}: {filtered}", (
-            "let the container's seccomp profile allow memfd_create, and unset LD_PRELOAD"
-        )  # fmt: skip
-    if step == "posix_fallocate" and number == errno.EFBIG:
+        who = "a seccomp filter" if known == "Seccomp 2" else "the kernel or a preloaded library"
+        return f"{who} refuses it", "let the container's seccomp profile allow memfd_create, and unset LD_PRELOAD"
+    if number == errno.EFBIG:
         limit = known.removeprefix("RLIMIT_FSIZE ")
-        return f"{said}: the limit on file size, RLIMIT_FSIZE, is {limit} bytes", (
-            "a file in memory counts: ulimit -f unlimited, in the shell or the service that starts ranks"
-        )
+        advice = "a file in memory counts: ulimit -f unlimited, in the shell or the service that starts ranks"
+        return f"the limit on file size, RLIMIT_FSIZE, is {limit} bytes", advice
     if number in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
-        why = f"; {known} bytes" if step == "mmap" and not known.endswith(" -1") else ""
-        return (
-            f"{said}: no memory is left{why}",
-            "raise the control group's limit or ulimit -v, or end what holds memory",
-        )
+        advice = "raise the control group's limit or ulimit -v, or end what holds memory"
+        return f"no memory is left ({known})", advice
     if step == "open through /proc":
         if known == "no /proc":
-            return f"{said}: /proc is not mounted here", "mount /proc in the container that ranks run in"
+            return "/proc is not mounted here", "mount /proc in the container that ranks run in"
         if known == "not dumpable":
-            return f"{said}: processes are not dumpable (PR_SET_DUMPABLE is 0), so /proc/PID/fd is root's alone", (
+            return (
+                "processes are not dumpable (PR_SET_DUMPABLE is 0), so nobody without CAP_SYS_PTRACE sees their files",
                 "start ranks without what clears it: a set-user-id or unreadable executable, or a library that calls "
-                "prctl(PR_SET_DUMPABLE, 0)"
+                "prctl(PR_SET_DUMPABLE, 0)",
             )
-        return f"{said}: a process may not open another one's file", (
+        return "a process may not open another one's file", (
             "run all ranks as one user, in one pid namespace, and without a profile (AppArmor, SELinux) that forbids it"
         )
-    return said, "what refuses this call is outside of thinwire: a seccomp profile, a security module, or the kernel"
+    return "something outside of thinwire refuses it", "look for a seccomp profile or a security module that does"
 
 
 if __name__ == "__main__":

@@ -14,22 +14,36 @@ from thinwire.doctor.finding import Finding
 from thinwire.doctor.isolated import read_lines, run_lines
 
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
-#: What a failed step is, in words of what to do, where nothing nearer is known.
-_ADVICE = {
-    "meeting": "ranks of one host meet over the loopback interface: see that it is up, and that no proxy or firewall "
-    "keeps processes from 127.0.0.1",
-    "shared memory": "the message says what was refused; without it `auto` takes the staged transport, which is slower",
-    "transport": "the message says what is missing; docs/launch.md has a table of causes",
-    "round": "do not trust results of this machine; run it again with THINWIRE_INTEGRITY=checksum, and report it",
-    "all-reduce": "do not trust results of this machine; run it again with THINWIRE_INTEGRITY=checksum, and report it",
+#: What to do about a message, by words that are in it.
+_BY_WORDS = {
+    "Too many open files": "raise the limit on open files: ulimit -n 65536",
+    "No usable temporary directory": "set TMPDIR to a folder that can be written; a limit on file size (ulimit -f) "
+    "forbids that everywhere",
+    "pip install": "install what the message names",
+    "killed by signal 9": "memory ran out, or somebody ended it: see dmesg, and the control group's limit",
+    "did not come back": "run it again, as kernels that had to be compiled are in the cache then; if it hangs again, "
+    "report it",
 }
+#: The same by what failed.
+_BY_STEP = {
+    "meeting": "ranks of one host meet over the loopback interface: see that it is up, and that nothing keeps "
+    "processes from 127.0.0.1",
+    "shared memory": "the message says what was refused; `auto` takes the staged transport meanwhile, which is slower",
+    "transport": "the message says what is missing; docs/launch.md has a table of causes",
+    "round": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and report it",
+    "all-reduce": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and report it",
+}
+
+
+def _advice(step: str, text: str) -> str:
+    return next((advice for words, advice in _BY_WORDS.items() if words in text), _BY_STEP[step])
 
 
 def examine_threads(device: str, ranks: int, seconds: float) -> list[Finding]:
     """Of ranks that are threads of one process."""
     command = [sys.executable, "-m", "thinwire.doctor.one_rank", device, "threads", str(ranks)]
     lines, ending = run_lines(command, seconds)
-    return _findings(lines, [ending] if ending else [], ranks, posix_heap=False)
+    return _findings(lines, [f"the process {ending}"] if ending else [], ranks, posix_heap=False)
 
 
 def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
@@ -39,7 +53,7 @@ def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
             listener.bind(("127.0.0.1", 0))
         except OSError as error:
             text = f"127.0.0.1 cannot be listened on: {error.strerror}"
-            return [Finding("problem", "meeting", text, _ADVICE["meeting"])]
+            return [Finding("problem", "meeting", text, _BY_STEP["meeting"])]
         port = listener.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "THINWIRE_FLIGHT_RECORDER": "off"}
     processes: list[subprocess.Popen[bytes]] = []
@@ -77,11 +91,11 @@ def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int, posix
             findings.append(_failure(step, failed[0]["text"], posix_heap))
         elif len(told) == ranks:
             slowest = max(line["seconds"] for line in told)
-            took = f" ({slowest:.1f} s with all that is done once)" if slowest >= 0.1 else ""
+            took = f" ({slowest:.1f} s, kernels loaded or compiled)" if slowest >= 0.1 else ""
             findings.append(_staged_or_fine(step, told[0]["text"] + took))
         elif endings:
-            text = "; ".join(endings)
-            findings.append(Finding("problem", step, f"it was under way as {text}", _ADVICE[step]))
+            text = f"not over, as {'; '.join(endings)}"
+            findings.append(Finding("problem", step, text, _advice(step, text)))
             return findings
     return findings
 
@@ -91,7 +105,7 @@ def _failure(step: str, text: str, posix_heap: bool) -> Finding:
         return Finding("note", step, text, "`auto` takes the staged transport here")
     cause = posix_cause() if step == "shared memory" and posix_heap else None
     if cause is None:
-        return Finding("problem", step, text, _ADVICE[step])
+        return Finding("problem", step, text, _advice(step, text))
     why, advice = cause
     return Finding("problem", step, f"{text}; {why}", advice)
 
@@ -100,7 +114,7 @@ def posix_cause() -> tuple[str, str] | None:
     """Why processes cannot share memory, if that can be seen without ranks."""
     lines, ending = run_lines([sys.executable, "-m", "thinwire.doctor.posix"], 60)
     if ending:
-        return f"the step by step look at it {ending}", _ADVICE["shared memory"]
+        return f"the step by step look at it {ending}", _BY_STEP["shared memory"]
     return posix.explain(posix.Failure(**lines[0])) if lines else None
 
 
