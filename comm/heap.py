@@ -31,6 +31,11 @@ class Heap:
         self.local: torch.Tensor | None = None
         self.mappings: list[Any] = []
 
+    @staticmethod
+    def held_bytes(num_bytes: int) -> int:
+        """What a rank holds for a buffer of so many bytes."""
+        return num_bytes
+
     def inspect(self) -> Any:
         """What the ranks must know of this one before anything is allocated."""
         if self.comm.device.type != "cuda":

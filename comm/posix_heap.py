@@ -56,16 +56,21 @@ class PosixHeap(Heap):
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         super().__init__(comm, num_bytes)
         self.rank = comm.rank
-        self.token_at = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.segment_bytes = self.token_at + mmap.PAGESIZE
+        self.segment_bytes = self.held_bytes(num_bytes)
+        self.token_at = self.segment_bytes - mmap.PAGESIZE
         self.descriptor: int | None = None
 
+    @staticmethod
+    def held_bytes(num_bytes: int) -> int:
+        """Whole pages, and the token's."""
+        return (-(-num_bytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
+
     def inspect(self) -> _Host:
-        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
-            raise TransportUnavailable(
-                f"rank {self.rank} cannot share memory with its peers: {platform.system()} lacks memfd_create or "
-                "/proc/<process>/fd, which Linux has"
-            )
+        failed = f"rank {self.rank} cannot share memory with its peers"
+        if not hasattr(os, "memfd_create"):
+            raise TransportUnavailable(f"{failed}: {platform.system()} lacks memfd_create, which Linux has")
+        if not os.path.isdir("/proc/self/fd"):
+            raise TransportUnavailable(f"{failed}: there is no /proc/<process>/fd, as /proc is not mounted")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return _Host(platform.node(), boot, os.stat("/proc/self/ns/pid").st_ino, available_bytes())
 

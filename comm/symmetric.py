@@ -14,6 +14,9 @@ from thinwire.comm.plain import MOST_TEXT, OneOf
 from thinwire.comm.posix_heap import PosixHeap
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 
+#: By kind: "threads" is of ranks that are threads, or of one alone with a GPU.
+HEAPS: dict[str, type[Heap]] = {heap.kind: heap for heap in (Heap, PosixHeap, CudaHeap)}
+
 #: What a step may raise, by the name that peers are told.
 _KINDS: dict[str, type[ThinwireError]] = {kind.__name__: kind for kind in (CapacityError, TransportUnavailable)}
 
@@ -24,14 +27,22 @@ class SymmetricMemory:
     Attributes:
         kind: "posix", "cuda" or "threads".
         num_bytes: of each rank's buffer.
+        memory_bytes: that this rank holds: the buffer, what its heap needs with it, and the addresses of all. What
+            PyTorch rounds up on CUDA is not known here.
         generation: what `allocate` was given.
     """
 
     def __init__(
-        self, kind: str, generation: int, local: torch.Tensor, buffer_ptrs: list[int], mappings: list[Any]
+        self,
+        kind: str,
+        generation: int,
+        local: torch.Tensor,
+        buffer_ptrs: list[int],
+        mappings: list[Any],
     ) -> None:
         self.kind = kind
         self.num_bytes = local.numel()
+        self.memory_bytes = held_bytes(kind, self.num_bytes, len(buffer_ptrs))
         self.generation = generation
         self._local: torch.Tensor | None = local
         self._bases: torch.Tensor | None = torch.tensor(buffer_ptrs, dtype=torch.int64, device=local.device)
@@ -136,6 +147,15 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
     finally:
         heap.local = None
         heap.finish()
+
+
+def held_bytes(kind: str, num_bytes: int, world: int) -> int:
+    """`SymmetricMemory.memory_bytes` of a heap of that kind, for a buffer of `num_bytes` on each of `world` ranks.
+
+    >>> held_bytes("threads", 100, 2), held_bytes("cuda", 100, 2)
+    (116, 116)
+    """
+    return HEAPS[kind].held_bytes(num_bytes) + world * torch.int64.itemsize
 
 
 def _check_request(comm: Communicator, num_bytes: int, generation: int) -> None:

@@ -31,8 +31,6 @@ from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import MOST_TOKENS, Rounds, Started
 from thinwire.moe.staged import StagedRounds
-from thinwire.triton_kernels.round_layout import RoundLayout
-from thinwire.triton_kernels.signal import MAX_WORLD
 
 _MOST_GENERATIONS = 1 << 31
 #: What all ranks raise alike while lanes are made, and go on with the lanes that they had.
@@ -85,25 +83,13 @@ class Assembly:
         awaited: int | None = None,
     ) -> _Kind | Refusal:
         """Lanes for forward or for backward; see `DirectLanes.begin_at`. Collective."""
-        if self.comm.size > MAX_WORLD:
-            return Refusal("ExpertParallel", f"it takes up to {MAX_WORLD} ranks, and here are {self.comm.size}")
         config = config or self._config
-        if config.is_double:
-            return Refusal("ExpertParallel", "its kernels do not take float64")
-        if backward := kind is BackwardRounds:
-            config = replace(config, wire=config.grad_wire, combine_wire=config.grad_wire)
-        layout = RoundLayout.of(
-            world=self.comm.size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden=self.hidden_size,
-            max_tokens=config.max_tokens,
-            wire=config.wire,
-            combine_wire=config.combine_wire,
-            dtype=self.dtype,
-            checksums=self.comm.integrity != "none",
-            weight_grads=backward,
-        )
+        if (why := config.why_staged(self.comm.size)) is not None:
+            return Refusal("ExpertParallel", why)
+        backward = kind is BackwardRounds
+        config = config.of_backward if backward else config
+        checksums = self.comm.integrity != "none"
+        layout = config.lane_layout(self.comm.size, checksums=checksums, weight_grads=backward)
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
 
         def make(memory: SymmetricMemory) -> _Kind:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,18 +16,25 @@ from thinwire.fused.backend import Backend, reference_backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
+from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_HAS_SUMS, RoundLayout
+from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION, WireFormat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_TOP_K = 32
 ROUND_DTYPES = (*FLOAT_DTYPES, torch.float64)  # the last one is for comparisons: staged, exact, in plain torch
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """The arguments of `thinwire.ExpertParallel`, where they are described, with the wire formats looked up."""
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """The arguments of `thinwire.ExpertParallel` but for its group, with the wire formats looked up.
 
-    comm: Communicator
+    They are described there. What is to be allocated follows from them, and is known before there is a group.
+    """
+
     num_experts: int
     top_k: int
     hidden_size: int
@@ -65,12 +72,10 @@ class ParallelConfig:
                 + ", ".join(map(str, wires))
             )
         check_transport(self.transport)
-        object.__setattr__(self, "comm", as_communicator(self.comm))  # last, as others may have to be met for it
 
     @classmethod
     def of(
         cls,
-        comm: Any,
         num_experts: int,
         top_k: int,
         hidden_size: int,
@@ -80,30 +85,20 @@ class ParallelConfig:
         combine_wire: str | WireFormat | None,
         grad_wire: str | WireFormat | None,
         **rest: Any,
-    ) -> ParallelConfig:
-        """What was passed, checked. `comm` is a Group; the rest has the names of the fields."""
+    ) -> Self:
+        """What was passed, checked. The rest has the names of the fields."""
         wire = resolve_wire(wire)
-        wires = wire, wire if combine_wire is None else resolve_wire(combine_wire), resolve_wire(grad_wire or "none")
-        most = 1 if max_tokens is None else max_tokens
-        return cls(comm, num_experts, top_k, hidden_size, most, *wires, **rest, grows=max_tokens is None)
-
-    @cached_property
-    def dispatch_backend(self) -> Backend:
-        """The kernels of the dispatch leg."""
-        return self._backend(self.wire)
-
-    @cached_property
-    def combine_backend(self) -> Backend:
-        """The kernels of the combine leg."""
-        return self._backend(self.combine_wire)
-
-    @cached_property
-    def grad_backend(self) -> Backend:
-        """The kernels of both legs of backward."""
-        return self._backend(self.grad_wire)
-
-    def _backend(self, wire: WireFormat) -> Backend:
-        return reference_backend("float64") if self.is_double else select_backend(self.comm.device, wire)
+        return cls(
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            max_tokens=1 if max_tokens is None else max_tokens,
+            wire=wire,
+            combine_wire=wire if combine_wire is None else resolve_wire(combine_wire),
+            grad_wire=resolve_wire(grad_wire or "none"),
+            grows=max_tokens is None,
+            **rest,
+        )
 
     @property
     def is_double(self) -> bool:
@@ -123,6 +118,84 @@ class ParallelConfig:
     def weight_dtype(self) -> torch.dtype:
         """Of router weights and their gradients, as they travel."""
         return torch.float64 if self.is_double else torch.float32
+
+    @property
+    def of_backward(self) -> Self:
+        """The same for the lanes on which gradients travel."""
+        return replace(self, wire=self.grad_wire, combine_wire=self.grad_wire)
+
+    def why_staged(self, world: int) -> str | None:
+        """What keeps so many ranks from the direct transport with these settings; None if nothing does."""
+        if world > MAX_WORLD:
+            return f"it takes up to {MAX_WORLD} ranks, and here are {world}"
+        return "its kernels do not take float64" if self.is_double else None
+
+    def lane_layout(self, world: int, *, checksums: bool, weight_grads: bool = False) -> RoundLayout:
+        """Of each lane on the direct transport over so many ranks; see `RoundLayout.of`."""
+        return RoundLayout.of(
+            world=world,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden=self.hidden_size,
+            max_tokens=self.max_tokens,
+            wire=self.wire,
+            combine_wire=self.combine_wire,
+            dtype=self.dtype,
+            checksums=checksums,
+            weight_grads=weight_grads,
+        )
+
+    def dispatch_bytes(self, transport: str, world: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+        """What a rank with so many tokens sends to dispatch them: bytes for each record, and bytes beside all records.
+
+        Beside them, on the direct transport, are the ids and weights of all tokens and one line, to each peer.
+        """
+        if transport == "staged":
+            return self.message_bytes(dtype), 0
+        to_each_peer = tokens * self.top_k * 8 + 4 * (1 + SIGNAL_DTYPE)
+        return self.wire.row_bytes(self.hidden_size, dtype), (world - 1) * to_each_peer
+
+    def combine_bytes(self, transport: str, world: int, dtype: torch.dtype) -> tuple[int, int]:
+        """The same of combine."""
+        beside = 0 if transport == "staged" else (world - 1) * 4 * (1 + SIGNAL_HAS_SUMS)
+        return self.combine_wire.row_bytes(self.hidden_size, dtype), beside
+
+    def message_bytes(self, dtype: torch.dtype) -> int:
+        """Of a record that is dispatched on the staged transport, and of what travels behind it.
+
+        That is the token's ids, weights and number; kernels need a multiple of 16.
+        """
+        tail = (4 + self.weight_dtype.itemsize) * self.top_k + 4
+        return -(-(self.wire.row_bytes(self.hidden_size, dtype) + tail) // 16) * 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ParallelSettings):
+    """The same with the group, and what follows from that."""
+
+    comm: Communicator
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "comm", as_communicator(self.comm))  # last, as others may have to be met for it
+
+    @cached_property
+    def dispatch_backend(self) -> Backend:
+        """The kernels of the dispatch leg."""
+        return self._backend(self.wire)
+
+    @cached_property
+    def combine_backend(self) -> Backend:
+        """The kernels of the combine leg."""
+        return self._backend(self.combine_wire)
+
+    @cached_property
+    def grad_backend(self) -> Backend:
+        """The kernels of both legs of backward."""
+        return self._backend(self.grad_wire)
+
+    def _backend(self, wire: WireFormat) -> Backend:
+        return reference_backend("float64") if self.is_double else select_backend(self.comm.device, wire)
 
     @property
     def local_experts(self) -> range:

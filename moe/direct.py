@@ -25,7 +25,6 @@ from thinwire.triton_kernels.round_layout import (
     DISPATCH,
     DTYPE_CODES,
     REFUSED,
-    SIGNAL_DTYPE,
     Lane,
 )
 
@@ -278,17 +277,14 @@ class _DirectRound(Dispatched):
         of_a_rank = layout.MAX_TOKENS * layout.TOP_K
         ids = words[config.comm.rank * of_a_rank :][: self._num_sent * layout.TOP_K].view(-1, layout.TOP_K)
         counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
-        to_each_peer = self._num_sent * layout.TOP_K * 8 + 4 * (1 + SIGNAL_DTYPE)
-        record_bytes = config.wire.row_bytes(config.hidden_size, self._dtype)
-        return self._traffic(counts, record_bytes, (layout.WORLD - 1) * to_each_peer)
+        return self._traffic(counts, *config.dispatch_bytes("direct", layout.WORLD, self._num_sent, self._dtype))
 
     @property
     def combine_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
         sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1).tolist()
-        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
-        return self._traffic(sent, record_bytes, (layout.WORLD - 1) * 8)
+        return self._traffic(sent, *config.combine_bytes("direct", layout.WORLD, self._dtype))
 
     def _require_latest(self) -> None:
         if self._rounds.rounds_begun[self.lane] != self._number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport, voters
@@ -35,6 +35,25 @@ from thinwire.triton_kernels.round_layout import (
 LOST = 1  # tag of a refusal: the rank has no more what it dispatched before room was made
 
 
+def lanes_bytes(layout: RoundLayout, lanes: int, rank: int, align: int, heap: str) -> int:
+    """What `DirectLanes.memory_bytes` will be of lanes that are not allocated yet.
+
+    Args:
+        layout: of each lane.
+        rank: whose; ranks may own different numbers of experts.
+        heap: "posix" or "threads", of CPU ranks with numba's kernels; or "cuda".
+    """
+    scratch = 0 if heap == "cuda" else _scratch_bytes(layout)
+    beside = Lane.bytes_beside(layout, rank, align) + scratch
+    return held_bytes(heap, lanes * layout.NUM_BYTES, layout.WORLD) + lanes * beside
+
+
+def _scratch_bytes(layout: RoundLayout) -> int:
+    from thinwire.triton_kernels.cpu.combine import round_scratch_bytes  # it loads numba
+
+    return round_scratch_bytes(layout)
+
+
 class DirectLanes(DirectTransport, Rounds):
     """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
 
@@ -46,6 +65,7 @@ class DirectLanes(DirectTransport, Rounds):
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
         Rounds.__init__(self, config, reason)
         self.kernels = select_round_kernels(config.dispatch_backend)
+        self._scratch_bytes = _scratch_bytes(layout) if config.dispatch_backend.name == "numba" else 0
         self.lanes = [
             Lane.of(
                 layout,
@@ -257,8 +277,9 @@ class DirectLanes(DirectTransport, Rounds):
 
     @property
     def memory_bytes(self) -> int:
-        """Symmetric buffers and what lanes keep beside them; nothing is allocated later but results."""
-        return sum(lane.memory_bytes for lane in self.lanes)
+        """Symmetric memory, and what lanes and their kernels keep beside it; nothing is allocated later but results."""
+        beside = sum(lane.memory_bytes - lane.buffer.numel() + self._scratch_bytes for lane in self.lanes)
+        return self.memory.memory_bytes + beside
 
     def describe(self) -> str:
         """For `explain`."""

@@ -95,9 +95,9 @@ class ExpertParallel(Assembly):
         dtype: torch.dtype | None = None,
     ) -> None:
         config = ParallelConfig.of(
-            comm, num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire,
-            grad_wire=grad_wire, transport=transport, lanes=lanes, align=align, num_programs=num_programs,
-            timeout=timeout, dtype=dtype,
+            num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
+            transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
+            comm=comm,
         )  # fmt: skip
         super().__init__(config)
         self._handle = register(self)

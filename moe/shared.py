@@ -64,7 +64,7 @@ def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) ->
     """
     bound = inspect.signature(cls).bind(comm, *sizes, **settings)
     bound.apply_defaults()
-    wanted = ParallelConfig.of(*bound.args, **bound.kwargs)
+    wanted = ParallelConfig.of(*bound.args[1:], **bound.kwargs, comm=comm)
     wanted.comm._require_open()
     registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
     registry.made = [ep for ep in registry.made if not ep._closed]

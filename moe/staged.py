@@ -35,7 +35,7 @@ class StagedRounds(Rounds):
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
         recorder.phase("exchange counts")
         recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
-        row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), self.message_bytes(x.dtype)
+        row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
         weight_words = slice(id_words.stop, id_words.stop + config.top_k * config.weight_dtype.itemsize // 4)
         number_word = weight_words.stop
@@ -80,12 +80,6 @@ class StagedRounds(Rounds):
         """All ranks hear of it with the counts."""
         self.rounds_begun[lane] += 1
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
-
-    def message_bytes(self, dtype: torch.dtype) -> int:
-        """A dispatched record, behind it the token's ids, weights and number; kernels need a multiple of 16."""
-        config = self.config
-        tail = (4 + config.weight_dtype.itemsize) * config.top_k + 4
-        return -(-(config.wire.row_bytes(config.hidden_size, dtype) + tail) // 16) * 16
 
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
@@ -220,12 +214,14 @@ class StagedRound(Dispatched):
 
     @property
     def dispatch_traffic(self) -> Traffic:
-        return self._traffic(self._sends.counts, self._rounds.message_bytes(self._dtype))
+        config = self._rounds.config
+        sizes = config.dispatch_bytes("staged", config.comm.size, self._num_sent, self._dtype)
+        return self._traffic(self._sends.counts, *sizes)
 
     @property
     def combine_traffic(self) -> Traffic:
         config = self._rounds.config
-        return self._traffic(self._recv_counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))
+        return self._traffic(self._recv_counts, *config.combine_bytes("staged", config.comm.size, self._dtype))
 
 
 class StagedPlan(GradientPlan):

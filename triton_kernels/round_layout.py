@@ -13,7 +13,7 @@ that peer's own place, so no two ranks ever write the same byte. `docs/protocol.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,30 +226,44 @@ class Lane:
     ) -> Lane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
+        beside = {
+            name: torch.full(shape, value, dtype=dtype, device=device)
+            for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
+        }
+        report = torch.zeros(_report_words(layout), dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(layout, wire, combine_wire, rank, align, buffer, buffer_ptrs, report=report, **beside)
+
+    @classmethod
+    def _tensors_beside(
+        cls, layout: RoundLayout, rank: int, align: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
+        """Shape, dtype and first value of what is allocated on the buffer's device."""
         local = layout.first_expert(rank + 1) - layout.first_expert(rank)
         slots = layout.WORLD * layout.MAX_TOKENS
+        return {
+            "control": ((CONTROL_WORDS,), torch.int32, 0),
+            "index": ((layout.num_rows(rank, align),), torch.int64, -1),
+            "expert_counts": ((local,), torch.int64, 0),
+            "expert_offsets": ((local + 1,), torch.int64, 0),
+            "positions": ((slots, layout.TOP_K), torch.int64, -1),
+            "weights": ((slots, layout.TOP_K), torch.float32, 0),
+            "scratch": ((-(-slots // cls.CHUNK), local), torch.int32, 0),
+        }
 
-        def numbers(shape: Sequence[int], dtype: torch.dtype = torch.int64, value: int = 0) -> torch.Tensor:
-            return torch.full(tuple(shape), value, dtype=dtype, device=device)
+    @classmethod
+    def bytes_beside(cls, layout: RoundLayout, rank: int, align: int) -> int:
+        """What `of` allocates beside the symmetric buffer, and the addresses of all ranks' that it was given.
 
-        report = torch.zeros(REPORT_PEERS + 3 * layout.WORLD, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return cls(
-            layout=layout,
-            wire=wire,
-            combine_wire=combine_wire,
-            rank=rank,
-            align=align,
-            buffer=buffer,
-            buffer_ptrs=buffer_ptrs,
-            control=numbers([CONTROL_WORDS], torch.int32),
-            report=report,
-            index=numbers([layout.num_rows(rank, align)], value=-1),
-            expert_counts=numbers([local]),
-            expert_offsets=numbers([local + 1]),
-            positions=numbers([slots, layout.TOP_K], value=-1),
-            weights=numbers([slots, layout.TOP_K], torch.float32),
-            scratch=numbers([-(-slots // cls.CHUNK), local], torch.int32),
-        )
+        >>> wire = WireFormat.parse("int8")
+        >>> layout = RoundLayout.of(
+        ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
+        ... )
+        >>> Lane.bytes_beside(layout, rank=0, align=1)
+        166664
+        """
+        tensors = cls._tensors_beside(layout, rank, align).values()
+        given = _report_words(layout) * torch.int32.itemsize + layout.WORLD * torch.int64.itemsize
+        return given + sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors)
 
     @property
     def records(self) -> torch.Tensor:
@@ -268,8 +282,12 @@ class Lane:
 
     @property
     def memory_bytes(self) -> int:
-        """All that the lane holds."""
+        """All that the lane holds; what launchers set aside for kernels in `kept` is not among it."""
         return sum(value.numel() * value.itemsize for value in vars(self).values() if isinstance(value, torch.Tensor))
+
+
+def _report_words(layout: RoundLayout) -> int:
+    return REPORT_PEERS + 3 * layout.WORLD
 
 
 def check_weight_grads(lane: Lane, weight_grads: torch.Tensor | None) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
+    from thinwire.planning.memory import plan_memory as plan_memory
     from thinwire.tracing import trace as trace
     from thinwire.wire import WireFormat as WireFormat
 
@@ -58,6 +59,7 @@ _MODULES = {
     "moe.layer": "MoELayer",
     "moe.parallel": "ExpertParallel",
     "moe.pretrained": "load_moe_layer save_moe_layers",
+    "planning.memory": "plan_memory",
     "tracing": "trace",
     "wire": "WireFormat",
 }

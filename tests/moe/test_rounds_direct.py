@@ -200,14 +200,15 @@ def test_any_number_of_experts_and_any_row_length() -> None:
 
 
 def _memory(comm: Communicator) -> None:
-    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, wire="none") as ep:
+    room = 100  # as memory comes in pages
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, room, wire="none") as ep:
         any_dtype = ep.memory_bytes
         x, ids, weights = tokens(comm.rank, "ragged", torch.bfloat16, 0)
         d = ep.dispatch(x, ids, weights)
         ep.combine(d.tokens, d)
         assert ep.memory_bytes == any_dtype > 0
         assert "direct (every rank can map every peer's memory)" in ep.explain() and "posix heap" in ep.explain()
-    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, wire="none", dtype=torch.bfloat16) as ep:
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, room, wire="none", dtype=torch.bfloat16) as ep:
         assert ep.memory_bytes < any_dtype
         with pytest.raises(RoutingError, match=r"x is torch.float32 .*; torch.bfloat16"):
             ep.dispatch(x.float(), ids, weights)

@@ -59,6 +59,7 @@ from thinwire.triton_kernels.round_layout import (
     DISPATCH,
     SIGNAL_HAS_SUMS,
     Lane,
+    RoundLayout,
     check_home_grads,
     check_weight_grads,
 )
@@ -78,6 +79,15 @@ def terms_within(positions, lane, row_count, chosen):
             return k
         store_int64(chosen + 8 * k, position if position < row_count else -1)
     return lane.top_k
+
+
+def round_scratch_bytes(layout: RoundLayout) -> int:
+    """What the kernels here need for themselves, whatever rows they are given; a lane keeps it from its first combine.
+
+    Needs no numba.
+    """
+    for_sums = 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
+    return max(for_sums, scratch_bytes(layout.HIDDEN, layout.SLOTS))
 
 
 @kernel
@@ -153,7 +163,7 @@ def send_sums(
     width = lane.combine_wire.row_bytes(layout.HIDDEN, dtype) if encoded else layout.HIDDEN
     expert_out = readable_rows(expert_out, width, "expert_out")
     numbers = numbers_that_fit(lane, dtype)
-    scratch = scratch_of(lane, 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded))
+    scratch = scratch_of(lane, round_scratch_bytes(layout))
     memory = addresses(lane, "buffer_ptrs", "control", "report", "positions", "weights")
     rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     weight_grads = check_weight_grads(lane, weight_grads)
@@ -220,7 +230,7 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     check_out(out, layout.HIDDEN)
     grads = check_home_grads(lane, out, weight_grads)
     numbers = numbers_that_fit(lane, out.dtype)
-    scratch = scratch_of(lane, scratch_bytes(layout.HIDDEN, layout.SLOTS))
+    scratch = scratch_of(lane, round_scratch_bytes(layout))
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
     memory = addresses(lane, "buffer_ptrs", "control", "report")
     result = sum_home_kernel(numbers.address, *memory, *rows, scratch, 0 if grads is None else grads.data_ptr())

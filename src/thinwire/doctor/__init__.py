@@ -1,0 +1,1 @@
+"""What is here, what works, what does not and why, and what to do about it: `thinwire doctor`."""

@@ -1,0 +1,221 @@
+"""`thinwire doctor`: what breaks is named with its cause, and whatever a look does, there is a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.cli import main
+from thinwire.doctor import examine, isolated, one_rank, posix, probe, ranks
+from thinwire.doctor.finding import MARKS, Finding
+from thinwire.errors import ThinwireError
+from thinwire.testing import run_ranks
+
+# Each ends in a process in which shared memory between processes cannot be had, and runs `argv` there.
+_SECCOMP = """
+import ctypes, os, sys
+class Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+class Program(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction))]
+number = {"x86_64": 319, "aarch64": 279}[os.uname().machine]  # memfd_create
+load, equal, give, refuse, allow = 0x20, 0x15, 0x06, 0x00050000 | 1, 0x7FFF0000
+code = (Instruction * 4)((load, 0, 0, 0), (equal, 0, 1, number), (give, 0, 0, refuse), (give, 0, 0, allow))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.byref(Program(4, code))) == 0  # PR_SET_SECCOMP
+"""
+_RUN = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+_BROKEN = {
+    "file size": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + _RUN,
+    "seccomp": _SECCOMP + _RUN,
+    # The flag does not outlive an exec.
+    "not dumpable": (
+        "import ctypes, runpy, sys; libc = ctypes.CDLL(None); libc.prctl(24, 19, 0, 0, 0); libc.prctl(4, 0, 0, 0, 0)\n"
+        "sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[1], run_name='__main__')"
+    ),
+}
+_CAUSE = {
+    "file size": "posix_fallocate gave EFBIG (File too large): the limit on file size, RLIMIT_FSIZE, is 0 bytes",
+    "seccomp": "memfd_create gave EPERM (Operation not permitted): a seccomp filter refuses it",
+    "not dumpable": "open through /proc gave EACCES (Permission denied): processes are not dumpable",
+}
+
+
+def run_broken(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _BROKEN[how], "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("how", _BROKEN)
+def test_the_step_that_fails_is_named_with_its_cause(how: str) -> None:
+    if how == "seccomp" and platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("the number of memfd_create is not known here")
+    done = run_broken(how, "thinwire.doctor.posix")
+    cause, advice = posix.explain(posix.Failure(**json.loads(done.stdout)))
+    assert cause.startswith(_CAUSE[how]) and advice
+
+
+def test_where_nothing_is_broken_no_step_fails() -> None:
+    assert posix.first_failure() is None and ranks.posix_cause() is None
+
+
+@pytest.mark.exhaustive
+def test_the_report_names_what_broke_shared_memory_and_what_to_do() -> None:
+    done = run_broken("file size", "thinwire", "doctor", "--json", "-")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    by_name = {
+        (section["name"], finding["name"]): finding for section in report["sections"] for finding in section["findings"]
+    }
+    found = by_name["2 CPU ranks, processes", "shared memory"]
+    assert found["mark"] == "problem" and _CAUSE["file size"] in found["text"] and "ulimit -f" in found["advice"]
+    assert "File too large" in by_name["2 CPU ranks, processes", "transport"]["text"]
+    assert by_name["2 CPU ranks, processes", "round"]["mark"] == "ok"  # staged
+    assert report["problems"] == sum(finding["mark"] == "problem" for finding in by_name.values()) >= 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what it says of GPUs is another test's")
+def test_a_sound_machine_has_no_problem_and_no_gpu_is_no_problem(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "thinwire", "doctor", "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "no GPU: torch.cuda.is_available() is False" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["format"], report["version"], report["problems"]) == ("thinwire doctor", 1, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looks that go wrong
+
+_LINE = json.dumps({"mark": "ok", "name": "first", "text": "fine", "advice": ""})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(60)", "did not come back within 1 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
+        ("raise ValueError('odd')", "failed, saying: ValueError: odd"),
+    ],
+)
+def test_a_program_that_hangs_or_dies_is_said_and_what_it_told_is_kept(code: str, said: str) -> None:
+    program = f"print({_LINE!r}, flush=True); print('not JSON', flush=True); {code}"
+    lines, ending = isolated.run_lines([sys.executable, "-S", "-c", program], 1.0)
+    assert lines == [json.loads(_LINE)] and said in ending
+
+
+def test_a_look_that_ends_badly_is_a_problem_beside_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
+    fine, problem = isolated.look("gpus", 1.0)
+    assert fine.mark == "ok" and problem.mark == "problem"
+    assert "was killed by signal 11; the last thing it told: first" in problem.text
+
+
+def test_a_program_that_cannot_be_started_is_said() -> None:
+    assert isolated.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
+
+
+def test_a_probe_that_raises_is_a_problem_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def unlucky() -> None:
+        raise PermissionError(13, "Permission denied", "/sys/odd")
+
+    probe.tell(unlucky)  # type: ignore[arg-type]
+    finding = Finding(**json.loads(capsys.readouterr().out))
+    assert finding.mark == "problem" and finding.name == "unlucky" and "/sys/odd" in finding.text
+
+
+@pytest.mark.parametrize("name", ["host", "software"])
+def test_probes_find_something_about_all_that_they_look_at(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for look in probe.PROBES[name]:
+        probe.tell(look)
+        findings = [Finding(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+        assert findings and all(finding.mark in MARKS[:2] and finding.text for finding in findings), findings
+
+
+def test_every_problem_has_advice() -> None:
+    with pytest.raises(ThinwireError, match="has no advice"):
+        Finding("problem", "x", "broken")
+    with pytest.raises(ThinwireError, match="mark is 'bad'"):
+        Finding("bad", "x", "broken")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def steps(capsys: pytest.CaptureFixture[str], size: int = 2) -> dict[str, list[dict]]:
+    run_ranks(one_rank.examine, size, mode="thread")
+    told: dict[str, list[dict]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        told.setdefault(json.loads(line)["step"], []).append(json.loads(line))
+    return told
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sound_ranks_take_every_step(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    told = steps(capsys, size)
+    assert tuple(told) == ranks.STEPS
+    assert all(line["ok"] for lines in told.values() for line in lines) and all(len(told[s]) == size for s in told)
+    assert told["transport"][0]["text"].startswith("direct (every rank can map every peer's memory)")
+
+
+def test_a_round_with_one_wrong_element_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    combine = one_rank.tw.ExpertParallel.combine
+
+    def off_by_a_bit(self, rows, d, **kwargs):
+        y = combine(self, rows, d, **kwargs)
+        if self.comm.rank == 1:
+            y[7, 100] += y[7, 100].abs() * 2**-20 + 2**-20
+        return y
+
+    monkeypatch.setattr(one_rank.tw.ExpertParallel, "combine", off_by_a_bit)
+    told = steps(capsys)
+    assert [line["ok"] for line in sorted(told["round"], key=lambda line: line["rank"])] == [True, False]
+    assert any("1 of 12288 elements differ from the exact result at rank 1" in line["text"] for line in told["round"])
+
+
+def test_what_failed_at_one_rank_is_a_problem_with_advice_that_fits() -> None:
+    meeting = [{"rank": rank, "step": "meeting", "ok": True, "text": "met", "seconds": 0.0} for rank in (0, 1)]
+    lost = {"rank": 1, "step": "shared memory", "ok": False, "text": "OSError: Too many open files", "seconds": 0.0}
+    fine, problem = ranks._findings([*meeting, lost], [], 2, posix_heap=False)
+    assert (fine.mark, problem.mark) == ("ok", "problem") and "ulimit -n" in problem.advice
+    *_, ended = ranks._findings(meeting, ["rank 1 was killed by signal 9, saying: nothing"], 2, posix_heap=False)
+    assert ended.name == "shared memory" and "memory ran out" in ended.advice
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+@pytest.mark.parametrize(("mark", "status"), [("ok", 0), ("note", 0), ("problem", 1)])
+def test_only_a_problem_makes_the_exit_status_1(
+    mark: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [Finding("ok", "a", "fine"), Finding(mark, "b", "word " * 60, "do this" if mark != "ok" else "")]
+    monkeypatch.setattr(examine, "sections", lambda: iter([("part", findings)]))
+    file = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(file)]) == status
+    text = capsys.readouterr().out
+    assert all(len(line) <= 120 for line in text.splitlines()) and ("-> do this" in text) == (mark != "ok")
+    assert main(["doctor", "--json", "-"]) == status
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+    assert json.loads(file.read_text())["sections"][0]["findings"][1]["mark"] == mark
+
+
+def test_a_file_that_cannot_be_written_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine, "sections", lambda: iter([]))
+    assert main(["doctor", "--json", os.path.join(os.sep, "nowhere", "report.json")]) == 2
+    assert "/nowhere/report.json" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""`thinwire plan`: what it prints is what the parts say, and what it cannot plan it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.planning.test_fit import content
+from thinwire.cli import main
+from thinwire.planning import published
+from thinwire.planning.memory import plan_memory
+from thinwire.planning.model import LINKS, chosen_model
+from thinwire.planning.traffic import Leg
+
+SIZES = "--ranks 8 --experts 256 --top-k 8 --hidden 7168 --max-tokens 4096".split()
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict:
+    assert main(["plan", *SIZES, *options, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_report_has_the_memory_of_plan_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SIZES, "--wire", "int8", "--link", "nvlink4", "--lanes", "2"]) == 0
+    text = capsys.readouterr().out
+    memory = plan_memory(8, 256, 8, 7168, 4096, wire="int8", lanes=2)
+    assert f"{memory.forward_bytes:,} bytes" in text
+    assert "5.295 ranks" in text and "predicted and not measured" in text
+
+
+def test_a_leg_takes_alpha_and_its_bytes_over_what_is_reached_of_beta(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--alpha", "10", "--beta", "100")
+    for leg in plan["legs"]:
+        assert leg["predicted_seconds"] == pytest.approx(10e-6 + leg["wire_bytes"] / 100e9)
+    nvlink = planned(capsys, "--link", "nvlink4")
+    seconds = 20e-6 + nvlink["legs"][0]["wire_bytes"] / (0.65 * 450e9)
+    assert nvlink["legs"][0]["predicted_seconds"] == pytest.approx(seconds)
+    assert planned(capsys)["legs"][0]["predicted_seconds"] is None
+
+
+def test_of_two_levels_the_slower_one_counts() -> None:
+    model = chosen_model("nvlink4", None, None, 1.0, 2, "ib400")
+    assert model is not None
+    leg = Leg("dispatch", "int8", 1, 0, 0, within_bytes=450e6, between_bytes=5e6)
+    assert model.seconds(leg) == pytest.approx(20e-6 + 1e-3)
+    leg = Leg("dispatch", "int8", 1, 0, 0, within_bytes=450e6, between_bytes=500e6)
+    assert model.seconds(leg) == pytest.approx(40e-6 + 10e-3)
+
+
+def test_times_come_from_a_fit_where_one_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = content()["figures"]
+    both = content(figures=[*figures, *(figure | {"operation": "combine"} for figure in figures)])
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(both))
+    leg, _ = planned(capsys, "--fit", str(file))["legs"]
+    assert leg["predicted_seconds"] == pytest.approx(1e-5 + leg["wire_bytes"] / 1e9)
+    assert main(["plan", *SIZES, "--fit", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "alpha 10.0 us, beta 1.000 GB/s, R2 1.0000" in text and "another number of ranks" in text
+    assert main(["plan", *SIZES, "--fit", str(file), "--wire", "int4"]) == 2
+    assert "no two sizes to fit dispatch thinwire int4 direct uniform" in capsys.readouterr().err
+
+
+def test_a_sweep_has_a_line_for_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    swept = planned(capsys, "--sweep", "--link", "nvlink4", "--hosts", "2", "--inter-link", "ib400")["sweep"]
+    assert [(plan["settings"]["ranks"], plan["settings"]["hosts"]) for plan in swept] == [
+        (2, 1), (4, 1), (8, 2), (16, 4), (32, 8), (64, 16), (128, 32), (256, 64)
+    ]  # fmt: skip
+    fan_outs = [plan["fan_out"] for plan in swept]
+    assert fan_outs == sorted(fan_outs) and fan_outs[-1] == pytest.approx(8)
+    assert swept[2]["memory"]["transport"] == "staged" and swept[1]["memory"]["transport"] == "direct"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--link", "pcie9"], "link 'pcie9' is not known; accepted: nvlink4"),
+        (["--alpha", "3"], "no link and no beta was given"),
+        (["--beta", "-1"], "beta is -1.0, expected a number"),
+        (["--beta", "nan"], "beta is nan"),
+        (["--hosts", "3"], "hosts is 3, expected a divisor of 8"),
+        (["--hosts", "2", "--link", "nvlink4"], "no inter_link was given for 2 hosts"),
+        (["--hosts", "2", "--transport", "direct"], "transport is 'direct' over 2 hosts"),
+        (["--lanes", "0"], "lanes is 0"),
+        (["--heap", "shm"], "heap is 'shm'"),
+        (["--wire", "int9"], "unknown wire format 'int9'"),
+        (["--top-k", "257", "--experts", "8"], "top_k is 257"),
+        (["--fit", "/nowhere/results.json"], "/nowhere/results.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SIZES, *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_page_shows_the_table_of_published_figures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    assert published.table() in page, "print it anew: python -m thinwire.planning.published"
+
+
+def test_the_models_constants_are_what_published_kernels_reach() -> None:
+    shares = [row.share for row in published.PREFILL]
+    assert min(shares) < LINKS["nvlink4"].efficiency < max(shares)
+    errors = [row.predicted() / row.measured - 1 for row in (*published.PREFILL, *published.DECODE)]
+    assert max(map(abs, errors)) < 0.35
+
+
+def test_options_are_refused_before_torch_is_imported() -> None:
+    call = f"main(['plan', *{SIZES}, '--link', 'x'])"
+    code = f"import sys; from thinwire.cli import main; {call}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
