@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "inspect")
+COMMANDS = ("demo", "report", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

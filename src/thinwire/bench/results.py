@@ -31,7 +31,7 @@ from thinwire.fields import (
 
 #: What the first two fields of a file say.
 FORMAT, VERSION = "thinwire bench", 1
-#: What is measured: all ranks exchange rows of equal rank, or tokens go to their experts and back.
+#: What is measured: what ranks send all ranks, and what sends tokens to their experts and back.
 COLLECTIVES = ("all_to_all_v", "all_gather", "reduce_scatter", "all_reduce")
 EXPERT_OPERATIONS = ("dispatch", "combine", "moe")
 
