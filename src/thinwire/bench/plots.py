@@ -136,9 +136,9 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
         return f"Bandwidth of {operation}: no figure has a size and a bandwidth."
     limits = []
     if results.copy_bandwidth is not None:  # a byte that is moved is read and written
-        limits.append((results.copy_bandwidth / 2e9, ":", "a plain copy"))
+        limits.append((results.copy_bandwidth / 2e9, ":", "copy limit"))
     if results.link_bandwidth is not None:
-        limits.append((results.link_bandwidth / 1e9, "-.", "the link's rate"))
+        limits.append((results.link_bandwidth / 1e9, "-.", "link's rate"))
     made, axes = canvas(f"{operation}: bus bandwidth", _HEIGHT)
     entries = []
     for height, dashes, label in limits:
@@ -151,9 +151,9 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
     log_axis(axes.yaxis, decimal_ticks(low, high), lambda bandwidth: f"{bandwidth:g}")
     axes.set(xlabel="size of a rank's buffer", ylabel="GB/s")
     told = {
-        "a plain copy": "The dotted line is what a plain copy moves while all ranks copy, each byte read once and "
-        "written once. ",
-        "the link's rate": "The dash-dotted line is the rate of the link as it was given with --link; a quantised "
+        "copy limit": "The dotted line is what plain copies move while all ranks copy, each byte read once and written "
+        "once; buffers that stay in a cache may pass it. ",
+        "link's rate": "The dash-dotted line is the rate of the link as it was given with --link; a quantised "
         "format sends fewer bytes, and may stand above it. ",
     }
     return Picture(
@@ -170,7 +170,13 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
 
 def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture | str:
     """Speed-up against skew, at the largest number of tokens that has several routings."""
-    usable = [figure for figure in figures if figure.speedup is not None and figure.skew is not None]
+    usable = [
+        figure
+        for figure in figures
+        if figure.speedup is not None
+        and figure.skew is not None
+        and figure.implementation not in ("copy", figure.reference)  # a limit, and the line at 1
+    ]
     several = [f.tokens for f in usable if len({g.skew for g in usable if g.tokens == f.tokens}) > 1]
     if not several:
         return (
@@ -202,18 +208,22 @@ def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture 
 def _traffic(traffic: Sequence[Sequence[float]]) -> Picture:
     """Who sent how many rows to whom."""
     ranks, most = len(traffic), max(map(max, traffic))
-    made, axes = canvas("rows from rank to rank", 5.0 if ranks > 2 else 3.2)
-    image = axes.imshow(traffic, cmap="Blues", vmin=0, vmax=most or 1)
+    numbered = ranks <= _NUMBERED_RANKS
+    height = 4.5 if ranks > 2 else 3.4
+    made, axes = canvas("rows from rank to rank", height, width=height if numbered else height + 1)
+    # Even traffic has the middle of the scale, not its end.
+    darkest = max(most, 2 * sum(map(sum, traffic)) / ranks**2, 1)
+    image = axes.imshow(traffic, cmap="Blues", vmin=0, vmax=darkest)
     axes.grid(False)
-    axes.set_anchor("W")
     ticks = range(0, ranks, -(-ranks // 16))
     axes.set(xticks=ticks, yticks=ticks, xlabel="to rank", ylabel="from rank")
-    made.colorbar(image, ax=axes, label="rows", format=lambda rows, _: _count_text(rows), shrink=0.9)
-    if ranks <= _NUMBERED_RANKS:
+    if numbered:
         for i, row in enumerate(traffic):
             for j, rows in enumerate(row):
-                colour = "white" if rows > 0.55 * most else DARK
+                colour = "white" if rows > 0.6 * darkest else DARK
                 axes.text(j, i, _count_text(rows), ha="center", va="center", color=colour, fontsize=9)
+    else:
+        made.colorbar(image, ax=axes, label="rows", format=lambda rows, _: _count_text(rows), shrink=0.9)
     return Picture(
         "traffic",
         "Rows from rank to rank",

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.bench.results import Figure, Results, parse_results
+from thinwire.bench.results import Figure, Results, Skipped, parse_results
 from thinwire.errors import TransportUnavailable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ dt { color: #57606a }
 dd { margin: 0 }
 figure { margin: 0 0 2.2rem; max-width: 800px }
 figcaption { color: #424a53; margin-top: .3rem }
-img { display: block; width: 100%; height: auto }
+img { display: block; max-width: 100%; height: auto }
 .scrolls { overflow-x: auto; border: 1px solid #d8dee4; border-radius: 6px }
 table { border-collapse: collapse; font-size: .8rem; white-space: nowrap; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .65rem; text-align: right }
@@ -128,7 +128,7 @@ def _section(run: Results, pictures: Sequence[tuple[Picture, bytes]], missing: S
         _items("Not drawn", missing),
         "<h2>All figures</h2>",
         _table(run.figures) if run.figures else "<p>None was measured.</p>",
-        _items("Skipped", [f"{each.implementation}: {each.reason}" for each in run.skipped]),
+        _items("Skipped", _skipped(run.skipped)),
     ]
     return "<section>\n" + "\n".join(filter(None, parts)) + "\n</section>"
 
@@ -151,6 +151,15 @@ def _list(entries: Mapping[str, str]) -> str:
 def _items(title: str, items: Sequence[str]) -> str:
     rows = "\n".join(f"<li>{escape(item)}</li>" for item in items)
     return f"<h2>{title}</h2>\n<ul>\n{rows}\n</ul>" if rows else ""
+
+
+def _skipped(skipped: Iterable[Skipped]) -> list[str]:
+    """One line for all operations that were skipped alike."""
+    operations: dict[tuple[str, str], list[str]] = {}
+    for each in skipped:
+        what = ", ".join(filter(None, (each.implementation, each.wire, each.transport)))
+        operations.setdefault((what, each.reason), []).append(each.operation or "all operations")
+    return [f"{what} ({', '.join(dict.fromkeys(of))}): {reason}" for (what, reason), of in operations.items()]
 
 
 def _number(form: str, scale: float = 1.0) -> Callable[[Any], str]:

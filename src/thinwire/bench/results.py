@@ -89,10 +89,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An implementation that was not measured, and why."""
+    """An implementation that was not measured, and why; None is for all operations, wire formats, transports."""
 
     implementation: str
     reason: str
+    operation: str | None
+    wire: str | None
+    transport: str | None
 
 
 @dataclass(frozen=True)
@@ -243,5 +246,12 @@ def _figure(value: object) -> Figure:
 
 
 def _skipped(value: object) -> Skipped:
-    fields = Fields(value, "")
-    return Skipped(fields.get("implementation", text), fields.get("reason", text))
+    of_all = {"operation": None, "wire": None, "transport": None}
+    fields = Fields(of_all | value if isinstance(value, dict) else value, "")
+    return Skipped(
+        implementation=fields.get("implementation", text),
+        reason=fields.get("reason", text),
+        operation=fields.get("operation", or_none(text)),
+        wire=fields.get("wire", or_none(text)),
+        transport=fields.get("transport", or_none(text)),
+    )

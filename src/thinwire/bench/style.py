@@ -72,14 +72,17 @@ class Styles:
 
     def __init__(self, series: Iterable[Series]) -> None:
         known = sorted(set(series))
-        families = sorted({_family(each) for each in known} - set(COLOURS) - {f"thinwire {w}" for w in WIRE_COLOURS})
-        self._colours = COLOURS | {f"thinwire {wire}": colour for wire, colour in WIRE_COLOURS.items()}
-        self._colours |= {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(families)}
+        others = sorted({each.implementation for each in known} - {"thinwire"} - set(COLOURS))
+        self._colours = COLOURS | {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
         wires = sorted({each.wire for each in known} - set(MARKERS))
         self._markers = MARKERS | {wire: OTHER_MARKERS[i % len(OTHER_MARKERS)] for i, wire in enumerate(wires)}
 
     def colour(self, series: Series) -> str:
-        return self._colours[_family(series)]
+        """Formats that differ in their groups alone, and are not among WIRE_COLOURS, share that of their kind."""
+        if series.implementation != "thinwire":
+            return self._colours[series.implementation]
+        kind = series.wire.partition(":")[0]
+        return WIRE_COLOURS.get(series.wire) or WIRE_COLOURS.get(kind) or OTHER_COLOURS[0]
 
     def handle(self, series: Series) -> Line2D:
         """A line of that look, without data, for a legend or to copy from."""
@@ -92,10 +95,6 @@ class Styles:
             markeredgewidth=0.6,
             linestyle="--" if series.transport == "staged" else "-",
         )
-
-
-def _family(series: Series) -> str:
-    return f"thinwire {series.wire}" if series.implementation == "thinwire" else series.implementation
 
 
 def styled() -> AbstractContextManager[None]:
@@ -134,9 +133,14 @@ def styled() -> AbstractContextManager[None]:
     )
 
 
-def canvas(title: str, height: float) -> tuple[Figure, Axes]:
-    """An empty picture of `height` inches."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+def blank(height: float, width: float = WIDTH) -> Figure:
+    """A picture of so many inches, without axes."""
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def canvas(title: str, height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """A picture of so many inches, with empty axes."""
+    figure = blank(height, width)
     axes = figure.add_subplot()
     axes.set_title(title, pad=10)
     return figure, axes
