@@ -26,7 +26,8 @@ from typing import Any, Protocol
 from thinwire.comm.flight_files import describe_folder, is_off, write_file
 from thinwire.comm.trace_events import Event, Span, Trace, Track, Traffic, current_trace
 from thinwire.errors import PeerTimeout
-from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, LONGEST_TEXT, POSTED, RING, UNDER_WAY, VERSION
+from thinwire.fields import LONGEST_TEXT
+from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, POSTED, RING, UNDER_WAY, VERSION
 
 #: An entry's fields. DETAILS are names and values in turn; FAILURE is what ended the call: the error's class, and of a
 #: PeerTimeout lane, epoch, phase and the ranks to blame.

@@ -14,7 +14,8 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ThinwireError
-from thinwire.flight import FORMAT, MOST_BYTES, VERSION, Flight, parse_flight, read_flight
+from thinwire.fields import MOST_BYTES
+from thinwire.flight import FORMAT, VERSION, Flight, parse_flight, read_flight
 from thinwire.flight_report import report
 
 

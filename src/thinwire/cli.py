@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "inspect", "doctor", "plan")
+COMMANDS = ("demo", "doctor", "plan", "report", "inspect")
 
 
 def make_parser() -> argparse.ArgumentParser:

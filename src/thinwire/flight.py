@@ -1,37 +1,42 @@
 """The file in which a rank's flight recorder leaves its last operations: what it holds, and how it is read.
 
-A file may come from anywhere, and is trusted in nothing: its length, every field's type, length and range are checked,
-and text must be printable, as it ends on somebody's terminal. Reading needs no torch. Files are written by
-`thinwire.comm.flight_recorder`, and compared by `thinwire.flight_report`.
+A file may come from anywhere, and is trusted in nothing: `thinwire.fields` checks it. Reading needs no torch. Files are
+written by `thinwire.comm.flight_recorder`, and compared by `thinwire.flight_report`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from thinwire.errors import ThinwireError
+from thinwire.fields import (
+    Fields,
+    Refused,
+    just,
+    list_of,
+    one_of,
+    or_none,
+    parse_json,
+    read_bytes,
+    seconds,
+    signed,
+    text,
+    whole,
+    within,
+)
 
 #: What the first two fields of a file say.
 FORMAT, VERSION = "thinwire flight recorder", 1
 #: Operations that a recorder keeps.
 RING = 256
-#: Characters of a text, and bytes of a file.
-LONGEST_TEXT, MOST_BYTES = 400, 64 << 20
 #: States. Posted: an asynchronous call has returned, and nobody has waited for it yet. Interrupted: by what is no
 #: `Exception`, such as KeyboardInterrupt.
 UNDER_WAY, POSTED, DONE, FAILED, INTERRUPTED = STATES = ("under way", "posted", "done", "failed", "interrupted")
 #: Details with an entry for each rank: what this rank sends there, expects from there, or what every rank has.
 COUNTS = ("send_counts", "recv_counts", "counts")
 
-_LARGEST = 2**63 - 1
 _MOST_RANKS, _MOST_DIMENSIONS, _MOST_DETAILS = 1 << 16, 64, 16
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -104,178 +109,75 @@ def read_flight(path: str | Path) -> Flight:
     Raises:
         ThinwireError: naming the file and what is wrong with it.
     """
-    source = ascii(str(path))[1:-1]
-    try:
-        # Not to wait for a writer, where it is a pipe.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ThinwireError(f"{source}: not a regular file")
-            content = file.read(min(found.st_size, MOST_BYTES) + 1)  # room is made for all of it before
-    except (OSError, ValueError) as error:
-        raise ThinwireError(f"{source}: cannot be read: {error}") from None
-    return parse_flight(content, source)
+    return parse_flight(*read_bytes(path))
 
 
 def parse_flight(content: bytes, source: str) -> Flight:
     """As `read_flight`, of what a file holds."""
-    if len(content) > MOST_BYTES:
-        raise ThinwireError(f"{source}: longer than {MOST_BYTES} bytes, the most that is read")
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ThinwireError(f"{source}: not JSON: {_shown(str(error))}") from None
-    fields = _Fields(value, source)
+    fields = Fields(parse_json(content, source), source)
     for name, wanted in (("format", FORMAT), ("version", VERSION)):
-        fields.get(name, _just(wanted))
-    size = fields.get("size", _within(1, _MOST_RANKS))
+        fields.get(name, just(wanted))
+    size = fields.get("size", within(1, _MOST_RANKS))
     return Flight(
         source=source,
-        communicator=fields.get("communicator", _text),
-        origin=fields.get("origin", _text),
-        backend=fields.get("backend", _text),
-        rank=fields.get("rank", _within(0, size - 1)),
+        communicator=fields.get("communicator", text),
+        origin=fields.get("origin", text),
+        backend=fields.get("backend", text),
+        rank=fields.get("rank", within(0, size - 1)),
         size=size,
-        timeout=fields.get("timeout", _seconds),
-        host=fields.get("host", _text),
-        pid=fields.get("pid", _whole),
-        written=fields.get("written", _seconds),
-        written_ns=fields.get("written_ns", _whole),
-        reason=fields.get("reason", _text),
+        timeout=fields.get("timeout", seconds),
+        host=fields.get("host", text),
+        pid=fields.get("pid", whole),
+        written=fields.get("written", seconds),
+        written_ns=fields.get("written_ns", whole),
+        reason=fields.get("reason", text),
         operations=fields.get("operations", _operations(size)),
     )
 
 
-class _Refused(Exception):
-    """What a field was expected to be."""
-
-
-class _Fields:
-    """The fields of an object, each of which is asked for with a check that gives its value or raises _Refused."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ThinwireError(f"{where}: {_shown(value)}, expected an object")
-        self._value, self._where = value, where
-
-    def get(self, name: str, check: Callable[[object], _T]) -> _T:
-        if name not in self._value:
-            raise ThinwireError(f"{self._where}: no field {name!r}")
-        try:
-            return check(self._value[name])
-        except _Refused as expected:
-            raise ThinwireError(f"{self._where}: {name} is {_shown(self._value[name])}, expected {expected}") from None
-        except ThinwireError as error:  # of an object in it
-            raise ThinwireError(f"{self._where}: {name}{error}") from None
-
-
 def _operations(size: int) -> Callable[[object], tuple[Operation, ...]]:
-    rank = _within(0, size - 1)
-    counts = _list_of(_whole, size)
+    rank = within(0, size - 1)
+    counts = list_of(whole, size)
 
     def detail(value: object) -> int | str | tuple[int, ...]:
-        return _text(value) if isinstance(value, str) else counts(value) if isinstance(value, list) else _signed(value)
+        return text(value) if isinstance(value, str) else counts(value) if isinstance(value, list) else signed(value)
 
     def details(value: object) -> dict[str, int | str | tuple[int, ...]]:
         if not isinstance(value, dict) or len(value) > _MOST_DETAILS:
-            raise _Refused(f"an object of at most {_MOST_DETAILS} fields")
-        found = {_text(name): detail(held) for name, held in value.items()}
+            raise Refused(f"an object of at most {_MOST_DETAILS} fields")
+        found = {text(name): detail(held) for name, held in value.items()}
         for name in COUNTS:
             counted = found.get(name, ())
             if name in found and not (isinstance(counted, tuple) and len(counted) == size):
-                raise _Refused(f"{name} with an entry for each of {size} ranks")
+                raise Refused(f"{name} with an entry for each of {size} ranks")
         return found
 
     def operation(value: object) -> Operation:
-        fields = _Fields(value, "")
+        fields = Fields(value, "")
         return Operation(
-            number=fields.get("number", _or_none(_within(1, _LARGEST))),
-            name=fields.get("name", _text),
-            shape=fields.get("shape", _or_none(_list_of(_whole, _MOST_DIMENSIONS))),
-            dtype=fields.get("dtype", _or_none(_text)),
-            wires=fields.get("wires", _list_of(_text, 2)),
-            transport=fields.get("transport", _or_none(_text)),
+            number=fields.get("number", or_none(within(1, 2**63 - 1))),
+            name=fields.get("name", text),
+            shape=fields.get("shape", or_none(list_of(whole, _MOST_DIMENSIONS))),
+            dtype=fields.get("dtype", or_none(text)),
+            wires=fields.get("wires", list_of(text, 2)),
+            transport=fields.get("transport", or_none(text)),
             details=fields.get("details", details),
-            start_ns=fields.get("start_ns", _whole),
-            end_ns=fields.get("end_ns", _whole),
-            state=fields.get("state", _state),
-            failure=fields.get("failure", _or_none(_text)),
-            lane=fields.get("lane", _or_none(_signed)),
-            epoch=fields.get("epoch", _or_none(_signed)),
-            phase=fields.get("phase", _or_none(_text)),
-            blamed=fields.get("blamed", _list_of(rank, size)),
-            inside=fields.get("inside", _or_none(_text)),
+            start_ns=fields.get("start_ns", whole),
+            end_ns=fields.get("end_ns", whole),
+            state=fields.get("state", one_of(STATES)),
+            failure=fields.get("failure", or_none(text)),
+            lane=fields.get("lane", or_none(signed)),
+            epoch=fields.get("epoch", or_none(signed)),
+            phase=fields.get("phase", or_none(text)),
+            blamed=fields.get("blamed", list_of(rank, size)),
+            inside=fields.get("inside", or_none(text)),
         )
 
     def check(value: object) -> tuple[Operation, ...]:
-        found = _list_of(operation, RING)(value)
+        found = list_of(operation, RING)(value)
         numbers = [each.number for each in found if each.number is not None]
         if any(after != before + 1 for before, after in zip(numbers, numbers[1:], strict=False)):
-            raise _Refused("operations whose numbers follow one another")
+            raise Refused("operations whose numbers follow one another")
         return found
 
     return check
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > LONGEST_TEXT or not value.isprintable():
-        raise _Refused(f"printable text of at most {LONGEST_TEXT} characters")
-    return value
-
-
-def _just(wanted: object) -> Callable[[object], object]:
-    def check(value: object) -> object:
-        if type(value) is not type(wanted) or value != wanted:
-            raise _Refused(f"{wanted!r}, the one that can be read")
-        return value
-
-    return check
-
-
-def _state(value: object) -> str:
-    if value not in STATES:
-        raise _Refused(f"one of {', '.join(STATES)}")
-    return str(value)
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e12:  # type: ignore[operator]
-        raise _Refused("a number of seconds")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _within(least: int, most: int) -> Callable[[object], int]:
-    def check(value: object) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise _Refused(f"an int from {least} to {most}")
-        return value
-
-    return check
-
-
-_whole, _signed = _within(0, _LARGEST), _within(-_LARGEST, _LARGEST)
-
-
-def _or_none(check: Callable[[object], _T]) -> Callable[[object], _T | None]:
-    return lambda value: None if value is None else check(value)
-
-
-def _list_of(check: Callable[[Any], _T], most: int) -> Callable[[object], tuple[_T, ...]]:
-    def checked(value: object) -> tuple[_T, ...]:
-        if not isinstance(value, list) or len(value) > most:
-            raise _Refused(f"a list of at most {most}")
-        found = []
-        for place, item in enumerate(value):
-            try:
-                found.append(check(item))
-            except ThinwireError as error:
-                raise ThinwireError(f"[{place}]{error}") from None
-        return tuple(found)
-
-    return checked
-
-
-def _shown(value: object) -> str:
-    """The beginning of what was found, in ASCII."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

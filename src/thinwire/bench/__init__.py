@@ -1,0 +1,1 @@
+"""What `thinwire bench` measures, and how it is shown."""
