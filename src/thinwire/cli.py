@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "inspect")
+COMMANDS = ("demo", "bench", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given, argparse.Namespace(arguments=given))
     try:
         status: int = options.run(options)
     except (ThinwireError, OSError) as error:
