@@ -13,7 +13,7 @@ import torch
 
 from thinwire.bench.machine import commit, in_words, machine
 from thinwire.bench.options import DEFAULT_RANKS, ROUND, Settings
-from thinwire.bench.session import Results, run_session
+from thinwire.bench.session import THREADS, Results, run_session
 from thinwire.bench.traffic import expert_ids, read_matrix
 from thinwire.comm.bootstrap import init
 from thinwire.comm.launchers import LAUNCHERS, discover
@@ -60,8 +60,8 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         if plot_folder is not None:
             plot_folder.mkdir(parents=True, exist_ok=True)
     if launcher is not None:
-        with init(device=device) as comm:
-            described = machine(comm.device)
+        with init(device=device, timeout=settings.timeout) as comm:
+            described = _described(comm.device)
             if first:
                 _print_head(described, ranks, launcher)
             results = run_session(comm, settings)
@@ -69,12 +69,12 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         # Ranks that have no GPU of their own share the first one.
         mode = "thread" if device == "cuda" and torch.cuda.device_count() < ranks else "process"
         launcher = "processes of one host" if mode == "process" else "threads of one process"
-        described = machine(torch.device(device))
+        described = _described(torch.device(device))
         _print_head(described, ranks, launcher)
         results = run_ranks(run_session, ranks, settings, mode=mode, device=device, timeout=settings.timeout)[0]
     if first:
-        content = _content(settings, results, described, ranks, launcher, command)
-        _print_end(results)
+        content = content_of(settings, results, described, ranks, launcher, command)
+        print_end(results)
         if json_file is not None:
             json_file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         if plot_folder is not None:
@@ -94,11 +94,16 @@ def _check_matrices(settings: Settings, ranks: int) -> None:
                 expert_ids(routing, tokens, settings.experts, settings.top_k, ranks)
 
 
+def _described(device: torch.device) -> dict[str, Any]:
+    return machine(device) | ({"threads": THREADS} if device.type == "cpu" else {})
+
+
 def _print_head(described: dict[str, Any], ranks: int, launched: str) -> None:
     print(f"# {ranks} ranks, {launched}\n# {in_words(described)}", flush=True)
 
 
-def _print_end(results: Results) -> None:
+def print_end(results: Results) -> None:
+    """What stands under the tables."""
     print()
     for entry in results.skipped:
         where = ", ".join(str(entry[key]) for key in ("operation", "wire", "transport") if entry.get(key))
@@ -109,9 +114,10 @@ def _print_end(results: Results) -> None:
     print(f"# wrong: {results.wrong} elements" + (f", of {', '.join(wrong)}" if wrong else ""))
 
 
-def _content(
+def content_of(
     settings: Settings, results: Results, described: dict[str, Any], ranks: int, launched: str, command: str
 ) -> dict[str, Any]:
+    """What is written to JSON: times in seconds, sizes in bytes, bandwidths in bytes a second."""
     routings = list(map(str, settings.routings))
     return {
         **_FORMAT,

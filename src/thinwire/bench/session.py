@@ -25,6 +25,8 @@ from thinwire.bench.traffic import expert_ids, row_counts, skew_of
 from thinwire.comm import Communicator
 from thinwire.wire import WireFormat
 
+#: Of a rank on the CPU, for everything that is compared.
+THREADS = 1
 #: Known, and not compared with: option, name, package.
 _WITHOUT_ADAPTER = (("deepep", "DeepEP", "deep_ep"), ("flashinfer", "FlashInfer", "flashinfer"))
 
@@ -220,5 +222,5 @@ def run_session(comm: Communicator, settings: Settings) -> Results:
         ThinwireError: a rank's problem cannot be made, or a peer did not answer.
     """
     if comm.device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
     return Session(comm, settings).run()
