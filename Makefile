@@ -74,16 +74,14 @@ ahead-of-time: $(VENV)/ready
 	$(RUN) -m tests.ahead_of_time.matrix
 
 bench: $(VENV)/ready
+	$(RUN) -m thinwire bench --device cpu
 	$(RUN) -m benchmarks.bench_codec --device cpu
-	$(RUN) -m benchmarks.bench_all_to_all --device cpu
-	$(RUN) -m benchmarks.bench_dispatch --device cpu
-	$(RUN) -m benchmarks.bench_all_reduce --device cpu
 	$(RUN) -m benchmarks.bench_accuracy
 	$(RUN) -m benchmarks.bench_experts
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_link
-	$(RUN) -m benchmarks.bench_all_reduce --link
+	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M
 
 # The site, in build/site; a broken link fails it.
 docs: $(VENV)/ready

@@ -17,12 +17,12 @@ import torch
 
 from benchmarks import timing
 
+_SIZES = ("-b", "1K", "-e", "64M", "--tokens", "1,16,128,1024,8192", "--hidden", "7168", "--experts", "256")
 #: Name of the result, and the module with its arguments.
 BENCHMARKS = {
-    "codec": ("bench_codec",),
-    "dispatch_threads": ("bench_dispatch", "--ranks", "8", "--experts", "256"),
-    "all_to_all": ("bench_all_to_all", "--ranks", "2", "8"),
-    "all_reduce": ("bench_all_reduce", "--ranks", "2", "8"),
+    "codec": ("benchmarks.bench_codec",),
+    "bench2": ("thinwire", "bench", "--ranks", "2", *_SIZES),
+    "bench8": ("thinwire", "bench", "--ranks", "8", *_SIZES),
 }
 
 
@@ -30,7 +30,7 @@ def run(name: str, folder: Path, timeout: float) -> dict[str, object]:
     """Runs one benchmark; its output goes to `<name>.txt`, its figures to `<name>.json`."""
     module, *arguments = BENCHMARKS[name]
     json_file = folder / f"{name}.json"
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--device", "cuda", *arguments, "--json", str(json_file)]
+    command = [sys.executable, "-m", module, *arguments, "--device", "cuda", "--json", str(json_file)]
     started = time.monotonic()
     with (folder / f"{name}.txt").open("w") as output:
         try:

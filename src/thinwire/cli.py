@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "doctor", "plan", "report", "inspect")
+COMMANDS = ("demo", "bench", "report", "doctor", "plan", "inspect")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, or 2 for input that cannot be used."""
-    options = make_parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = make_parser().parse_args(given, argparse.Namespace(arguments=given))
     try:
         status: int = options.run(options)
     except (ThinwireError, OSError) as error:

@@ -1,0 +1,87 @@
+"""What cannot be measured is refused in one line, before torch is imported and anything is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.bench.options import Settings
+from thinwire.bench.sizes import sweep
+from thinwire.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all_to_al"], "operation all_to_al: accepted are all_to_all_v, all_gather"),
+        (["-b", "64Q"], "-b 64Q: a number of bytes is needed"),
+        (["-b", "0"], "-b 0: a number of bytes is needed, at least 1"),
+        (["-b", "2M", "-e", "1M"], "-b 2097152 is more than -e 1048576"),
+        (["-f", "1"], "-f 1: a factor above 1"),
+        (["-n", "0"], "-n 0: at least 1"),
+        (["-w", "-1"], "-w -1: at least 0"),
+        (["--wire", "int9"], "unknown wire format 'int9'"),
+        (["--wire", ","], "--wire ',': at least one is needed"),
+        (["--transport", "fast"], "--transport fast: accepted are direct, staged"),
+        (["--tokens", "1,x"], "--tokens 1,x: whole numbers are needed"),
+        (["--top-k", "9", "--experts", "8"], "--top-k 9: 1 to 8 of 8 experts"),
+        (["--routing", "hot:1.5"], "--routing hot:1.5: accepted are uniform, zipf:S"),
+        (["--routing", "matrix:nowhere.csv"], "there is no file nowhere.csv"),
+        (["--baselines", "group,mine"], "--baselines mine: accepted are all, none, group, mpi"),
+        (["--link", "fast"], "--link fast: a rate is needed"),
+        (["--ranks", "0"], "--ranks 0: at least 1"),
+        (["--timeout", "0"], "--timeout 0: seconds above 0"),
+    ],
+)
+def test_unusable_options_are_one_line_of_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_typo_is_found_without_torch() -> None:
+    code = "import sys; from thinwire.cli import main; main(['bench', 'typo']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n" and "operation typo" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1,2,3\n4,5,6\n7,8,9\n", "a matrix of 3 x 3, where 2 ranks need 2 x 2"),
+        ("1,-2\n3,4\n", "rows must be numbers of at least 0"),
+        ("0,0\n0,0\n", "not all of them 0"),
+        ("1,two\n3,4\n", "numbers between commas, or .npy, are needed"),
+    ],
+)
+def test_a_matrix_that_cannot_be_used_is_refused_before_ranks_start(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(content)
+    assert main(["bench", "moe", "--ranks", "2", "--routing", f"matrix:{file}"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_launchers_ranks_are_not_overruled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--ranks", "2"]) == 2
+    assert "--ranks 2: torchrun (RANK, WORLD_SIZE) says 1" in capsys.readouterr().err
+
+
+def test_sizes_grow_to_the_last_one() -> None:
+    assert sweep(1, 10, 2) == [1, 2, 4, 8] and sweep(1, 3, 1.1) == [1, 2, 3] and sweep(8, 8, 2) == [8]
+
+
+def test_settings_are_refused_wherever_they_come_from() -> None:
+    with pytest.raises(ValueError, match="--hidden 0"):
+        Settings(hidden=0)

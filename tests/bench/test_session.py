@@ -1,0 +1,212 @@
+"""A session on ranks that are threads: every operation is right, its bytes are what travels, and wrong results show."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the CPU kernels need numba")
+
+from thinwire.bench import launch, operations
+from thinwire.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
+from thinwire.bench.session import Results, run_session
+from thinwire.cli import main
+from thinwire.errors import TransportUnavailable
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+from thinwire.wire import WireFormat
+
+RANKS, HIDDEN = 3, 96
+SMALL = Settings(
+    sizes=(6000,), tokens=(5,), iterations=2, warmup=0, sample_seconds=0, hidden=HIDDEN, experts=6, top_k=2
+)
+
+
+def _run(settings: Settings) -> Results:
+    return run_ranks(run_session, RANKS, settings, mode="thread")[0]
+
+
+def _with(**changes: Any) -> Settings:
+    return Settings(**{**SMALL.__dict__, **changes})
+
+
+def _lines(results: Results, operation: str) -> dict[tuple[str, str, str | None], dict[str, Any]]:
+    return {
+        (line["implementation"], line["wire"], line["transport"]): line
+        for line in results.figures
+        if line["operation"] == operation
+    }
+
+
+def test_every_operation_is_right_and_says_what_it_sends() -> None:
+    results = _run(SMALL)
+    assert results.wrong == 0
+    for operation in OPERATIONS:
+        lines = _lines(results, operation)
+        copies = [] if operation == "moe" else [("copy", "none", None)]
+        ways = [("thinwire", wire, way) for way in SMALL.transports for wire in SMALL.wires]
+        assert list(lines) == copies + ways
+        for (name, wire, _), line in lines.items():
+            seconds = line["seconds"]
+            assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["maximum"] and line["wrong"] == 0
+            assert line["algorithm_bandwidth"] == line["size_bytes"] / seconds["median"]
+            assert line["bus_bandwidth"] == line["logical_bytes"] / seconds["median"]
+            if name == "thinwire":
+                low, high = (0.003, 0.02) if wire == "int8" else (0, 0.003)
+                assert low <= line["relative_error"] <= high
+            assert (line["routing"] is None) == (operation in COLLECTIVES[1:])
+    # 2000 bytes for each other rank: what nccl-tests calls (n - 1) / n, and twice that in all_reduce.
+    shares = {operation: _lines(results, operation)["thinwire", "none", "staged"] for operation in COLLECTIVES}
+    assert [shares[operation]["logical_bytes"] for operation in COLLECTIVES[1:]] == [4000, 4000, 8000]
+    assert all(shares[operation]["size_bytes"] == 6000 for operation in COLLECTIVES[1:])
+    row = WireFormat.parse("int8").row_bytes
+    assert _lines(results, "all_gather")["thinwire", "int8", "direct"]["wire_bytes"] == 2 * row(1024)
+    exchanged = _lines(results, "all_to_all_v")["thinwire", "int8", "direct"]
+    assert exchanged["wire_bytes"] * 2 * HIDDEN == pytest.approx(exchanged["logical_bytes"] * row(HIDDEN))
+    assert results.traffic is not None and results.expert_load is not None and sum(results.expert_load) == RANKS * 5 * 2
+    dispatched = _lines(results, "dispatch")
+    for key, line in _lines(results, "moe").items():
+        assert line["logical_bytes"] == 2 * dispatched[key]["logical_bytes"]
+    assert {entry["implementation"] for entry in results.skipped} >= {"Open MPI", "DeepEP", "FlashInfer", "group"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 1000, 200_000])
+def test_every_wire_keeps_its_bound_at_every_size(size: int, dtype: str) -> None:
+    wires = ("none", "int8", "int8:row", "int8:32", "int4", "fp8")
+    routings = (Routing("uniform"), Routing("hot", 0.8), Routing("zipf", 1.0))
+    results = _run(_with(sizes=(size,), tokens=(1, 17), wires=wires, dtype=dtype, routings=routings, iterations=1))
+    assert [line for line in results.figures if line["wrong"]] == []
+    assert {line["wire"] for line in results.figures} == set(wires)
+
+
+Spoil = Callable[[torch.Tensor], object]
+
+
+def _spoiled(spoil: Spoil, original: Callable[..., Any], at_rank: int = 1) -> Callable[..., Any]:
+    def spoiled(x: torch.Tensor, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+        result = original(x, *args, out=out, **kwargs)
+        if kwargs["comm"].rank == at_rank and kwargs["transport"] == "direct" and kwargs["wire"] == "int8":
+            spoil(out)
+        return result
+
+    return spoiled
+
+
+def _swap_ends(out: torch.Tensor) -> None:
+    out.view(-1)[[0, -1]] = out.view(-1)[[-1, 0]]
+
+
+def _nudge(out: torch.Tensor) -> None:
+    out.view(-1)[3] += 0.25
+
+
+def _leave(out: torch.Tensor) -> None:
+    out.view(-1)[-2:] = float("nan")  # as memory that nothing was written to
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoil", "wrong"),
+    [
+        ("all_to_all_v", _swap_ends, 2),
+        ("all_gather", _leave, 2),
+        ("reduce_scatter", _nudge, 1),
+        ("all_reduce", _nudge, 1),
+    ],
+    ids=COLLECTIVES,
+)
+def test_a_wrong_result_gets_no_figure_and_the_others_are_still_printed(
+    operation: str,
+    spoil: Spoil,
+    wrong: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(operations, operation, _spoiled(spoil, getattr(operations, operation)))
+    monkeypatch.setattr(launch, "run_ranks", _as_threads)
+    file = tmp_path / "new" / "bench.json"
+    few = ["-b", "6000", "-e", "6000", "--hidden", str(HIDDEN), "-n", "1", "-w", "0", "--sample-seconds", "0"]
+    assert main(["bench", operation, *few, "--ranks", "3", "--json", str(file)]) == 1
+    written = json.loads(file.read_text())
+    lines = {(line["wire"], line["transport"]): line for line in written["figures"]}
+    bad = lines.pop(("int8", "direct"))
+    assert bad["wrong"] == wrong and bad["seconds"] is None and bad["speedup"] is None
+    assert bad["algorithm_bandwidth"] is bad["bus_bandwidth"] is bad["wire_bandwidth"] is None
+    assert all(line["wrong"] == 0 and line["seconds"] for line in lines.values()) and len(lines) == 4
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line.split() for line in printed if line.startswith(operation)]
+    (told,) = [cells for cells in shown if "WRONG" in cells]
+    assert str(wrong) in told and ["int8", "direct"] == told[4:6] and len(shown) == 5
+    assert printed[-1] == f"# wrong: {wrong} elements, of {operation} thinwire"
+
+
+def _as_threads(*args: Any, **kwargs: Any) -> Any:
+    return run_ranks(*args, **{**kwargs, "mode": "thread"})
+
+
+@pytest.mark.parametrize("leg", ["dispatch", "combine"])
+def test_a_wrong_leg_of_a_round_is_found(leg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(ExpertParallel, leg)
+
+    @functools.wraps(original)
+    def spoiled(self: ExpertParallel, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if leg == "dispatch" and self.transport == "staged":
+            ids, weights = args
+            args = ids, weights.flip(1)  # the right experts, with each other's weights
+        result = original(self, first, *args, **kwargs)
+        if leg == "combine" and self.transport == "staged" and self.comm.rank == 2:
+            result[[0, 1]] = result[[1, 0]]
+        return result
+
+    monkeypatch.setattr(ExpertParallel, leg, spoiled)
+    results = _run(_with(operations=ROUND))
+    for line in results.figures:
+        spoiled_here = line["transport"] == "staged" and line["operation"] != "dispatch"
+        assert (line["wrong"] > 0) == spoiled_here and (line["speedup"] is None) >= spoiled_here
+        # A round of which one leg is wrong has no time at all.
+        assert (line["seconds"] is None) == (line["transport"] == "staged")
+
+
+def test_what_becomes_wrong_while_it_is_timed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {rank: 0 for rank in range(RANKS)}
+    original = operations.all_gather
+
+    def forgets(x: torch.Tensor, **kwargs: Any) -> Any:
+        calls[kwargs["comm"].rank] += 1
+        result = original(x, **kwargs)
+        if calls[kwargs["comm"].rank] > 3:
+            kwargs["out"].zero_()
+        return result
+
+    monkeypatch.setattr(operations, "all_gather", forgets)
+    results = _run(_with(operations=("all_gather",), wires=("none",), transports=("staged",), baselines=()))
+    (line,) = results.figures
+    assert line["wrong"] == 9000 and line["seconds"] is None
+
+
+def test_without_checks_nothing_is_said_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = _run(_with(operations=("all_gather",), check=False))
+    assert all(line["wrong"] is line["relative_error"] is None and line["seconds"] for line in results.figures)
+
+
+def test_a_transport_that_is_not_there_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = operations.all_gather
+
+    def refused(x: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs["transport"] == "direct":
+            raise TransportUnavailable("no such memory")
+        return original(x, **kwargs)
+
+    monkeypatch.setattr(operations, "all_gather", refused)
+    results = _run(_with(operations=("all_gather",), wires=("none",)))
+    assert {line["transport"] for line in results.figures} == {None, "staged"}
+    assert {"implementation": "thinwire", "reason": "no such memory", "operation": "all_gather", "wire": "none",
+            "transport": "direct"} in results.skipped  # fmt: skip

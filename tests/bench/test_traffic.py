@@ -1,0 +1,73 @@
+"""Routings give the rows that they say, alike wherever they are computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thinwire.bench.options import Routing
+from thinwire.bench.traffic import expert_ids, expert_load, row_counts, rows_between, skew_of
+from thinwire.errors import ArgumentError
+
+EXPERTS, TOP_K, RANKS = 12, 4, 3
+
+
+def _matrix(tmp_path: Path, rows: list[list[float]], name: str = "rows.csv") -> Routing:
+    file = tmp_path / name
+    if name.endswith(".npy"):
+        np.save(file, np.array(rows))
+    else:
+        file.write_text("\n".join(",".join(map(str, row)) for row in rows))
+    return Routing.parse(f"matrix:{file}")
+
+
+def test_every_row_is_dealt_to_somebody_and_a_single_one_changes_ranks() -> None:
+    for ranks in (2, 3, 4):
+        assert row_counts(Routing("uniform"), 1, ranks).diagonal().tolist() == [0] * ranks
+        for rows in (0, 1, 5, 8):
+            counts = row_counts(Routing("uniform"), rows, ranks)
+            assert (counts.sum(1) == rows).all() and (counts.max(1) - counts.min(1) <= 1).all()
+
+
+def test_a_hot_rank_gets_its_share_and_zipf_falls() -> None:
+    hot = row_counts(Routing("hot", 0.7), 100, 4)
+    assert hot[:, 0].tolist() == [70] * 4 and skew_of(hot.sum(0).tolist()) == pytest.approx(2.8)
+    received = row_counts(Routing("zipf", 1.0), 1200, 4).sum(0).tolist()
+    assert received == sorted(received, reverse=True) and received[0] == pytest.approx(2 * received[1], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.npy"])
+def test_a_matrix_gives_its_rows(tmp_path: Path, name: str) -> None:
+    routing = _matrix(tmp_path, [[0, 30, 10], [20, 0, 0], [5, 5, 10]], name)
+    assert row_counts(routing, 40, RANKS).tolist() == [[0, 30, 10], [20, 0, 0], [5, 5, 10]]
+    assert row_counts(routing, 80, RANKS)[0].tolist() == [0, 60, 20]
+    # The largest entry is all tokens of a rank.
+    ids = expert_ids(routing, 30, EXPERTS, TOP_K, RANKS)
+    assert rows_between(ids, EXPERTS).tolist() == [[0, 30, 10], [20, 0, 0], [5, 5, 10]]
+    for own in ids:
+        for token in own:
+            named = token[token >= 0].tolist()
+            assert len(set(named)) == len(named) and all(expert < EXPERTS for expert in named)
+
+
+def test_a_matrix_that_top_k_cannot_give_is_refused(tmp_path: Path) -> None:
+    routing = _matrix(tmp_path, [[9, 9, 9]] * 3)
+    with pytest.raises(ArgumentError, match="a larger --top-k is needed"):
+        expert_ids(routing, 9, EXPERTS, 2, RANKS)
+    with pytest.raises(ArgumentError, match="rank 2 owns none of 2 experts"):
+        expert_ids(routing, 9, 2, 2, RANKS)
+
+
+def test_tokens_name_different_experts_as_popular_as_they_are_said_to_be() -> None:
+    loads = {}
+    for routing in (Routing("uniform"), Routing("hot", 0.9), Routing("zipf", 1.5)):
+        ids = expert_ids(routing, 500, 64, 2, 4)
+        assert all((np.sort(own)[:, 0] != np.sort(own)[:, 1]).all() and own.min() >= 0 for own in ids)
+        assert not np.array_equal(ids[0], ids[1])
+        loads[routing.kind] = expert_load(ids, 64)
+        assert loads[routing.kind].sum() == 4 * 500 * 2
+    by_rank = {kind: skew_of(load.reshape(4, 16).sum(1).tolist()) for kind, load in loads.items()}
+    assert by_rank["uniform"] < 1.1 and by_rank["hot"] == pytest.approx(3.6, abs=0.2)
+    assert loads["zipf"].max() > 5 * loads["uniform"].max()
