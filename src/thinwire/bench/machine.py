@@ -23,7 +23,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
-    described["thinwire"], described["torch"] = VERSION, torch.__version__
+    described["thinwire"], described["torch"] = VERSION, str(torch.__version__)
     for package in ("numpy", "numba", "triton"):
         try:
             described[package] = metadata.version(package)
