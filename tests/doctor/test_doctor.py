@@ -78,7 +78,6 @@ def test_the_report_names_what_broke_shared_memory_and_what_to_do() -> None:
     found = by_name["2 CPU ranks, processes", "shared memory"]
     assert found["mark"] == "problem" and _CAUSE["file size"] in found["text"] and "ulimit -f" in found["advice"]
     assert "File too large" in by_name["2 CPU ranks, processes", "transport"]["text"]
-    assert by_name["2 CPU ranks, processes", "round"]["mark"] == "ok"  # staged
     assert report["problems"] == sum(finding["mark"] == "problem" for finding in by_name.values()) >= 1
 
 
@@ -102,7 +101,7 @@ _LINE = json.dumps({"mark": "ok", "name": "first", "text": "fine", "advice": ""}
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import time; time.sleep(60)", "did not come back within 1 s"),
+        ("import time; time.sleep(20); print('{}')", "did not come back within 1 s"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
         ("raise ValueError('odd')", "failed, saying: ValueError: odd"),
     ],
@@ -190,6 +189,8 @@ def test_what_failed_at_one_rank_is_a_problem_with_advice_that_fits() -> None:
     lost = {"rank": 1, "step": "shared memory", "ok": False, "text": "OSError: Too many open files", "seconds": 0.0}
     fine, problem = ranks._findings([*meeting, lost], [], 2, posix_heap=False)
     assert (fine.mark, problem.mark) == ("ok", "problem") and "ulimit -n" in problem.advice
+    wrong = lost | {"step": "round", "text": "ThinwireError: 1 of 12 elements differ from the exact result at rank 1"}
+    assert "do not trust" in ranks._findings([*meeting, wrong], [], 2, posix_heap=False)[-1].advice
     *_, ended = ranks._findings(meeting, ["rank 1 was killed by signal 9, saying: nothing"], 2, posix_heap=False)
     assert ended.name == "shared memory" and "memory ran out" in ended.advice
 

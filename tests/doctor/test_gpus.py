@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, with torch's answers made up: what they say is passed on, and what is missing is said."""
+"""What the doctor says of GPUs, with torch answering as told: it is passed on, and what is missing is said."""
 
 from __future__ import annotations
 

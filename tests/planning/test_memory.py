@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,15 +103,21 @@ def test_what_is_planned_is_what_is_held_with_many_settings(seed: int) -> None:
     compare(seed)
 
 
-def _of_processes(comm: Communicator) -> tuple[int, int]:
+def _of_processes(comm: Communicator) -> tuple[int, int, int]:
     settings: dict[str, Any] = {"num_experts": 5, "top_k": 2, "hidden_size": 96, "max_tokens": 33, "lanes": 2}
     with tw.ExpertParallel(comm, **settings, transport="direct") as ep:
-        return ep.memory_bytes, plan_memory(comm.size, rank=comm.rank, heap="posix", **settings).forward_bytes
+        plan = plan_memory(comm.size, rank=comm.rank, heap="posix", **settings)
+        assert plan.forward_bytes == ep.memory_bytes
+        ranges = [
+            line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:thinwire" in line
+        ]
+        own, peers = (int(end, 16) - int(start, 16) for start, end in (each.split("-") for each in ranges))
+        return plan.symmetric_bytes, own, peers
 
 
 def test_ranks_that_are_processes_hold_whole_pages() -> None:
-    for made, planned in run_ranks(_of_processes, 2):
-        assert made == planned
+    for planned, own, peers in run_ranks(_of_processes, 2):
+        assert own == peers == planned - 2 * 8  # and two addresses
 
 
 @pytest.mark.parametrize(

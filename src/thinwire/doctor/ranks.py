@@ -19,6 +19,9 @@ _BY_WORDS = {
     "Too many open files": "raise the limit on open files: ulimit -n 65536",
     "No usable temporary directory": "set TMPDIR to a folder that can be written; a limit on file size (ulimit -f) "
     "forbids that everywhere",
+    "File too large": "a limit on file size (ulimit -f) hits memory that ranks share, and caches of kernels: lift it",
+    "differ from the exact": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and "
+    "report it",
     "pip install": "install what the message names",
     "killed by signal 9": "memory ran out, or somebody ended it: see dmesg, and the control group's limit",
     "did not come back": "run it again, as kernels that had to be compiled are in the cache then; if it hangs again, "
@@ -30,8 +33,8 @@ _BY_STEP = {
     "processes from 127.0.0.1",
     "shared memory": "the message says what was refused; `auto` takes the staged transport meanwhile, which is slower",
     "transport": "the message says what is missing; docs/launch.md has a table of causes",
-    "round": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and report it",
-    "all-reduce": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and report it",
+    "round": "the message says what failed; docs/launch.md has a table of causes",
+    "all-reduce": "the message says what failed; docs/launch.md has a table of causes",
 }
 
 
