@@ -21,7 +21,7 @@ from thinwire.comm.groups import as_device, backends_of, group_of, member_group
 from thinwire.comm.host_collectives import Attachment, Origin
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launchers import RankInfo, discover
-from thinwire.comm.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach
+from thinwire.comm.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach, serve
 from thinwire.comm.rank_table import RankTable
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.waiting import first_line
@@ -426,5 +426,10 @@ def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if on_loopback and not of_agent:
         return None, meet(host, port, info.rank, info.size, limit)
-    reach(host, port, limit, listen=info.rank == 0 and not of_agent)
+    if info.rank or of_agent:
+        reach(host, port, limit)
+    else:
+        store = serve(host, port, info.size, limit)
+        if store is not None:
+            return None, dist.PrefixStore("default_pg", store)  # as torch calls it at the other ranks
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None

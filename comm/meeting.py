@@ -50,32 +50,50 @@ class Unmet(Exception):
         self.missing = tuple(missing)
 
 
-def reach(host: str, port: int, limit: timedelta, *, listen: bool = False) -> None:
+def reach(host: str, port: int, limit: timedelta) -> None:
     """Returns once somebody listens there. torch's stores try as well, and print pages where they fail.
-
-    Args:
-        listen: this process is about to listen at the port, and does so meanwhile.
 
     Raises:
         Unmet: nobody does within the limit.
     """
-    deadline, failure = time.monotonic() + limit.total_seconds(), ""
-    with contextlib.ExitStack() as listening:
-        if listen:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            with contextlib.suppress(OSError):  # somebody else listens, of which torch's store tells
-                listening.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
-        while (remaining := deadline - time.monotonic()) > 0:
-            try:
-                socket.create_connection((host, port), timeout=remaining).close()
-                return
-            except OSError as error:
-                failure = error.strerror or str(error)
-                time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-    if listen:
-        raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
-    raise Unmet(f"nobody listens there, as rank 0 would ({failure}): it was not started, or listens elsewhere", [0])
+    failure = _why_unreachable(host, port, limit)
+    if failure:
+        raise Unmet(f"nobody listens there, as rank 0 would ({failure}): it was not started, or listens elsewhere", [0])
+
+
+def serve(host: str, port: int, size: int, limit: timedelta) -> dist.Store | None:
+    """Rank 0's store of a world of several hosts, which listens at all addresses, once all ranks are there.
+
+    None: somebody listens at the port already, maybe an earlier store of this process, which torch finds.
+
+    Raises:
+        Unmet: this host does not reach itself at that address.
+        DistStoreError: ranks that did not come.
+    """
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError:
+        return None
+    with listener:
+        failure = _why_unreachable(host, port, limit)
+        if failure:
+            raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
+        descriptor = listener.detach()  # which the store closes
+    return dist.TCPStore(host, port, size, is_master=True, timeout=limit, master_listen_fd=descriptor)
+
+
+def _why_unreachable(host: str, port: int, limit: timedelta) -> str:
+    deadline, failure = time.monotonic() + limit.total_seconds(), "no time"
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=remaining).close()
+            return ""
+        except OSError as error:
+            failure = error.strerror or str(error)
+            time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+    return failure
 
 
 def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.Store:

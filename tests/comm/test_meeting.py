@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import thinwire as tw
 from tests.comm.test_bootstrap import alone as alone
 from thinwire import testing
 from thinwire.comm import Communicator
-from thinwire.comm.meeting import INTERFACE_VARIABLE, start_store
+from thinwire.comm.meeting import INTERFACE_VARIABLE, serve, start_store
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
@@ -217,3 +218,12 @@ def test_where_nobody_can_be_met_is_told_in_one_line_without_torchs_frames(
     told = _start_one_of_three(rank, host, port, 0.5).communicate(timeout=90)[0]
     assert told.startswith(f"{rank} {missing} rank {rank} of 3, ") and told.count("\n") == 1, told
     assert f"at {host}:{port} (limit 0.5 s): {reason}" in told and "frame #" not in told
+
+
+def test_the_store_of_several_hosts_is_where_its_address_leads_and_takes_no_port_from_another() -> None:
+    port, limit = free_port(), timedelta(seconds=20)
+    store = serve("127.0.0.1", port, 1, limit)
+    assert store is not None
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit).get("key") == b"value"
+    assert serve("127.0.0.1", port, 1, limit) is None
