@@ -165,14 +165,14 @@ document.querySelectorAll('td').forEach((cell) => {
 });
 if (document.scripts.length !== 1) found.push('the page has scripts');
 document.title = 'measured ' + JSON.stringify({images: document.images.length, found});
-</script></body>"""
+</script>"""
 
 
-def measured(text: str, width: int, folder: Path) -> dict[str, Any]:
-    """What the script finds in a page that Chromium shows in a window of that width."""
+def measured(text: str, width: int, folder: Path, script: str = MEASURE) -> dict[str, Any]:
+    """What a script at its end finds in a page that Chromium shows in a window of that width."""
     text = text.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     copy = folder / "measured.html"
-    copy.write_text(text.replace("</body>", MEASURE), encoding="utf-8")
+    copy.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
         f"--window-size={width},2000", "--dump-dom", copy.as_uri(),

@@ -108,7 +108,7 @@ def _latency(operation: str, figures: Sequence[Figure], styles: Styles) -> Pictu
     made, axes = canvas(f"{operation}: latency{routed}", _HEIGHT)
     _draw_lines(made, axes, lines, styles)
     low, high = _pad_log(axes, lines)
-    log_axis(axes.xaxis, binary_ticks(*axes.get_xlim()), token_text)
+    log_axis(axes.xaxis, binary_ticks(max(1.0, axes.get_xlim()[0]), axes.get_xlim()[1]), token_text)
     log_axis(axes.yaxis, decimal_ticks(low, high), time_text)
     axes.set(xlabel="tokens of a rank", ylabel="time of an iteration on its slowest rank")
     return Picture(
@@ -193,7 +193,9 @@ def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture 
     made, axes = canvas(f"{operation}: speed-up over {short(reference)}, {tokens:,} tokens a rank", _HEIGHT)
     even = axes.axhline(1.0, color=DARK, linestyle=":", linewidth=1.4)
     _draw_lines(made, axes, lines, styles, [(even, f"as fast as {reference}")])
-    axes.set_ylim(0, 1.08 * max(1.0, *(point.high for points in lines.values() for point in points)))
+    speedups = [figure.speedup or 0.0 for figure in usable]
+    top = 1.08 * max(1.0, *speedups)
+    axes.set_ylim(0 if min(speedups) > 0 else -0.04 * top, top)  # marks at 0 are seen, too
     axes.set(xlabel="skew: rows of the busiest rank by the mean (1 is balanced)", ylabel="speed-up")
     routings = dict(sorted({(figure.skew, figure.routing or "unnamed") for figure in usable}))
     named = ", ".join(f"{routing} {skew:.3g}" for skew, routing in routings.items())
