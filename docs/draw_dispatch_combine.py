@@ -78,7 +78,7 @@ def way() -> list[str]:
         parts += [arrow("flow", 462, y + 70, 498, y + 70)]
         parts += [arrow("wire", 176, 185, 352, y + 70), arrow("wire", 646, y + 70, 822, 125 if number == 1 else 167)]
     for y, number in ((107, 1), (149, 2)):
-        parts += [box(826, y, 138, 36, "memory", f"int8 sum of rank {number}")]
+        parts += [box(826, y, 138, 36, "memory", f"int8 of rank {number}")]
     parts += [arrow_down(895, 187, 222), box(826, 226, 138, 66, "step", "dequantise,", "sum by rank")]
     for x, title, what in ((265, "dispatch", "quantise + store"), (735, "combine", "sum + quantise + store")):
         parts += [text(x, 338, f"{title}: one kernel", "middle blue"), text(x, 358, what, "middle note")]

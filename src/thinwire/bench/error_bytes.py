@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from thinwire.bench.plots import Picture
-from thinwire.bench.style import DARK, GREY, Series, Styles, blank, decimal_ticks, log_axis, styled
+from thinwire.bench.style import DARK, GREY, STRIPE, Series, Styles, blank, decimal_ticks, log_axis, styled
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.moe.tiny import TINY_MOE_PATH, load_tiny_moe, text_windows
 from thinwire.wire import WireFormat
@@ -106,7 +106,7 @@ def draw_error_bytes(costs: Sequence[Cost]) -> Picture:
     styles = Styles(Series("thinwire", wire, None) for wire in wires)
     colours = {wire: styles.colour(Series("thinwire", wire, None)) for wire in wires}
     with styled():
-        made = blank(0.4 * len(wires) + 1.6)
+        made = blank(0.44 * len(wires) + 1.6)
         bars, dots = made.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         for cost in costs:
             if cost.rows == GAUSSIAN:
@@ -120,12 +120,15 @@ def draw_error_bytes(costs: Sequence[Cost]) -> Picture:
         log_axis(dots.xaxis, decimal_ticks(low, high), lambda error: f"{100 * error:g} %")
         dots.set(xlabel="relative error (L2)", xlim=(low, high))
         for wire in {cost.wire for cost in costs} - {cost.wire for cost in costs if cost.relative_error > 0}:
-            dots.text(low * 1.08, places[wire], "exact", va="center", color=GREY, backgroundcolor="white")
+            dots.text(low * 1.08, places[wire], "exact", va="center", color=GREY)
         dots.tick_params(axis="y", left=False)
         bars.set(xlabel=f"bytes an element, rows of {_HIDDEN:,}", xlim=(0, 2.45), yticks=range(len(wires)))
         bars.set_yticklabels(wires)
         bars.set_ylim(len(wires) - 0.5, -0.5)
-        bars.grid(False, axis="y")
+        for axes in (bars, dots):
+            axes.grid(False, axis="y")
+            for place in range(0, len(wires), 2):
+                axes.axhspan(place - 0.5, place + 0.5, color=STRIPE, zorder=0)
         bars.set_title("Bytes on the wire")
         dots.set_title("Error of one pass")
         handles = [Line2D([], [], color=DARK, linestyle="none", **_MARKERS[kind]) for kind in _MARKERS]

@@ -24,9 +24,11 @@ from thinwire.bench.style import (
     decimal_ticks,
     legend,
     log_axis,
+    short,
     size_text,
     styled,
     time_text,
+    token_text,
 )
 
 _HEIGHT = 4.2
@@ -102,11 +104,11 @@ def _latency(operation: str, figures: Sequence[Figure], styles: Styles) -> Pictu
     )
     if not lines:
         return f"Latency of {operation}: no figure has a token."
-    routed = f", {figures[0].routing} routing" if figures[0].routing else ""
+    routed = f", {short(figures[0].routing)} routing" if figures[0].routing else ""
     made, axes = canvas(f"{operation}: latency{routed}", _HEIGHT)
     _draw_lines(made, axes, lines, styles)
     low, high = _pad_log(axes, lines)
-    log_axis(axes.xaxis, binary_ticks(*axes.get_xlim()), lambda tokens: f"{tokens:,.0f}")
+    log_axis(axes.xaxis, binary_ticks(max(1.0, axes.get_xlim()[0]), axes.get_xlim()[1]), token_text)
     log_axis(axes.yaxis, decimal_ticks(low, high), time_text)
     axes.set(xlabel="tokens of a rank", ylabel="time of an iteration on its slowest rank")
     return Picture(
@@ -188,10 +190,12 @@ def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture 
     lines = _lines(usable, lambda f: _Point(f.skew or 0.0, f.speedup or 0.0, f.speedup or 0.0, f.speedup or 0.0))
     references = sorted({figure.reference or "the reference" for figure in usable})
     reference = references[0] if len(references) == 1 else "each one's reference"
-    made, axes = canvas(f"{operation}: speed-up over {reference}, {tokens:,} tokens a rank", _HEIGHT)
+    made, axes = canvas(f"{operation}: speed-up over {short(reference)}, {tokens:,} tokens a rank", _HEIGHT)
     even = axes.axhline(1.0, color=DARK, linestyle=":", linewidth=1.4)
     _draw_lines(made, axes, lines, styles, [(even, f"as fast as {reference}")])
-    axes.set_ylim(0, 1.08 * max(1.0, *(point.high for points in lines.values() for point in points)))
+    speedups = [figure.speedup or 0.0 for figure in usable]
+    top = 1.08 * max(1.0, *speedups)
+    axes.set_ylim(0 if min(speedups) > 0 else -0.04 * top, top)  # marks at 0 are seen, too
     axes.set(xlabel="skew: rows of the busiest rank by the mean (1 is balanced)", ylabel="speed-up")
     routings = dict(sorted({(figure.skew, figure.routing or "unnamed") for figure in usable}))
     named = ", ".join(f"{routing} {skew:.3g}" for skew, routing in routings.items())
@@ -298,7 +302,7 @@ def _draw_lines(
         axes.add_line(drawn)
     axes.autoscale_view()
     ordered = sorted(lines, key=lambda series: -lines[series][-1].middle)
-    legend(made, [*((styles.handle(series), series.label) for series in ordered), *more_entries], _HEIGHT)
+    legend(made, axes, [*((styles.handle(series), series.label) for series in ordered), *more_entries], _HEIGHT)
 
 
 def _pad_log(axes: Axes, lines: dict[Series, list[_Point]], heights: Sequence[float] = ()) -> tuple[float, float]:

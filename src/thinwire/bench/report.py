@@ -28,7 +28,7 @@ h2 { font-size: 1.25rem; margin: 2.2rem 0 .6rem }
 h3 { font-size: 1.05rem; margin: 1.6rem 0 .5rem }
 section + section { border-top: 2px solid #d8dee4; margin-top: 3rem; padding-top: 1.5rem }
 pre { background: #f6f8fa; padding: .7rem .9rem; border-radius: 6px; white-space: pre-wrap; font-size: .85rem }
-dl { display: grid; grid-template-columns: minmax(8rem, max-content) 1fr; gap: .15rem 1.2rem; margin: 0 }
+dl { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr; gap: .15rem 1.2rem; margin: 0 }
 dl, figcaption { font-size: .9rem }
 dt { color: #57606a }
 dd { margin: 0 }
@@ -170,28 +170,28 @@ def _text(value: str | None) -> str:
     return value or ""
 
 
-#: Head of a column, what is in it, how that is shown, and whether it is text.
+#: Head of a column, what is in it, how that is shown, and whether it is text; what one looks for first comes first.
 _COLUMNS: tuple[tuple[str, Callable[[Figure], Any], Callable[[Any], str], bool], ...] = (
     ("operation", lambda f: f.operation, _text, True),
     ("implementation", lambda f: f.implementation, _text, True),
     ("wire", lambda f: f.wire, _text, True),
     ("transport", lambda f: f.transport, _text, True),
     ("routing", lambda f: f.routing, _text, True),
-    ("skew", lambda f: f.skew, _number(".2f"), False),
     ("tokens", lambda f: f.tokens, _number(",.0f"), False),
     ("size, bytes", lambda f: f.size_bytes, _number(",.0f"), False),
-    ("logical bytes", lambda f: f.logical_bytes, _number(",.0f"), False),
-    ("wire bytes", lambda f: f.wire_bytes, _number(",.0f"), False),
     ("median, µs", lambda f: f.seconds.median, _number(",.1f", 1e-6), False),
+    ("speed-up", lambda f: f.speedup, _number(".2f"), False),
+    ("over", lambda f: f.reference, _text, True),
+    ("relative error", lambda f: f.relative_error, _number(".2e"), False),
+    ("wrong", lambda f: f.wrong, _number(",.0f"), False),
     ("minimum, µs", lambda f: f.seconds.minimum, _number(",.1f", 1e-6), False),
     ("maximum, µs", lambda f: f.seconds.maximum, _number(",.1f", 1e-6), False),
     ("algorithm bandwidth, GB/s", lambda f: f.algorithm_bandwidth, _number(".3f", 1e9), False),
     ("bus bandwidth, GB/s", lambda f: f.bus_bandwidth, _number(".3f", 1e9), False),
     ("wire bandwidth, GB/s", lambda f: f.wire_bandwidth, _number(".3f", 1e9), False),
-    ("relative error", lambda f: f.relative_error, _number(".2e"), False),
-    ("wrong", lambda f: f.wrong, _number(",.0f"), False),
-    ("speed-up", lambda f: f.speedup, _number(".2f"), False),
-    ("over", lambda f: f.reference, _text, True),
+    ("logical bytes", lambda f: f.logical_bytes, _number(",.0f"), False),
+    ("wire bytes", lambda f: f.wire_bytes, _number(",.0f"), False),
+    ("skew", lambda f: f.skew, _number(".2f"), False),
 )
 
 

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 #: Inches, and pixels an inch: twice those that a page shows, for screens with fine pixels.
 WIDTH, DPI = 8.0, 200
-DARK, GREY, PALE = "#24292f", "#6e7781", "#d8dee4"
+DARK, GREY, PALE, STRIPE = "#24292f", "#6e7781", "#d8dee4", "#f3f5f7"
 
 #: Of thinwire's wire formats, and of the other implementations.
 WIRE_COLOURS = {
@@ -42,7 +42,7 @@ COLOURS = {
     "torch symmetric memory": "#914F7A",
     "DeepEP": "#450D54",
     "FlashInfer": "#571EEF",
-    "copy": "#9A9A9A",
+    "copy": "#B0B0B0",
 }
 #: For those without a colour of their own.
 OTHER_COLOURS = ("#C3A552", "#745F73", "#8C472D", "#4C0D5C")
@@ -146,14 +146,18 @@ def canvas(title: str, height: float, width: float = WIDTH) -> tuple[Figure, Axe
     return figure, axes
 
 
-def legend(figure: Figure, entries: Sequence[tuple[Line2D, str]], least_height: float) -> None:
+def legend(figure: Figure, axes: Axes, entries: Sequence[tuple[Line2D, str]], least_height: float) -> None:
     """To the right of the axes, where it covers nothing; the picture grows where there are many entries."""
     labels = [textwrap.fill(label, _LEGEND_CHARACTERS) for _, label in entries]
     lines = sum(label.count("\n") + 1 for label in labels)
-    figure.set_figheight(max(least_height, 0.8 + 0.155 * lines + 0.07 * len(labels)))
+    figure.set_size_inches(WIDTH, max(least_height, 1.2 + 0.155 * lines + 0.07 * len(labels)))
     # A label that begins with an underscore would be left out, so they are set afterwards.
-    made = figure.legend(
-        [handle for handle, _ in entries], [str(i) for i in range(len(entries))], loc="outside right upper"
+    made = axes.legend(
+        [handle for handle, _ in entries],
+        [str(i) for i in range(len(entries))],
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        borderaxespad=0,
     )
     for text, label in zip(made.get_texts(), labels, strict=True):
         text.set_text(label)
@@ -170,8 +174,8 @@ def log_axis(axis: Axis, ticks: Sequence[float], formatted: Callable[[float], st
 def decimal_ticks(low: float, high: float, most: int = 8) -> list[float]:
     """1, 2, 5, 10, ... or powers of ten alone, or of a thousand: at most so many between `low` and `high`.
 
-    >>> decimal_ticks(0.3, 7), decimal_ticks(0.001, 2000, 4)
-    ([0.5, 1.0, 2.0, 5.0], [0.001, 1.0, 1000.0])
+    >>> decimal_ticks(0.3, 7), decimal_ticks(0.0005, 2e6, 4)
+    ([0.5, 1.0, 2.0, 5.0], [0.001, 1.0, 1000.0, 1000000.0])
     """
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     for steps, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2)):
@@ -191,6 +195,24 @@ def binary_ticks(low: float, high: float, most: int = 8) -> list[float]:
     first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
     step = max(1, math.ceil((last - first + 1) / most))
     return [2.0**k for k in range(first, last + 1) if (k - first) % step == 0]
+
+
+def short(name: str, most: int = 30) -> str:
+    """For titles, which have one line: a name's beginning.
+
+    >>> short("matrix:measured-on-friday.npy", 16)
+    'matrix:measured…'
+    """
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def token_text(tokens: float) -> str:
+    """
+    >>> token_text(4096), token_text(1 << 23)
+    ('4,096', '8 Mi')
+    """
+    millions, rest = divmod(tokens, 1 << 20)
+    return f"{tokens:,.0f}" if rest or not millions else f"{millions:,.0f} Mi"
 
 
 def time_text(seconds: float) -> str:
