@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
-from thinwire.bench import launch, operations
+from thinwire.bench import launch, memory, operations
 from thinwire.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
 from thinwire.bench.session import Results, run_session
 from thinwire.cli import main
@@ -29,7 +29,7 @@ SMALL = Settings(
 
 
 def _run(settings: Settings) -> Results:
-    return run_ranks(run_session, RANKS, settings, mode="thread")[0]
+    return run_ranks(run_session, RANKS, settings, mode="thread", timeout=300)[0]
 
 
 def _with(**changes: Any) -> Settings:
@@ -210,3 +210,12 @@ def test_a_transport_that_is_not_there_is_skipped_with_its_reason(monkeypatch: p
     assert {line["transport"] for line in results.figures} == {None, "staged"}
     assert {"implementation": "thinwire", "reason": "no such memory", "operation": "all_gather", "wire": "none",
             "transport": "direct"} in results.skipped  # fmt: skip
+
+
+def test_sizes_that_do_not_fit_into_memory_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_free", lambda device: 1 << 20)
+    results = _run(_with(operations=("all_gather", "moe"), sizes=(6000, 60000), tokens=(1, 1024)))
+    assert {line["size_bytes"] for line in results.figures} == {6000, 2 * HIDDEN}
+    reasons = {entry["implementation"]: entry["reason"] for entry in results.skipped}
+    assert reasons["all_gather of 60000 bytes"] == "needs about 3 MiB, and 1 MiB are free"
+    assert "a round of 1024 tokens" in reasons

@@ -4,5 +4,5 @@
 of them does. For every operation, size and routing (`traffic`) there is a *problem* (`problems`, `expert_problem`):
 what every rank sends, and by `checks` what must arrive. *Contenders* solve it: thinwire's (`operations`) and others
 (`baselines`, `routed_rows`, `symmetric_memory`, with `mpi` and `separate`). `measure` checks them all and times them in
-turn, by `timing`; `figures` and `table` say what came out, `machine` on what.
+turn, by `timing`, where `memory` has room; `figures` and `table` say what came out, `machine` on what.
 """

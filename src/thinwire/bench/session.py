@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thinwire.bench import baselines, mpi, symmetric_memory, table
+from thinwire.bench import baselines, memory, mpi, symmetric_memory, table
 from thinwire.bench.contender import Candidate, NotHere
 from thinwire.bench.expert_problem import Round
 from thinwire.bench.figures import Sizes, figures_of
@@ -63,8 +63,10 @@ class Session:
         self.group = baselines.group_name(comm)
         #: Whose time speed-ups are of.
         self.reference = self.group or baselines.COPY
-        hosts = len(set(comm.all_gather_object(socket.gethostname())))
-        self.results = Results(hosts)
+        hosts = comm.all_gather_object(socket.gethostname())
+        self.results = Results(len(set(hosts)))
+        #: Ranks that have one memory.
+        self._sharing = 1 if comm.device.type == "cuda" and self.group else hosts.count(socket.gethostname())
         self._most_copied = 0
         self._mpi: OpenMPI | None = None
         self._look_for_baselines()
@@ -100,13 +102,26 @@ class Session:
                 # What all ranks share equally has no routing.
                 for routing in self.settings.routings if operation == "all_to_all_v" else (None,):
                     for number, size in enumerate(self.settings.sizes):
-                        self._collective(self._problem(operation, size, routing), routing, first=number == 0)
+                        if self._fits(f"{operation} of {size} bytes", memory.of_collective(size)):
+                            self._collective(self._problem(operation, size, routing), routing, first=number == 0)
         legs = [operation for operation in ROUND if operation in self.settings.operations]
         if legs:
             for routing in self.settings.routings:
                 for number, tokens in enumerate(self.settings.tokens):
-                    self._round(legs, tokens, routing, first=number == 0)
+                    needed = memory.of_round(
+                        tokens, self.settings.hidden, self.settings.top_k, self.comm.size, self.dtype.itemsize
+                    )
+                    if self._fits(f"a round of {tokens} tokens", needed):
+                        self._round(legs, tokens, routing, first=number == 0)
         return self.results
+
+    def _fits(self, what: str, needed: int) -> bool:
+        """Whether all ranks have memory for it; if one has not, all leave it out."""
+        reasons = self.comm.all_gather_object(memory.why_too_large(needed, self._sharing, self.comm.device))
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            self._skip(what, reason)
+        return reason is None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Collectives
