@@ -101,7 +101,8 @@ def _cell(figure: dict[str, Any]) -> str:
     if figure["wrong"]:
         return "wrong"
     text = f"{figure['seconds']['median'] * 1e6:,.0f}"
-    return text + (f" ({figure['speedup']:.2f})" if figure["speedup"] else "")
+    compared = figure["speedup"] and figure["implementation"] not in ("copy", figure["reference"])
+    return text + (f" ({figure['speedup']:.2f})" if compared else "")
 
 
 def _links() -> str:
