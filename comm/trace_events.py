@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ VARIABLE = "THINWIRE_TRACE"
 MARK = b'{"displayTimeUnit": "ns", "otherData": {"thinwire": '
 
 
-class Traffic(NamedTuple):
+@dataclass(frozen=True)
+class Traffic:
     """What a call, or a leg of a round, sends from this rank to other ranks; rows that stay are not counted.
 
     Attributes:

@@ -14,6 +14,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from thinwire.comm.flight_recorder import FlightRecorder, entry_as_json, trace_recorders
@@ -128,7 +129,7 @@ def _line_of(trace: Trace, track: Track) -> Any:
             if entry["failure"]:
                 told |= {name: entry[name] for name in ("failure", "phase", "blamed") if entry[name]}
         if event.traffic is not None:
-            told |= event.traffic._asdict()
+            told |= asdict(event.traffic)
         return {
             "ph": "X",
             "name": event.name,

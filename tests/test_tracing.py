@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def _rounds(comm: tw.Communicator, transport: str, number: int = 2) -> list[tupl
             x = torch.randn(tokens, HIDDEN, generator=generator)
             ids = torch.randint(0, 5, (tokens, 2), generator=generator)
             d = ep.dispatch(x, ids, torch.rand(tokens, 2, generator=generator))
-            sent += [tuple(d.dispatch_traffic._asdict().values()), tuple(d.combine_traffic._asdict().values())]
+            sent += [astuple(d.dispatch_traffic), astuple(d.combine_traffic)]
             ep.combine(d.tokens * 2, d)
     return sent
 
