@@ -36,13 +36,14 @@ class ThreadWorld:
 
     Attributes:
         identity: what flight recorders call their communicators.
-        members, num_ranks: its ranks as the outermost world numbers them, and how many are there.
+        members, num_ranks: its ranks as the outermost world numbers them, and how many are there. Ranks that a rank
+            of `within` has started, which are none of its `ranks`, are numbered by themselves.
     """
 
     def __init__(self, size: int, within: ThreadWorld | None = None, ranks: Sequence[int] = ()) -> None:
         self.size = size
-        self.members: list[int] = [within.members[rank] for rank in ranks] if within else list(range(size))
-        self.num_ranks: int = within.num_ranks if within else size
+        self.members: list[int] = [within.members[rank] for rank in ranks] if within and ranks else list(range(size))
+        self.num_ranks: int = within.num_ranks if within and ranks else size
         self.identity = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._half_posted: dict[_Key, _Transfer] = {}

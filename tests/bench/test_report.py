@@ -71,6 +71,13 @@ def test_wrong_elements_stand_out(tmp_path: Path) -> None:
     assert "class=wrong" not in page(results([figure(wrong=0)]), tmp_path)
 
 
+def test_a_wrong_result_has_a_line_and_no_time(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("seconds", "algorithm_bandwidth", "bus_bandwidth", "wire_bandwidth", "speedup"))
+    text = page(results([figure(wrong=7) | nothing, figure()]), tmp_path)
+    assert "<td class=wrong>7</td>" in text and "<td></td>" in text
+    assert page(results([figure(wrong=7) | nothing]), tmp_path)  # without pictures
+
+
 def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
     text = page(results([figure()]), tmp_path)
     assert not re.search(r"https?:|<script|<link|@import|url\(", text)

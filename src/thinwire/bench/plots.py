@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from thinwire.bench.results import COLLECTIVES, EXPERT_OPERATIONS, Figure, Results
+from thinwire.bench.results import COLLECTIVES, EXPERT_OPERATIONS, Figure, Results, Seconds
 from thinwire.bench.style import (
     DARK,
     WIRE_COLOURS,
@@ -63,15 +63,16 @@ class _Point:
 
 def draw(results: Results) -> tuple[list[Picture], list[str]]:
     """All pictures that the figures allow, and of each other one why it is not there."""
-    styles = Styles(_series(figure) for figure in results.figures)
+    timed = [figure for figure in results.figures if figure.seconds is not None]  # of wrong results there is no picture
+    styles = Styles(_series(figure) for figure in timed)
     pictures: list[Picture | str] = []
     with styled():
         for operation in EXPERT_OPERATIONS:
-            figures = [figure for figure in results.figures if figure.operation == operation]
+            figures = [figure for figure in timed if figure.operation == operation]
             if figures:
                 pictures += [_latency(operation, figures, styles), _skew(operation, figures, styles)]
         for operation in COLLECTIVES:
-            figures = [figure for figure in results.figures if figure.operation == operation]
+            figures = [figure for figure in timed if figure.operation == operation]
             if figures:
                 pictures.append(_bandwidth(operation, figures, styles, results))
         if results.traffic is not None:
@@ -84,6 +85,13 @@ def draw(results: Results) -> tuple[list[Picture], list[str]]:
 
 def _series(figure: Figure) -> Series:
     return Series(figure.implementation, figure.wire, figure.transport)
+
+
+def _times(figure: Figure) -> Seconds:
+    """Of a figure that has any, as all have that are drawn."""
+    if figure.seconds is None:
+        raise ValueError(f"{figure} has no times")
+    return figure.seconds
 
 
 def _of_first_routing(figures: Sequence[Figure]) -> list[Figure]:
@@ -100,7 +108,7 @@ def _latency(operation: str, figures: Sequence[Figure], styles: Styles) -> Pictu
     """Time against tokens, of the first routing."""
     lines = _lines(
         (figure for figure in _of_first_routing(figures) if figure.tokens > 0),
-        lambda f: _Point(f.tokens, f.seconds.minimum, f.seconds.median, f.seconds.maximum),
+        lambda f: _Point(f.tokens, _times(f).minimum, _times(f).median, _times(f).maximum),
     )
     if not lines:
         return f"Latency of {operation}: no figure has a token."
@@ -125,7 +133,7 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
     """Bus bandwidth against size, with what memory and link allow."""
 
     def point(figure: Figure) -> _Point:
-        middle, seconds = (figure.bus_bandwidth or 0.0) / 1e9, figure.seconds
+        middle, seconds = (figure.bus_bandwidth or 0.0) / 1e9, _times(figure)
         return _Point(
             figure.size_bytes,
             middle * seconds.median / seconds.maximum,

@@ -61,6 +61,7 @@ class Figure:
         size_bytes: a rank's buffer as nccl-tests defines it for the operation.
         logical_bytes, wire_bytes: what leaves a rank, uncompressed and as it travels; the mean over ranks.
         algorithm_bandwidth, bus_bandwidth: of logical bytes, as nccl-tests defines them.
+        seconds: None for a wrong result, which has no bandwidths and no speed-up either.
         wire_bandwidth: of what travels.
         relative_error: L2 of the difference by L2 of the exact result.
         wrong: elements further off than the wire format allows.
@@ -77,7 +78,7 @@ class Figure:
     size_bytes: float
     logical_bytes: float
     wire_bytes: float
-    seconds: Seconds
+    seconds: Seconds | None
     algorithm_bandwidth: float | None
     bus_bandwidth: float | None
     wire_bandwidth: float | None
@@ -234,7 +235,7 @@ def _figure(value: object) -> Figure:
         size_bytes=fields.get("size_bytes", _bytes),
         logical_bytes=fields.get("logical_bytes", _bytes),
         wire_bytes=fields.get("wire_bytes", _bytes),
-        seconds=fields.get("seconds", _seconds),
+        seconds=fields.get("seconds", or_none(_seconds)),
         algorithm_bandwidth=fields.get("algorithm_bandwidth", or_none(_bandwidth)),
         bus_bandwidth=fields.get("bus_bandwidth", or_none(_bandwidth)),
         wire_bandwidth=fields.get("wire_bandwidth", or_none(_bandwidth)),

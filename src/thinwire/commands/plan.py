@@ -62,9 +62,9 @@ def run(options: argparse.Namespace) -> int:
     )
     import torch
 
+    from thinwire.bench.results import read_results
     from thinwire.planning.plan import Request, fits_for, make_plan, sweep
     from thinwire.planning.report import describe, describe_fit, describe_sweep, describe_times
-    from thinwire.planning.results import read_results
 
     request = Request(
         options.ranks, options.experts, options.top_k, options.hidden, options.max_tokens, options.wire,
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     if results is not None and fits is not None:
         texts.append(describe_fit(planned, fits, results))
         content["fits"] = {
-            name: vars(fit) | {"figures": [vars(figure) for figure in fit.figures]} for name, fit in fits.items()
+            name: vars(fit) | {"points": [vars(point) for point in fit.points]} for name, fit in fits.items()
         }
     elif model is not None:
         texts.append(describe_times(planned, model))

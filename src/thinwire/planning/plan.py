@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from thinwire.bench.results import Results
 from thinwire.errors import ArgumentError
 from thinwire.moe.config import ParallelSettings
 from thinwire.planning.fit import Fit, fit_results
 from thinwire.planning.memory import MemoryPlan, plan_memory
 from thinwire.planning.model import Model
-from thinwire.planning.results import Results
 from thinwire.planning.traffic import Leg, plan_traffic, reach
 from thinwire.wire import WireFormat
 

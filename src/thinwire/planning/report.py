@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from thinwire.bench.results import Results
 from thinwire.planning.fit import Fit
 from thinwire.planning.model import Link, Model
 from thinwire.planning.plan import Planned
-from thinwire.planning.results import Results
 
 
 def describe(planned: Planned) -> str:
@@ -84,12 +84,12 @@ def describe_fit(planned: Planned, fits: Mapping[str, Fit], results: Results) ->
             f"R2 {fit.r2:.4f}, largest residual {100 * largest:+.1f} %",
             "      wire bytes    measured us      fitted us   residual",
         ]
-        for figure, residual in zip(fit.figures, fit.residuals, strict=True):
+        for point, residual in zip(fit.points, fit.residuals, strict=True):
             lines.append(
-                f"  {figure.wire_bytes:>14,.0f}{1e6 * figure.seconds:>15.1f}"
-                f"{1e6 * fit.seconds(figure.wire_bytes):>15.1f}{100 * residual:>+9.1f} %"
+                f"  {point.wire_bytes:>14,.0f}{1e6 * point.seconds:>15.1f}"
+                f"{1e6 * fit.seconds(point.wire_bytes):>15.1f}{100 * residual:>+9.1f} %"
             )
-        beyond = leg.wire_bytes > 2 * fit.figures[-1].wire_bytes or 2 * leg.wire_bytes < fit.figures[0].wire_bytes
+        beyond = leg.wire_bytes > 2 * fit.points[-1].wire_bytes or 2 * leg.wire_bytes < fit.points[0].wire_bytes
         note = ", far outside of what was measured" if beyond else ""
         lines.append(f"  {leg.name} of {leg.wire_bytes:,.0f} bytes: {1e6 * seconds:.1f} us, predicted{note}")
     return "\n".join(lines)
