@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
+
+import thinwire
+import thinwire.errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -48,6 +51,13 @@ def test_the_navigation_has_every_page() -> None:
     listed = re.findall(r":\s+(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | MADE
     assert sorted(listed) == sorted(there)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    names = [name for name in thinwire.__all__ if isinstance(getattr(thinwire, name), type | FunctionType)]
+    missing = [name for name in names if f"::: thinwire.{name}\n" not in shown and name not in vars(thinwire.errors)]
+    assert len(names) > 30 and not missing
 
 
 def test_the_page_of_performance_is_what_the_results_say() -> None:
