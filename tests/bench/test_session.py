@@ -148,6 +148,18 @@ def test_a_wrong_result_gets_no_figure_and_the_others_are_still_printed(
     assert printed[-1] == f"# wrong: {wrong} elements, of {operation} thinwire"
 
 
+@pytest.mark.exhaustive
+def test_a_run_is_drawn_and_its_wrong_result_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(operations, "all_reduce", _spoiled(_nudge, operations.all_reduce))
+    monkeypatch.setattr(launch, "run_ranks", _as_threads)
+    few = ["-b", "600", "-e", "6000", "--tokens", "2,5", "--hidden", str(HIDDEN), "-n", "1", "-w", "0"]
+    routings = ["--routing", "uniform,hot:0.8", "--experts", "6", "--top-k", "2", "--sample-seconds", "0"]
+    assert main(["bench", "all_reduce", "moe", *few, *routings, "--ranks", "3", "--plot", str(tmp_path)]) == 1
+    assert "<td class=wrong>1</td>" in (tmp_path / "report.html").read_text()
+    assert {path.stem for path in tmp_path.glob("*.png")} >= {"bandwidth_all_reduce", "latency_moe", "traffic"}
+
+
 def _as_threads(*args: Any, **kwargs: Any) -> Any:
     return run_ranks(*args, **{**kwargs, "mode": "thread"})
 

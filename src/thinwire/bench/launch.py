@@ -75,12 +75,13 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
     if first:
         content = content_of(settings, results, described, ranks, launcher, command)
         print_end(results)
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         if json_file is not None:
-            json_file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            json_file.write_text(text)
         if plot_folder is not None:
             from thinwire.bench.report import write_report
 
-            for file in write_report(content, plot_folder):
+            for file in write_report(json.loads(text), plot_folder):
                 print(f"# wrote {file}")
     return 1 if results.wrong else 0
 
