@@ -43,6 +43,9 @@ def test_exact_rows_must_be_equal_and_of_the_right_shape() -> None:
     assert checks.compare(rows.clone(), rows, 0.0) == checks.Verdict(0, 0.0, float(rows.double().square().sum()))
     assert checks.compare(rows[[1, 0, 2]], rows, 0.0).wrong > 500
     assert checks.compare(rows[:2], rows, 0.0).wrong == rows.numel()
+    nothing = torch.tensor([], dtype=torch.int64)
+    assert checks.compare(rows[:0], rows, 0.0, nothing).wrong == 0
+    assert checks.compare(rows, rows, 0.0, nothing).wrong == rows.numel()
     index = torch.tensor([2, 0, 0, 1])
     assert checks.compare(rows[index], rows, 0.0, index).wrong == 0
     assert checks.compare(rows[index], rows, 0.0, index.flip(0)).wrong > 0

@@ -63,10 +63,12 @@ def test_a_field_of_a_figure_that_is_not_what_it_should_be_is_named(field: str) 
 
 def test_a_file_says_what_was_written(tmp_path: Path) -> None:
     run = whole_run() | {"machine": {"cpu": "x", "gpu": None, "cores": [1, 2], "turbo": True}}
+    run["settings"] = {"sizes": list(range(1 << 40, (1 << 40) + 256))}
     (tmp_path / "a.json").write_text(json.dumps(run))
     read = read_results(tmp_path / "a.json")
     assert read.source == str(tmp_path / "a.json") and read.command == run["command"]
     assert read.machine == {"cpu": "x", "cores": "1, 2", "turbo": "yes"}
+    assert read.settings["sizes"].split(", ") == list(map(str, run["settings"]["sizes"]))
     for figure_read, written in zip(read.figures, run["figures"], strict=True):
         assert vars(figure_read) | {"seconds": vars(figure_read.seconds)} == written
     assert [list(row) for row in read.traffic or ()] == run["traffic"]

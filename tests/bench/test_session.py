@@ -14,6 +14,8 @@ import torch
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 from thinwire.bench import launch, memory, operations
+from thinwire.bench.checks import Verdict
+from thinwire.bench.expert_problem import Round
 from thinwire.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
 from thinwire.bench.session import Results, run_session
 from thinwire.cli import main
@@ -202,6 +204,30 @@ def test_what_becomes_wrong_while_it_is_timed_is_found(monkeypatch: pytest.Monke
     results = _run(_with(operations=("all_gather",), wires=("none",), transports=("staged",), baselines=()))
     (line,) = results.figures
     assert line["wrong"] == 9000 and line["seconds"] is None
+
+
+def test_rows_left_from_an_earlier_call_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, arrived = operations.all_to_all_v, {}
+
+    def stale(x: torch.Tensor, *counts: Any, **kwargs: Any) -> Any:
+        result = original(x, *counts, **kwargs)
+        rank, now = kwargs["comm"].rank, kwargs["out"][:1].clone()
+        if rank == 1:
+            kwargs["out"][:1] = arrived.get(rank, now)
+        arrived[rank] = now
+        return result
+
+    monkeypatch.setattr(operations, "all_to_all_v", stale)
+    results = _run(_with(operations=("all_to_all_v",), wires=("none",), transports=("staged",), baselines=()))
+    (line,) = results.figures
+    assert line["wrong"] == HIDDEN and line["seconds"] is None
+
+
+def test_a_wrong_leg_that_was_not_asked_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Round, "judge_dispatch", lambda self, got, wire: Verdict(2, 1.0, 1.0))
+    results = _run(_with(operations=("combine",), wires=("none",), transports=("direct",), baselines=()))
+    (line,) = results.figures
+    assert line["wrong"] == results.wrong == 2 * RANKS and line["seconds"] is None
 
 
 def test_without_checks_nothing_is_said_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def _contender(name: str, problem: Problem, call: Callable[[], object], wire: st
     def judge(operation: str, got: torch.Tensor) -> Verdict:
         return problem.judge_rounded(got) if isinstance(problem, Sum) else problem.judge(got, EXACT)
 
-    return Contender(name, wire, None, run, judge, {problem.operation: problem.logical_bytes}, (problem.out,))
+    sent = {problem.operation: problem.logical_bytes}
+    return Contender(name, wire, None, run, judge, sent, (problem.out,), (problem.x,))
 
 
 def of_group(problem: Problem, name: str) -> Candidate:
@@ -99,7 +100,7 @@ def of_mpi(problem: Problem, world: OpenMPI) -> Candidate:
             call()
             return {problem.operation: wide_out}
 
-        made.call, made.poisoned = run, (wide_out,)
+        made.call, made.poisoned, made.inputs = run, (wide_out,), (wide,)
         made.wire_bytes = {problem.operation: problem.logical_bytes * sum_dtype.itemsize / dtype.itemsize}
         return made
 
@@ -167,4 +168,4 @@ def _quantized(problem: Problem, codec: SeparateInt8, wire: str, name: str) -> C
         counts = [max(0, min(share, problem.elements - rank * share)) for rank in range(size)]
         return problem.judge_quantized(got, parsed, counts, -(-share // codec.group) * codec.group)
 
-    return Contender(name, wire, None, run, judge, {problem.operation: sent}, (out,))
+    return Contender(name, wire, None, run, judge, {problem.operation: sent}, (out,), (x,))

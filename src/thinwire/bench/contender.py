@@ -26,6 +26,7 @@ class Contender:
         judge: compares the output of an operation with the exact one.
         wire_bytes: bytes that it sends from this rank, by operation.
         poisoned: memory that `call` fills in place; set to NaN before a check.
+        inputs: what `call` reads; negated in the call before a checked one, so that rows left from it are found out.
         close: gives its memory back.
     """
 
@@ -36,6 +37,7 @@ class Contender:
     judge: Callable[[str, torch.Tensor], Verdict]
     wire_bytes: Mapping[str, float]
     poisoned: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
     close: Callable[[], None] = field(default=lambda: None)
 
     @property
@@ -43,7 +45,13 @@ class Contender:
         return label_of(self.implementation, self.wire, self.transport)
 
     def poison(self) -> None:
-        """So that a call which leaves memory untouched is found out."""
+        """So that a call which leaves memory untouched, wherever its own is, is found out. Collective."""
+        for tensor in self.inputs:
+            tensor.neg_()
+        if self.inputs:
+            self.call()
+        for tensor in self.inputs:
+            tensor.neg_()
         for tensor in self.poisoned:
             tensor.fill_(float("nan"))
 

@@ -31,19 +31,22 @@ class Sizes(NamedTuple):
 def figures_of(found: Measured, sizes: dict[str, Sizes], reference: str) -> list[dict[str, Any]]:
     """A figure for each operation and contender. `reference` is the implementation whose time speed-ups are of.
 
-    A contender with a wrong result has neither seconds nor what is made of them. Speed-ups are medians over rounds of
-    the ratio within the round.
+    A contender with a wrong result has neither seconds nor what is made of them; what is wrong in a leg that was not
+    asked for counts in those that were. Speed-ups are medians over rounds of the ratio within the round.
     """
     return [
-        _figure(found, sizes[operation], operation, contender.label, reference)
+        _figure(found, sizes[operation], operation, contender.label, reference, frozenset(sizes))
         | {"implementation": contender.implementation, "wire": contender.wire, "transport": contender.transport}
         for operation, contender in by_operation(found, list(sizes))
     ]
 
 
-def _figure(found: Measured, sizes: Sizes, operation: str, label: str, reference: str) -> dict[str, Any]:
+def _figure(
+    found: Measured, sizes: Sizes, operation: str, label: str, reference: str, shown: frozenset[str]
+) -> dict[str, Any]:
     samples = found.samples.get(f"{label} {operation}")
     verdict = found.verdicts.get((label, operation))
+    others = sum(each.wrong for (name, of), each in found.verdicts.items() if name == label and of not in shown)
     wire_bytes = found.wire_bytes[label, operation]
     compared = next(
         (
@@ -72,7 +75,7 @@ def _figure(found: Measured, sizes: Sizes, operation: str, label: str, reference
         "bus_bandwidth": _rate(sizes.logical_bytes, seconds),
         "wire_bandwidth": _rate(wire_bytes, seconds),
         "relative_error": None if verdict is None else _relative(verdict.error_squares, verdict.squares),
-        "wrong": None if verdict is None else verdict.wrong,
+        "wrong": None if verdict is None else verdict.wrong + others,
         "speedup": median_ratio(compared, samples) if compared and samples else None,
         "reference": reference,
     }

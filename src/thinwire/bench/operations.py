@@ -39,7 +39,7 @@ def _collective(problem: Problem, wire: str, transport: str) -> Contender:
         return problem.judge(got, parsed)
 
     sent = {problem.operation: sent_bytes(problem, parsed)}
-    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,))
+    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,), (problem.x,))
 
 
 def _call(problem: Problem, wire: str, transport: str) -> Callable[[], object]:
@@ -108,4 +108,5 @@ def _expert_round(problem: Round, wire: str, transport: str, laps: Laps) -> Cont
     d = ep.dispatch(problem.x, problem.topk_ids, problem.topk_weights)
     sent = {"dispatch": d.dispatch_traffic.wire_bytes, "combine": d.combine_traffic.wire_bytes}
     ep.combine(d.tokens, d)
-    return Contender(NAME, wire, transport, run, judge, sent | {"moe": sum(sent.values())}, (problem.out,), ep.close)
+    sent["moe"] = sum(sent.values())
+    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,), (problem.x,), ep.close)

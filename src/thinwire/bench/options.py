@@ -21,7 +21,8 @@ TRANSPORTS = ("direct", "staged")
 DTYPES = ("bfloat16", "float16", "float32")
 BASELINES = ("group", "mpi", "quantize", "symmetric_memory", "deepep", "flashinfer", "copy")
 DEFAULT_RANKS = 4
-_MOST_TOP_K = 32
+#: The most ranks that are started, and experts; a results file has no more.
+_MOST_TOP_K, _MOST_RANKS, _MOST_EXPERTS = 32, 1024, 1 << 16
 
 T = TypeVar("T")
 
@@ -121,6 +122,9 @@ class Settings:
         ):
             if value is not None and value < least:
                 raise ArgumentError(f"{option} {value}: at least {least} is needed")
+        for option, value, most in (("--ranks", self.ranks, _MOST_RANKS), ("--experts", self.experts, _MOST_EXPERTS)):
+            if value is not None and value > most:
+                raise ArgumentError(f"{option} {value}: at most {most} is accepted")
         if not 1 <= self.top_k <= min(_MOST_TOP_K, self.experts):
             raise ArgumentError(
                 f"--top-k {self.top_k}: 1 to {min(_MOST_TOP_K, self.experts)} of {self.experts} experts is accepted"

@@ -36,7 +36,7 @@ COLLECTIVES = ("all_to_all_v", "all_gather", "reduce_scatter", "all_reduce")
 EXPERT_OPERATIONS = ("dispatch", "combine", "moe")
 
 _MOST_RANKS, _MOST_EXPERTS, _MOST_FIGURES, _MOST_SETTINGS = 1024, 1 << 16, 10_000, 200
-_COMMAND_CHARACTERS = 4000
+_COMMAND_CHARACTERS, _LIST_CHARACTERS = 4000, 10_000
 _T = TypeVar("_T")
 
 
@@ -211,7 +211,8 @@ def _scalars(value: Any) -> str:
     items = value if isinstance(value, list) else [value]
     if any(type(item) not in (str, int, float, bool, type(None)) for item in items):
         raise Refused("a text, number, boolean or null for each name, or a list of those")
-    return text(", ".join("yes" if item is True else "no" if item is False else str(item) for item in items))
+    words = [text("yes" if item is True else "no" if item is False else str(item)) for item in items]
+    return text_of(_LIST_CHARACTERS)(", ".join(words))
 
 
 def _seconds(value: object) -> Seconds:

@@ -99,4 +99,4 @@ def _routed_rows(problem: Round, name: str, wire: str, exchange: Exchange, laps:
         "dispatch": leaving * row_bytes + (problem.experts - own) * torch.int64.itemsize,
         "combine": arriving_rows * row_bytes,
     }
-    return Contender(name, wire, None, run, judge, sent | {"moe": sum(sent.values())}, (problem.out,))
+    return Contender(name, wire, None, run, judge, sent | {"moe": sum(sent.values())}, (problem.out,), (x,))

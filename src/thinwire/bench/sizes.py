@@ -9,6 +9,7 @@ from thinwire.errors import ArgumentError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(bit|B)(?:/s|ps)?")
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MOST_BYTES, _MOST_RATE, _MOST_FACTOR, _MOST_SIZES = 1 << 50, 1e18, 1e6, 256
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -22,28 +23,32 @@ def parse_bytes(option: str, text: str) -> int:
     (65536, 1572864, 8)
     """
     match = _SIZE.fullmatch(text.strip())
-    size = 0 if match is None else int(float(match[1]) * _BINARY[match[2].upper()])
-    if size < 1:
-        raise ArgumentError(f"{option} {text}: a number of bytes is needed, at least 1, such as 8, 64K, 4M or 1G")
-    return size
+    size = 0 if match is None else float(match[1]) * _BINARY[match[2].upper()]
+    if not 1 <= size <= _MOST_BYTES:
+        raise ArgumentError(
+            f"{option} {text}: a number of bytes is needed, at least 1 and at most 1024T, such as 8, 64K, 4M or 1G"
+        )
+    return int(size)
 
 
 def sweep(begin: int, end: int, factor: float) -> list[int]:
     """Sizes from `begin` to at most `end`, each `factor` times the one before.
 
     Raises:
-        ArgumentError: they would not grow, or there are none.
+        ArgumentError: they would not grow, there are none, or too many.
 
     >>> sweep(64, 4096, 8)
     [64, 512, 4096]
     """
-    if not factor > 1:
-        raise ArgumentError(f"-f {factor:g}: a factor above 1 is needed")
+    if not 1 < factor <= _MOST_FACTOR:
+        raise ArgumentError(f"-f {factor:g}: a factor above 1 is needed, at most {_MOST_FACTOR:g}")
     if begin > end:
         raise ArgumentError(f"-b {begin} is more than -e {end}")
     sizes = [begin]
     while (larger := max(sizes[-1] + 1, int(sizes[-1] * factor))) <= end:
         sizes.append(larger)
+        if len(sizes) > _MOST_SIZES:
+            raise ArgumentError(f"-f {factor:g}: more than {_MOST_SIZES} sizes from {begin} to {end}; use a larger one")
     return sizes
 
 
@@ -58,8 +63,10 @@ def parse_rate(option: str, text: str) -> float:
     """
     match = _RATE.fullmatch(text.strip())
     rate = 0.0 if match is None else float(match[1]) * _DECIMAL[match[2].upper()] / (8 if match[3] == "bit" else 1)
-    if not rate > 0:
-        raise ArgumentError(f"{option} {text}: a rate is needed, such as 1Gbit, 400Gbit/s or 900GB/s")
+    if not 0 < rate < _MOST_RATE:
+        raise ArgumentError(
+            f"{option} {text}: a rate is needed, such as 1Gbit, 400Gbit/s or 900GB/s, and below {_MOST_RATE:g} bytes/s"
+        )
     return rate
 
 
