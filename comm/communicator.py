@@ -165,6 +165,8 @@ class Communicator(Collectives):
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm._recorder.communicator = world.identity
+            if comm._recorder.trace is not None:
+                comm._recorder.trace.name_run(world.identity)
             comm._log_facts()
             communicators.append(comm)
         return communicators

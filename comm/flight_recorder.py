@@ -144,8 +144,9 @@ class FlightRecorder:
             number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
         ]  # fmt: skip
         self._begun = begun + 1
-        if self.track is not None:
-            self._span = self.track.open(name, entry=self._new)
+        track = self.track  # which another thread may take away, with the end of its trace
+        if track is not None:
+            self._span = track.open(name, entry=self._new)
         return self
 
     def phase(self, name: str) -> None:
@@ -155,7 +156,8 @@ class FlightRecorder:
 
     def aside(self, name: str) -> AbstractContextManager[None]:
         """Shows in a trace what is no call: nobody waits for peers in it."""
-        return _NO_SPAN if self.track is None else self.track.open(name, "local")
+        track = self.track
+        return _NO_SPAN if track is None else track.open(name, "local")
 
     def sent(self, traffic: Traffic) -> None:
         """Tells a trace what the call sent that is under way, or else has ended last."""
@@ -305,8 +307,8 @@ class _Waiting(Waiting):
         recorder = self._recorder
         self._outer, recorder._current = recorder._current, self._entry
         self._outer_span = recorder._span
-        if recorder.track is not None:
-            recorder._span = recorder.track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
+        track = recorder.track
+        recorder._span = None if track is None else track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
         self._entry[STATE] = UNDER_WAY
         self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 

@@ -90,8 +90,8 @@ def _why_unreachable(host: str, port: int, limit: timedelta) -> str:
         try:
             socket.create_connection((host, port), timeout=remaining).close()
             return ""
-        except OSError as error:
-            failure = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a host's name
+            failure = getattr(error, "strerror", None) or str(error)
             time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
     return failure
 

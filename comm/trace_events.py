@@ -255,8 +255,11 @@ def _new_trace(path: Path, what: str) -> Trace:
         with path.open("ab+") as file:
             file.seek(0)
             beginning = file.read(len(MARK))
-    except OSError as error:
-        raise ThinwireError(f"{what} is {str(path)!r}, which cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: of a path with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ThinwireError(f"{what} is {str(path)!r}, which cannot be written: {reason}") from None
+    if not path.is_file():
+        raise ThinwireError(f"{what} is {str(path)!r}, which is no regular file")
     if beginning and beginning != MARK:
         raise ThinwireError(f"{what} is {str(path)!r}, which holds something else than a trace of thinwire's")
     return Trace(path.absolute())

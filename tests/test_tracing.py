@@ -17,6 +17,7 @@ import torch
 import thinwire as tw
 from thinwire.comm import trace_events, trace_file
 from thinwire.comm.clocks import compare_clocks
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.trace_events import Trace, Track
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import RankError, run_ranks
@@ -206,6 +207,43 @@ def test_without_a_trace_nothing_is_collected(tmp_path: Path) -> None:
     assert [len(events) for events in _events(tmp_path / "trace.json").values()] == [1, 1]
 
 
+def test_one_object_serves_all_ranks_that_are_threads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    shared = tw.trace(path)
+
+    def rank(comm: tw.Communicator) -> None:
+        with shared, shared:
+            comm.barrier()
+
+    run_ranks(rank, 2, mode="thread")
+    assert trace_events.current_trace() is None
+    assert [len(events) for events in _events(path).values()] == [1, 1]
+
+
+def test_the_environment_traces_threads_and_an_earlier_run_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    monkeypatch.setenv(trace_events.VARIABLE, str(path))
+    for _ in range(2):
+        monkeypatch.setattr(trace_events, "_process", trace_events._Process())  # as in another process
+        run_ranks(lambda comm: comm.barrier(), 2, mode="thread")
+        assert [len(events) for events in _events(path).values()] == [1, 1]
+
+
+def test_a_trace_that_another_thread_ends_meanwhile_takes_no_call_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Track | None] = []
+
+    def take_away(recorder: FlightRecorder) -> Track | None:
+        seen.append(None if len(seen) % 2 else Track(0, 1))
+        return seen[-1]
+
+    recorder = FlightRecorder(0, 1, "a test", "threads", 1.0)
+    monkeypatch.setattr(FlightRecorder, "track", property(take_away))
+    with recorder.begin("barrier"), recorder.aside("unpack"):
+        pass
+
+
 def test_a_clock_that_is_off_is_found_within_the_uncertainty_told() -> None:
     off = 5_000_000_000
 
@@ -264,6 +302,10 @@ def test_files_that_cannot_be_written_or_hold_something_else_are_refused_at_once
     with pytest.raises(ThinwireError, match="cannot be written: No such file"), tw.trace(tmp_path / "no" / "folder"):
         pass
     with tw.trace(tmp_path / "a"), pytest.raises(ArgumentError, match="is under way"), tw.trace(tmp_path / "b"):
+        pass
+    with pytest.raises(ThinwireError, match="cannot be written: embedded null byte"), tw.trace("a\0b"):
+        pass
+    with pytest.raises(ThinwireError, match="no regular file"), tw.trace("/dev/null"):
         pass
     monkeypatch.setenv("THINWIRE_FLIGHT_RECORDER", "off")
     with pytest.raises(ThinwireError, match="unset one of them"), tw.trace(tmp_path / "c"):

@@ -36,13 +36,13 @@ class trace:
     ['all_reduce']
     """
 
-    _trace: Trace | None = None
-
     def __init__(self, path: str | os.PathLike[str], *, comm: Group | None = None) -> None:
         self._path, self._comm = path, comm
+        self._begun: list[Trace] = []  # one for each block under way: ranks that are threads may share this object
 
     def __enter__(self) -> trace:
-        self._trace = begun = begin_trace(self._path)
+        begun = begin_trace(self._path)
+        self._begun.append(begun)
         try:
             trace_recorders(begun)
             comm = find_communicator(self._comm)
@@ -56,6 +56,6 @@ class trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        begun, self._trace = self._trace, None
-        if begun is not None and end_trace(begun):
+        begun = self._begun.pop()
+        if end_trace(begun):
             write_trace(begun)

@@ -208,6 +208,7 @@ def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
     [
         (1, "127.0.0.1", [0], "nobody listens there, as rank 0 would (Connection refused)"),
         (1, "no.such.host.invalid", [0], "nobody listens there, as rank 0 would ("),
+        (1, "node..7", [0], "nobody listens there, as rank 0 would ("),
         (0, "no.such.host.invalid", [], "this host does not reach itself there ("),
     ],
 )
