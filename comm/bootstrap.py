@@ -427,7 +427,7 @@ def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple
     if on_loopback and not of_agent:
         return None, meet(host, port, info.rank, info.size, limit)
     if info.rank or of_agent:
-        reach(host, port, limit)
+        reach(host, port, limit)  # torch connects anew, for it gives its store other names
     else:
         store = serve(host, port, info.size, limit)
         if store is not None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from thinwire.comm.exchange import name_ranks
+from thinwire.comm.waiting import call_within
 from thinwire.errors import ThinwireError
 
 #: Gloo's variable: the interface whose address it listens on and tells its peers.
@@ -50,15 +51,25 @@ class Unmet(Exception):
         self.missing = tuple(missing)
 
 
-def reach(host: str, port: int, limit: timedelta) -> None:
-    """Returns once somebody listens there. torch's stores try as well, and print pages where they fail.
+def reach(host: str, port: int, limit: timedelta) -> dist.TCPStore:
+    """A client of the store there, once it answers. torch's stores try as well, and print pages where they fail.
 
     Raises:
-        Unmet: nobody does within the limit.
+        Unmet: nobody listens there, or answers, within the limit.
     """
+    deadline = time.monotonic() + limit.total_seconds()
     failure = _why_unreachable(host, port, limit)
     if failure:
         raise Unmet(f"nobody listens there, as rank 0 would ({failure}): it was not started, or listens elsewhere", [0])
+    try:
+        return call_within(
+            max(_ANSWER_SECONDS, deadline - time.monotonic()),
+            lambda: dist.TCPStore(host, port, is_master=False, timeout=limit),
+        )
+    except TimeoutError:
+        raise Unmet(
+            "who listens there does not answer, as rank 0 would: it is stopped, or another program", [0]
+        ) from None
 
 
 def serve(host: str, port: int, size: int, limit: timedelta) -> dist.Store | None:
@@ -115,8 +126,7 @@ def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.S
     if rank == 0 and (host, port) not in _started:
         _started[host, port] = start_store(host, port)
     deadline = time.monotonic() + limit.total_seconds()
-    reach(host, port, limit)
-    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    store = reach(host, port, limit)
     name = secrets.token_hex(8)
     if rank:
         store.set(f"request {rank}", name)

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import ipaddress
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -31,6 +30,7 @@ from thinwire.comm import mailbox
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.plain import decode, encode
 from thinwire.comm.verdict import REPORT_SECONDS, Verdict, verdict_at
+from thinwire.comm.waiting import call_within
 from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
@@ -422,28 +422,14 @@ def _checked(peer: int, address: _Address) -> _Address:
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
     """What the call returns or raises, if it ends in time.
 
-    A store's client waits for a server whose process is stopped without a look at its own limit, in the constructor and
-    in `get`. So it has a thread of its own, which is left behind then, and ends with that server.
-
     Raises:
         _Unanswered: it did not, or the connection is lost.
     """
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((call(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=run, name="thinwire standby", daemon=True).start()
     try:
-        result, error = outcome.get(timeout=seconds)
-    except queue.Empty:
+        return call_within(seconds, call)
+    except TimeoutError:
         raise _Unanswered(f"no answer within {seconds:g} s") from None
-    if isinstance(error, RuntimeError) and not isinstance(error, ThinwireError):  # torch's own
+    except ThinwireError:
+        raise
+    except RuntimeError as error:  # torch's own
         raise _Unanswered(str(error).partition("\n")[0]) from error
-    if error is not None:
-        raise error
-    value: _T = result
-    return value

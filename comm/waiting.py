@@ -1,4 +1,4 @@
-"""Waits of Gloo's that a signal can interrupt, and what Gloo says when they fail."""
+"""Waits of torch's that a signal can interrupt, or time; and what Gloo says when they fail."""
 
 from __future__ import annotations
 
@@ -6,8 +6,38 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def call_within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What the call returns or raises, if it ends in time.
+
+    A store's client waits for a server that is stopped, or is none, without a look at its own limit, in the constructor
+    and in `get`. So it has a thread of its own, which is left behind then, and ends with that server.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="thinwire store", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    value: _T = result
+    return value
 
 
 class Waiting:

@@ -221,6 +221,18 @@ def test_where_nobody_can_be_met_is_told_in_one_line_without_torchs_frames(
     assert f"at {host}:{port} (limit 0.5 s): {reason}" in told and "frame #" not in told
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("agent", ["False", "True"], ids=["", "torchrun's"])
+def test_who_listens_and_does_not_answer_is_waited_for_no_longer_than_the_timeout(
+    agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        told = _start_one_of_three(1, "127.0.0.1", port, 0.5).communicate(timeout=60)[0]
+    assert told.startswith("1 [0] rank 1 of 3, ") and "does not answer, as rank 0 would" in told, told
+
+
 def test_the_store_of_several_hosts_is_where_its_address_leads_and_takes_no_port_from_another() -> None:
     port, limit = free_port(), timedelta(seconds=20)
     store = serve("127.0.0.1", port, 1, limit)

@@ -80,6 +80,36 @@ def test_a_file_is_read_and_fitted_by_operation_without_its_wrong_results(tmp_pa
 def test_a_file_that_is_none_is_refused_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps(content(ranks=0)))
-    sizes = "--ranks 4 --experts 8 --top-k 2 --hidden 64 --max-tokens 16"
-    assert main(["plan", *sizes.split(), "--fit", str(file)]) == 2
+
+    assert main(["plan", *SIZES.split(), "--fit", str(file)]) == 2
     assert f"{file}: ranks is 0, expected an int from 1" in capsys.readouterr().err
+
+
+SIZES = "--ranks 4 --experts 8 --top-k 2 --hidden 64 --max-tokens 16"
+
+
+def test_a_plan_by_a_fit_whose_bytes_cost_nothing_is_valid_json(tmp_path: Path) -> None:
+    figures = [
+        figure | {"operation": operation, "seconds": dict.fromkeys(figure["seconds"], 1e-2 / figure["wire_bytes"])}
+        for figure in content()["figures"]
+        for operation in ("dispatch", "combine")
+    ]
+    file, plan = tmp_path / "results.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(content(figures=figures)))
+    assert main(["plan", *SIZES.split(), "--fit", str(file), "--json", str(plan)]) == 0
+    written = json.loads(plan.read_text(), parse_constant=pytest.fail)
+    assert [fit["beta"] for fit in written["fits"].values()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--fit", "x.json", "--link", "nvlink4"], "fit and a link were given"),
+        (["--link", "nvlink4", "--inter-link", "ib400"], "inter_link ib400 was given for one host"),
+    ],
+)
+def test_a_model_that_would_not_be_used_is_refused(
+    more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SIZES.split(), *more]) == 2
+    assert told in capsys.readouterr().err

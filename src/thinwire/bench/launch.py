@@ -29,7 +29,7 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 
 
 def run_bench(settings: Settings, command: str, json_file: Path | None, plot_folder: Path | None) -> int:
-    """Runs everything, and prints and writes what was found; 1 if a result was wrong.
+    """Runs everything, and prints and writes what was found; 1 if a result was wrong, or nothing was measured.
 
     Args:
         settings: what is to be measured.
@@ -83,7 +83,7 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
 
             for file in write_report(json.loads(text), plot_folder):
                 print(f"# wrote {file}")
-    return 1 if results.wrong else 0
+    return 1 if results.wrong or not results.figures else 0
 
 
 def _check_matrices(settings: Settings, ranks: int) -> None:
@@ -111,6 +111,8 @@ def print_end(results: Results) -> None:
         print(f"# skipped: {entry['implementation']}{f' ({where})' if where else ''}: {entry['reason']}")
     if results.copy_bandwidth is not None:
         print(f"# copy: {results.copy_bandwidth / 1e9:.2f} GB/s read and written by a rank while all copy")
+    if not results.figures:
+        print("# nothing was measured")
     wrong = sorted({f"{line['operation']} {line['implementation']}" for line in results.figures if line["wrong"]})
     print(f"# wrong: {results.wrong} elements" + (f", of {', '.join(wrong)}" if wrong else ""))
 

@@ -58,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table; 1 if a result was wrong."""
+    """Prints the table; 1 if a result was wrong, or nothing was measured."""
     settings = Settings.of(options)
+    if options.json is not None and str(options.json) == "-":
+        raise ArgumentError("--json - is no file, expected a path: the table goes to standard output")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError(f"--plot {options.plot} needs matplotlib: pip install 'thinwire[bench]'")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from thinwire.errors import ArgumentError
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     model = chosen_model(
         options.link, options.alpha, options.beta, options.efficiency, options.hosts, options.inter_link
     )
+    if options.fit is not None and model is not None and not options.sweep:
+        raise ArgumentError("fit and a link were given, expected one of them, or --sweep, which is by the link")
     import torch
 
     from thinwire.bench.results import read_results
@@ -79,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
     if results is not None and fits is not None:
         texts.append(describe_fit(planned, fits, results))
         content["fits"] = {
-            name: vars(fit) | {"points": [vars(point) for point in fit.points]} for name, fit in fits.items()
+            name: vars(fit)
+            | {"beta": fit.beta if math.isfinite(fit.beta) else None, "points": [vars(point) for point in fit.points]}
+            for name, fit in fits.items()
         }
     elif model is not None:
         texts.append(describe_times(planned, model))
@@ -92,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json != "-":
         print("\n\n".join(texts))
     if options.json is not None:
-        text = json.dumps(content, indent=1)
+        text = json.dumps(content, indent=1, allow_nan=False)
         if options.json == "-":
             print(text)
         else:

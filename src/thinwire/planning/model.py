@@ -114,7 +114,9 @@ def chosen_model(
         within = replace(within, beta=beta * 1e9, efficiency=1.0, source="as given")
     if hosts > 1 and inter_link is None:
         raise ArgumentError(f"no inter_link was given for {hosts} hosts, expected one of: {', '.join(LINKS)}")
-    between = None if inter_link is None or hosts == 1 else find_link(inter_link)
+    if hosts == 1 and inter_link is not None:
+        raise ArgumentError(f"inter_link {inter_link} was given for one host, expected hosts of at least 2 with it")
+    between = None if inter_link is None else find_link(inter_link)
     if efficiency is not None:
         within = replace(within, efficiency=efficiency)
         between = None if between is None else replace(between, efficiency=efficiency)

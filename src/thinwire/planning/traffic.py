@@ -29,7 +29,8 @@ def reach(num_experts: int, top_k: int, ranks: int) -> list[float]:
         raise ArgumentError(f"top_k is {top_k}, expected 1 to {num_experts}, the number of experts")
     sets = math.comb(num_experts, top_k)
     owned = [len(expert_range(num_experts, ranks, rank)) for rank in range(ranks)]
-    return [float(1 - Fraction(math.comb(num_experts - number, top_k), sets)) for number in owned]
+    reached = {number: float(1 - Fraction(math.comb(num_experts - number, top_k), sets)) for number in set(owned)}
+    return [reached[number] for number in owned]
 
 
 @dataclass(frozen=True)
