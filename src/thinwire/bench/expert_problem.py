@@ -30,6 +30,7 @@ class Round:
         first: where each rank's experts begin, and the end.
         expert_rows: rows that this rank's experts get, and `factors` [expert_rows, 1] what they multiply each by.
         between: [ranks, ranks] tokens that go from rank i to rank j; `load` [experts] rows of each expert.
+        leaving: tokens that go to other ranks, once for each; `arriving` those that come from other ranks.
         skew: rows of the busiest rank's experts by the mean over ranks.
     """
 
@@ -53,9 +54,10 @@ class Round:
         self.factors = _factors(expert_of_row)[:, None].to(comm.device, dtype)
         row_bytes = hidden * dtype.itemsize
         self.size_bytes = self.tokens * row_bytes
-        leaving = self.between.sum(1) - self.between.diagonal()
-        arriving = self.between.sum(0) - self.between.diagonal()
-        legs = {"dispatch": int(leaving[comm.rank]) * row_bytes, "combine": int(arriving[comm.rank]) * row_bytes}
+        staying = self.between[comm.rank, comm.rank]
+        self.leaving = int(self.between[comm.rank].sum() - staying)
+        self.arriving = int(self.between[:, comm.rank].sum() - staying)
+        legs = {"dispatch": self.leaving * row_bytes, "combine": self.arriving * row_bytes}
         self.logical_bytes = legs | {"moe": sum(legs.values())}
 
     def experts_on(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -114,10 +116,18 @@ class Round:
         """Of weighted sums of exact rows in any order, in float32."""
         return self._compare(got, torch.zeros_like(self.x, dtype=torch.float32))
 
-    def _compare(self, got: torch.Tensor, row_bound: torch.Tensor) -> Verdict:
+    def judge_rank_sums(self, got: torch.Tensor, wire: WireFormat) -> Verdict:
+        """Of rows that came over a wire, and sums of them that experts' ranks round to the dtype, and home again."""
+        bound = torch.as_tensor(moved_bound(self.x, wire), device=self.x.device)
+        return self._compare(got, bound.expand_as(self.x), roundings=2)
+
+    def _compare(self, got: torch.Tensor, row_bound: torch.Tensor, roundings: int = 1) -> Verdict:
         magnitudes = (self.x.float().abs() + row_bound) * self._weight
         bound = row_bound * self._weight + checks.float32_slack(self.top_k + self.comm.size, magnitudes)
-        return checks.compare(got, self._exact, bound + checks.rounding(magnitudes, self.dtype))
+        for _ in range(roundings):
+            rounded = checks.rounding(magnitudes, self.dtype)
+            bound, magnitudes = bound + rounded, magnitudes + rounded
+        return checks.compare(got, self._exact, bound)
 
     def _summed_in_order(self) -> torch.Tensor:
         ids, order = self.topk_ids.sort(dim=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
-from thinwire.bench import baselines, memory, mpi, symmetric_memory, table
+from thinwire.bench import baselines, deepep, flashinfer, memory, mpi, symmetric_memory, table
 from thinwire.bench.contender import Candidate, NotHere
 from thinwire.bench.expert_problem import Round
 from thinwire.bench.figures import Sizes, figures_of
+from thinwire.bench.installed import why_absent
 from thinwire.bench.measure import measure
 from thinwire.bench.mpi import OpenMPI
 from thinwire.bench.operations import collective, expert_round
@@ -27,8 +27,8 @@ from thinwire.wire import WireFormat
 
 #: Of a rank on the CPU, for everything that is compared.
 THREADS = 1
-#: Known, and not compared with: option, name, package.
-_WITHOUT_ADAPTER = (("deepep", "DeepEP", "deep_ep"), ("flashinfer", "FlashInfer", "flashinfer"))
+#: Option, name and package.
+_LIBRARIES = (("deepep", deepep.NAME, deepep.PACKAGE), ("flashinfer", flashinfer.NAME, flashinfer.PACKAGE))
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Session:
         self._sharing = 1 if comm.device.type == "cuda" and self.group else hosts.count(socket.gethostname())
         self._most_copied = 0
         self._mpi: OpenMPI | None = None
+        self._libraries: set[str] = set()
         self._look_for_baselines()
 
     def _look_for_baselines(self) -> None:
@@ -78,10 +79,13 @@ class Session:
                 self._mpi = OpenMPI(self.comm)
             except NotHere as reason:
                 self._skip(mpi.NAME, str(reason))
-        for option, name, package in _WITHOUT_ADAPTER:
+        for option, name, package in _LIBRARIES:
             if option in chosen:
-                found = importlib.util.find_spec(package) is not None
-                self._skip(name, "there is no adapter for it in this version" if found else "not installed")
+                against = why_absent(package, self.comm)
+                if against is None:
+                    self._libraries.add(option)
+                else:
+                    self._skip(name, against)
         if self.group is None:
             for option in ("group", "quantize"):
                 if option in chosen:
@@ -196,6 +200,11 @@ class Session:
                     yield routed_rows(problem, f"quantize, {self.group}", wire, exchange, self.laps)
         if self._mpi is not None:
             yield routed_rows(problem, mpi.NAME, "none", self._mpi.exchange, self.laps)
+        if "deepep" in self._libraries:
+            for wire in deepep.WIRES:
+                yield deepep.deepep_round(problem, wire, self.laps)
+        if "flashinfer" in self._libraries:
+            yield flashinfer.flashinfer_round(problem, self.laps)
         if "copy" in chosen:
             source = problem.x.new_ones(self._copied_rows(problem), problem.hidden)
             yield baselines.copy(source, torch.empty_like(source), ("dispatch", "combine"))
