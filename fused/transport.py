@@ -160,8 +160,7 @@ def open_direct(
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
-    found = _open_direct(comm, name, num_bytes, settings, make, generation)
-    described = found.describe()
+    found, described = _open_direct(comm, name, num_bytes, settings, make, generation)
     comm._log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
     return found
 
@@ -173,19 +172,26 @@ def _open_direct(
     settings: Mapping[str, Setting],
     make: Callable[[SymmetricMemory], _A],
     generation: int,
-) -> _A | Refusal:
+) -> tuple[_A | Refusal, str]:
+    """As `open_direct`, and what is to be told of it: once all ranks know that they have it, nothing may fail."""
+
+    def refusal(reason: str, no_memory: bool = False) -> tuple[Refusal, str]:
+        found = Refusal(name, reason, no_memory)
+        return found, found.describe()
+
     reasons = comm.all_gather_data(_why_not(comm), str | None)
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            return Refusal(name, f"{reason} on rank {rank}")
+            return refusal(f"{reason} on rank {rank}")
     comm.require_same(f"the direct transport of {name}", {**settings, "version": VERSION, "wire": WIRE_VERSION})
     try:
         memory = allocate(comm, num_bytes, generation)
     except (TransportUnavailable, CapacityError) as error:
-        return Refusal(name, str(error), isinstance(error, CapacityError))
+        return refusal(str(error), isinstance(error, CapacityError))
     problem: Exception | None = None
     try:
         made = make(memory)
+        described = made.describe()
     except Exception as error:
         problem = error
     # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
@@ -196,7 +202,7 @@ def _open_direct(
             if isinstance(problem, ThinwireError):
                 raise problem
             raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
-    return made
+    return made, described
 
 
 def _why_not(comm: Communicator) -> str | None:

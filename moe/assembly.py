@@ -218,11 +218,11 @@ class Assembly:
             old.append(self._backward)
             self._backward.successor = backward
             self._backward = backward
-        self._generation += 1
-        self.comm._log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {self._config.max_tokens}")
+        self._generation, before = self._generation + 1, self._config.max_tokens
         self._rounds, self._config, self._broken = forward, config, None
         for lanes in old:
             lanes.close()
+        self.comm._log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {before}")
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
