@@ -26,7 +26,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTime
 from thinwire.fused import all_to_all
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel, send_rows
-from thinwire.fused.transport import open_direct
+from thinwire.fused.transport import Refusal, open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -293,11 +293,11 @@ def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire:
 def _make_fails_on_one(comm: Communicator) -> str:
     memories = []
 
-    def make(memory: SymmetricMemory) -> str:
+    def make(memory: SymmetricMemory) -> Refusal:
         memories.append(memory)
         if comm.rank == 1:
             raise MemoryError("no room for tables")
-        return "made"
+        return Refusal("a test", "made")
 
     with pytest.raises(TransportUnavailable) as caught:
         open_direct(comm, "a test", 4096, {}, make)

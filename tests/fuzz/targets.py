@@ -198,7 +198,7 @@ def meeting_store(data: bytes) -> bool:
         store.set(key, data)  # type: ignore[arg-type]
         limit = timedelta(seconds=1)
         with (
-            mock.patch.object(meeting, "reach"),
+            mock.patch.object(meeting, "_why_unreachable", lambda *_: ""),
             mock.patch.object(dist, "TCPStore", lambda *_, store=store, **__: store),
             mock.patch.object(meeting.secrets, "token_hex", lambda _: "name"),
             mock.patch.dict(meeting._started, {("host", 1): store}),
