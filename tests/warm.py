@@ -36,7 +36,11 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
         # Those who use a framework import its module, after the framework; it has no kernels.
         if module.name != "thinwire.__main__" and not module.name.startswith("thinwire.integrations."):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name != "matplotlib":  # what draws is optional, and no rank draws
+                    raise
 
 
 def _kernels() -> list[Any]:
