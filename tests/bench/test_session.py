@@ -257,3 +257,12 @@ def test_sizes_that_do_not_fit_into_memory_are_skipped_with_a_reason(monkeypatch
     reasons = {entry["implementation"]: entry["reason"] for entry in results.skipped}
     assert reasons["all_gather of 60000 bytes"] == "needs about 3 MiB, and 1 MiB are free"
     assert "a round of 1024 tokens" in reasons
+
+
+def test_a_run_that_could_measure_nothing_has_not_succeeded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "_free", lambda device: 1)
+    monkeypatch.setattr(launch, "run_ranks", _as_threads)
+    assert main(["bench", "all_gather", "-b", "6000", "-e", "6000", "--ranks", "2"]) == 1
+    assert "# nothing was measured" in capsys.readouterr().out

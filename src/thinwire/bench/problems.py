@@ -9,6 +9,7 @@ nccl-tests' bus bandwidth.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cache, cached_property
 
 import torch
@@ -40,7 +41,7 @@ def values(rank: int, count: int, device: torch.device, dtype: torch.dtype) -> t
     return torch.cat(pieces) if pieces else table[:0].clone()
 
 
-class Problem:
+class Problem(ABC):
     """One operation at one size, on one rank.
 
     Attributes:
@@ -66,9 +67,9 @@ class Problem:
         """What a rank gives, in the problem's dtype."""
         return values(rank, torch.Size(shape).numel(), self.comm.device, self.dtype).view(shape)
 
+    @abstractmethod
     def judge(self, got: torch.Tensor, wire: WireFormat) -> Verdict:
         """Of rows that travelled in a format, in its own groups."""
-        raise NotImplementedError
 
 
 class AllToAll(Problem):
@@ -128,9 +129,9 @@ class Sum(Problem):
     #: Whether the sums travel again.
     gathers = False
 
+    @abstractmethod
     def parts_of(self) -> tuple[list[int], int]:
         """Elements of each rank's part of the whole, and of a row."""
-        raise NotImplementedError
 
     def __init__(self, comm: Communicator, dtype: torch.dtype, elements: int) -> None:
         super().__init__(comm, dtype)
