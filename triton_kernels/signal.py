@@ -190,6 +190,19 @@ def arrive(control_ptr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def advance(words, steps, mask=None):
+    """Adds to words of this rank's own memory that no other program touches meanwhile; all threads get the sums.
+
+    Every thread loads a word and one stores it. Without the barrier a late warp would load what was just stored, and
+    publish one too many.
+    """
+    advanced = tl.load(words, mask=mask) + steps
+    tl.debug_barrier()
+    tl.store(words, advanced, mask=mask)
+    return advanced
+
+
+@triton.jit
 def publish(buffer_ptrs, rank, LINES: tl.constexpr, epoch, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
     """Sets this rank's flag at every peer, itself included, to `epoch`; all stores before it are then visible."""
     peers = tl.arange(0, LAUNCH.BLOCK)
