@@ -69,21 +69,30 @@ class Code:
 
     def __init__(self, instructions: list[Instruction]) -> None:
         self.instructions = instructions
-        at = {instruction.address: number for number, instruction in enumerate(instructions)}
-        self.successors = [self._successors(number, at) for number in range(len(instructions))]
+        self._at = {instruction.address: number for number, instruction in enumerate(instructions)}
+        self.successors = [self._successors(number) for number in range(len(instructions))]
+        for number, instruction in enumerate(instructions):
+            if instruction.opcode == "CALL" and (target := self._target(number)) is not None:
+                reached = _reverse_postorder(self.successors, target)
+                # The assembler for sm_80 leaves loops by calls that never return.
+                if not any(instructions[node].opcode == "RET" for node in reached):
+                    self.successors[number] = [target, *(self.successors[number] if instruction.predicate else [])]
         self._order = _reverse_postorder(self.successors)
 
-    def _successors(self, number: int, at: dict[int, int]) -> list[int]:
+    def _target(self, number: int) -> int | None:
+        target = _TARGET.search(self.instructions[number].operands)
+        return self._at[int(target[1], 16)] if target else None
+
+    def _successors(self, number: int) -> list[int]:
         instruction = self.instructions[number]
         following = [number + 1] if number + 1 < len(self.instructions) else []
-        always = instruction.predicate in ("", "PT", "UPT")
         if instruction.opcode in _ENDS:
-            return [] if always else following
+            return following if instruction.predicate else []
         if instruction.opcode != "BRA" or instruction.name.startswith(("BRA.DIV", "BRA.CONV")):
             return following  # what diverged threads do is left out
-        target = _TARGET.search(instruction.operands)
-        conditional = not always or "," in instruction.operands or "P" in instruction.operands.split("0x")[0]
-        return ([at[int(target[1], 16)]] if target else []) + (following if conditional else [])
+        target = self._target(number)
+        conditional = instruction.predicate or "P" in instruction.operands
+        return ([] if target is None else [target]) + (following if conditional else [])
 
     @cached_property
     def loops(self) -> dict[int, set[int]]:

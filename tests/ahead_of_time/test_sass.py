@@ -41,6 +41,16 @@ def test_a_loop_that_is_left_from_its_head_counts_as_well() -> None:
     assert _names(code.longest_way()) == ["ISETP", "BRA", "FMUL", "BRA", "FADD", "EXIT"]
 
 
+def test_a_call_that_never_returns_is_a_branch() -> None:
+    slow = ["FADD R1, R1, R2", "RET.REL.NODEC R14 0x0"]
+    code = _code("MOV R1, R2", "CALL.REL.NOINC 0x40", "FMUL R1, R1, R2", "EXIT", *slow)
+    assert _names(code.longest_way()) == ["MOV", "CALL.REL.NOINC", "FMUL", "EXIT"]
+    loop = ["FADD R1, R1, R2", "@P0 CALL.REL.NOINC 0x30", "BRA 0x0"]
+    code = _code(*loop, "FMUL R1, R1, R2", "EXIT")
+    assert sorted(code.loops[0]) == [0, 1, 2]
+    assert _names(code.longest_way()) == ["FADD", "CALL.REL.NOINC", "BRA", "FMUL", "EXIT"]
+
+
 def test_the_row_loop_is_the_innermost_part_of_the_longest_that_moves_as_much() -> None:
     waits = ["LDG.E.128 R1, [R2.64]", "@P0 BRA 0x0"]
     rows = [
