@@ -113,17 +113,13 @@ class Signals:
 
     `system_fences` counts full fences at system scope in the machine code; a release costs one. `after_barrier` says
     whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
-    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `releases` and
-    `looks` count what programs of one launch tell each other: exchanges with release order on the GPU, and reads with
-    acquire order on it.
+    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope.
     """
 
     system_fences: int
     after_barrier: bool
     arrivals: int
     acquires: int
-    releases: int
-    looks: int
 
 
 _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
@@ -146,8 +142,6 @@ def inspect_signals(compiled: Any) -> Signals:
         ),
         arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
-        releases=len(re.findall(r"atom\.global\.gpu\.release\.exch", ptx)),
-        looks=len(re.findall(r"(?:ld|atom)\.global\.gpu\.acquire", ptx)),
     )
 
 
