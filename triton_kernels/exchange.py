@@ -165,4 +165,4 @@ def wait_leg(
                     tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
                     status = status * 0 + EXCHANGE.MISMATCHED
         if status != EXCHANGE.RUNNING:
-            poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE)
+            poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)

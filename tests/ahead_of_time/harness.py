@@ -113,13 +113,15 @@ class Signals:
 
     `system_fences` counts full fences at system scope in the machine code; a release costs one. `after_barrier` says
     whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
-    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope.
+    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `exchanges`
+    counts exchanges at system scope, which would ask a link for atomics.
     """
 
     system_fences: int
     after_barrier: bool
     arrivals: int
     acquires: int
+    exchanges: int
 
 
 _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
@@ -142,6 +144,7 @@ def inspect_signals(compiled: Any) -> Signals:
         ),
         arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
+        exchanges=len(re.findall(r"(?:atom|red)\.global\.sys\.\w+\.(?:exch|cas)", ptx)),
     )
 
 
