@@ -142,7 +142,7 @@ def _byte(state: State, operand: str) -> Callable[[], np.ndarray]:
 
 
 def _extract(state: State, instruction: Instruction) -> Step:
-    """`bfe`: a field of bits, above which there is its highest bit if it is signed; what is past the end is as above."""
+    """`bfe`: a field of bits, extended by its highest one if it is signed."""
     kind = instruction.type
     value = state.source(instruction.operands[1], "u" + kind[1:])
     start, length = (_byte(state, operand) for operand in instruction.operands[2:4])
