@@ -13,6 +13,7 @@ A device runs a rank's launches one after the other, and those of different rank
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections import Counter
@@ -50,6 +51,20 @@ class _Prepared:
     @property
     def programs(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+def _is_constant(kernel: Any, name: str, value: Any) -> bool:
+    """Whether Triton compiles an argument into the kernel."""
+    parameter = kernel.params[kernel.arg_names.index(name)]
+    one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+    return parameter.is_constexpr or value is None or one
+
+
+def _bits(value: Any) -> int:
+    """An argument as a parameter holds it."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
 
 
 class Device:
@@ -101,11 +116,18 @@ class Device:
         """Within it, what launchers launch runs here: at once, or, `queued`, in `run_queued`."""
 
         def run(kernel: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            launch = self._prepare(kernel, grid, positional, named)
-            if queued:
-                self._queue.append((self.rank, launch))
-            else:
-                self._run([(self.rank, launch)])
+            arguments = dict(zip(kernel.arg_names, positional, strict=False))
+            arguments |= {name: value for name, value in named.items() if name in kernel.arg_names}
+            options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+            compiled = compile_launch(Launch(kernel, arguments, options), self.target)
+            ptx = compiled.asm["ptx"]
+            self.launch(
+                self.edit(compiled.metadata.name, ptx) if self.edit else ptx,
+                {name: value for name, value in arguments.items() if not _is_constant(kernel, name, value)},
+                grid(arguments) if callable(grid) else grid,
+                compiled.metadata.shared,
+                queued,
+            )
 
         with mock.patch.object(JITFunction, "run", run):
             yield
@@ -114,40 +136,35 @@ class Device:
         """Queues what the host, or somebody else's kernel, does between launches of this rank."""
         self._queue.append((self.rank, function))
 
+    def launch(
+        self, ptx: str, arguments: dict[str, Any], grid: tuple[int, ...] = (1,), shared_bytes: int = 0,
+        queued: bool = False,
+    ) -> None:  # fmt: skip
+        """Launches the kernel in a PTX file on GPU `rank`.
+
+        Args:
+            arguments: tensors and numbers, in the order of its parameters, with names for messages.
+            shared_bytes: of shared memory, beside what the PTX itself declares.
+        """
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"expected a rank below {self.ranks}, got {self.rank}")
+        program = parse(ptx)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                self.memory.add(value, name)
+        # Behind a kernel's own parameters Triton puts pointers to scratch memory, which these kernels do not use.
+        values = itertools.chain(map(_bits, arguments.values()), itertools.repeat(0))
+        bound = dict(zip((name for name, _ in program.parameters), values, strict=False))
+        launch = _Prepared(program, shared_bytes, bound, (*grid, 1, 1)[:3])
+        if queued:
+            self._queue.append((self.rank, launch))
+        else:
+            self._run([(self.rank, launch)])
+
     def run_queued(self) -> None:
         """Runs what is queued: a rank's launches in their order, different ranks' together."""
         launches, self._queue = self._queue, []
         self._run(launches)
-
-    # ---------------------------------------------------------------- launches
-
-    def _prepare(self, kernel: Any, grid: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> _Prepared:
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"expected a rank below {self.ranks}, got {self.rank}")
-        arguments = dict(zip(kernel.arg_names, positional, strict=False))
-        arguments |= {name: value for name, value in named.items() if name in kernel.arg_names}
-        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
-        compiled = compile_launch(Launch(kernel, arguments, options), self.target)
-        ptx = compiled.asm["ptx"]
-        program = parse(self.edit(compiled.metadata.name, ptx) if self.edit else ptx)
-        values = []
-        for parameter in kernel.params:
-            value = arguments[parameter.name]
-            folded = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-            if parameter.is_constexpr or value is None or folded:
-                continue
-            if isinstance(value, torch.Tensor):
-                self.memory.add(value, parameter.name)
-                values.append(value.data_ptr())
-            elif isinstance(value, float):
-                values.append(struct.unpack("<I", struct.pack("<f", value))[0])
-            else:
-                values.append(int(value))
-        names = [name for name, _ in program.parameters]
-        # Behind a kernel's own parameters Triton puts pointers to scratch memory, which these kernels do not use.
-        bound = dict(zip(names, values + [0] * (len(names) - len(values)), strict=True))
-        sizes = (*(grid(arguments) if callable(grid) else grid), 1, 1)[:3]
-        return _Prepared(program, compiled.metadata.shared, bound, sizes)
 
     def _look_at_clock(self) -> int:
         self._now += self.clock_step

@@ -53,9 +53,9 @@ def rounded_integer(x: np.ndarray, rounding: str) -> np.ndarray:
 
 def narrow(x: np.ndarray, name: str, rounding: str = "rn", saturate: bool = False, relu: bool = False) -> np.ndarray:
     """float64 to the bits of a format, rounded once; `saturate` keeps what is not NaN finite, `relu` not negative."""
-    form = FORMATS[name]
-    if rounding not in ROUNDINGS:
-        raise PtxError(f"rounding .{rounding} is not built")
+    form = FORMATS.get(name)
+    if form is None or rounding not in ROUNDINGS:
+        raise PtxError(f"not built: .{rounding} to {name}")
     x = np.where(x < 0, 0.0, x) if relu else x  # a NaN stays
     _, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     exponent = np.where(x == 0, form.least_exponent, exponent)

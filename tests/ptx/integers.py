@@ -129,46 +129,51 @@ def _funnel(state: State, instruction: Instruction) -> Step:
     return state.emit(instruction.operands[0], "u32", shifted)
 
 
+def _low_bits(count: np.ndarray, kind: Any) -> np.ndarray:
+    """Integers of which the lowest `count` bits are set."""
+    bits = 8 * np.dtype(kind).itemsize
+    return np.where(count < bits, (kind(1) << np.minimum(count, bits - 1).astype(kind)) - kind(1), ~kind(0))
+
+
+def _byte(state: State, operand: str) -> Callable[[], np.ndarray]:
+    """A place in a register, or a number of bits: of an operand the low eight bits count."""
+    source = state.source(operand, "u32")
+    return lambda: (source & np.uint32(255)).astype(np.int64)
+
+
 def _extract(state: State, instruction: Instruction) -> Step:
     """`bfe`: a field of bits, extended by its highest one if it is signed."""
     kind = instruction.type
     value = state.source(instruction.operands[1], "u" + kind[1:])
-    start, length = (state.source(operand, "u32") & np.uint32(255) for operand in instruction.operands[2:4])
-    if any(operand.startswith("%") for operand in instruction.operands[2:4]):
-        start, length = (state.source(operand, "u32") for operand in instruction.operands[2:4])
-    bits = 8 * value.itemsize
+    start, length = (_byte(state, operand) for operand in instruction.operands[2:4])
+    unsigned, bits = value.dtype.type, 8 * value.itemsize
 
     def field() -> np.ndarray:
-        first, count = (start & np.uint32(255)).astype(np.int64), (length & np.uint32(255)).astype(np.int64)
-        unsigned = value.dtype.type
-        taken = np.where(first < bits, value >> np.minimum(first, bits - 1).astype(unsigned), unsigned(0))
-        ones = np.where(count < bits, (unsigned(1) << np.minimum(count, bits - 1).astype(unsigned)) - unsigned(1),
-                        ~unsigned(0))  # fmt: skip
-        taken = taken & ones
+        first, count = start(), length()
+        ones = _low_bits(np.minimum(count, np.maximum(bits - first, 0)), unsigned)
+        taken = value >> np.minimum(first, bits - 1).astype(unsigned) & ones
         if kind[0] == "s":
-            sign = value >> np.minimum(first + count - 1, bits - 1).clip(0).astype(unsigned) & unsigned(1)
-            taken = np.where((count > 0) & (sign == 1), taken | ~ones, taken)
+            last = np.minimum(first + count - 1, bits - 1).clip(0).astype(unsigned)
+            taken = np.where((count > 0) & (value >> last & unsigned(1) == 1), taken | ~ones, taken)
         return taken
 
     return state.emit(instruction.operands[0], "u" + kind[1:], field)
 
 
 def _insert(state: State, instruction: Instruction) -> Step:
-    """`bfi`: a with a field replaced by the low bits of b."""
+    """`bfi`: b with a field replaced by the low bits of a."""
     kind = "u" + instruction.type[1:]
-    bits_in, base = (state.source(operand, kind) for operand in instruction.operands[1:3])
-    start, length = (state.source(operand, "u32") for operand in instruction.operands[3:5])
+    inserted, base = (state.source(operand, kind) for operand in instruction.operands[1:3])
+    start, length = (_byte(state, operand) for operand in instruction.operands[3:5])
     unsigned, bits = base.dtype.type, 8 * base.itemsize
 
-    def inserted() -> np.ndarray:
-        first, count = (start & np.uint32(255)).astype(np.int64), (length & np.uint32(255)).astype(np.int64)
-        ones = np.where(count < bits, (unsigned(1) << np.minimum(count, bits - 1).astype(unsigned)) - unsigned(1),
-                        ~unsigned(0))  # fmt: skip
+    def replaced() -> np.ndarray:
+        first = start()
         by = np.minimum(first, bits - 1).astype(unsigned)
-        field = np.where(first < bits, ones << by, unsigned(0))
-        return (base & ~field) | (bits_in << by & field)
+        field = np.where(first < bits, _low_bits(length(), unsigned) << by, unsigned(0))
+        return (base & ~field) | (inserted << by & field)
 
-    return state.emit(instruction.operands[0], kind, inserted)
+    return state.emit(instruction.operands[0], kind, replaced)
 
 
 def _permute(state: State, instruction: Instruction) -> Step:
