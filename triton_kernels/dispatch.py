@@ -226,8 +226,8 @@ def wait_kernel(
     control_ptr,
     report_ptr,
     rank,
-    timeout_ns,
-    grace_ns,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
     PHASE: tl.constexpr,
     ROUND: tl.constexpr,
     LAUNCH: tl.constexpr,
@@ -257,7 +257,7 @@ def wait_kernel(
                     tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
                     status = status * 0 + ROUND.MISMATCHED
         if status != ROUND.RUNNING:
-            poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND)
+            poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

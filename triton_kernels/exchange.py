@@ -169,7 +169,7 @@ def wait_alone(
                 tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
                 status = status * 0 + EXCHANGE.MISMATCHED
     if status != EXCHANGE.RUNNING:
-        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE)
+        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)
 
 
 @triton.jit

@@ -115,7 +115,7 @@ class Signals:
     whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
     atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `releases` and
     `looks` count what programs of one launch tell each other: exchanges with release order on the GPU, and reads with
-    acquire order on it.
+    acquire order on it. `exchanges` counts those at system scope, which would ask a link for atomics.
     """
 
     system_fences: int
@@ -124,6 +124,7 @@ class Signals:
     acquires: int
     releases: int
     looks: int
+    exchanges: int
 
 
 _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
@@ -148,6 +149,7 @@ def inspect_signals(compiled: Any) -> Signals:
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
         releases=len(re.findall(r"atom\.global\.gpu\.release\.exch", ptx)),
         looks=len(re.findall(r"(?:ld|atom)\.global\.gpu\.acquire", ptx)),
+        exchanges=len(re.findall(r"(?:atom|red)\.global\.sys\.\w+\.(?:exch|cas)", ptx)),
     )
 
 
