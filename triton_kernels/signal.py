@@ -303,7 +303,9 @@ def give_up(
         if over:
             silent = silent * 0
         tl.store(words, blamed, mask=known)
-        on_you = tl.load(signal_words(base, LAYOUT.STUCK, LAYOUT.STUCK_ON_YOU, peers, LAYOUT), mask=known, other=0)
+        # Of a peer that has not said anything the word may be under way.
+        words_on_you = signal_words(base, LAYOUT.STUCK, LAYOUT.STUCK_ON_YOU, peers, LAYOUT)
+        on_you = tl.load(words_on_you, mask=said != 0, other=0)
         on_you = tl.where(peers == rank, 0, tl.where(on_you != 0, 1, 0))
         tl.store(words + 2 * LAYOUT.WORLD, tl.where(said != 0, 1 + on_you, 0), mask=known)
         pause(LAUNCH)
