@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import LaneError, RoutingError
+from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.moe.direct_lanes import LOST, DirectLanes
 from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
@@ -195,19 +196,38 @@ class DirectRounds(DirectLanes):
         return replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
 
     def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
-        idle = self._idle_lane()
-        row = torch.zeros(1, idle.layout.HIDDEN, dtype=dtype, device=self.device)
-        ids = torch.zeros(1, idle.layout.TOP_K, dtype=id_dtype, device=self.device)
-        self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
-        self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
-        self.kernels.route(idle)
-        self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
-        for out_dtype in DTYPE_CODES:
-            weight_grads = idle.weights if idle.layout.WEIGHT_GRADS else None
-            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs, weight_grads)
-        self.kernels.close_round(idle)
-        self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-        self.kernels.sum_home(idle, row, ids.float() if idle.layout.WEIGHT_GRADS else None)
+        times = self.timeout, self.grace
+        launch_each(self.kernels, self._idle_lane(), dtype, id_dtype, self.config.num_programs, *times)
+
+
+def launch_each(
+    kernels: RoundKernels,
+    lane: Lane,
+    dtype: torch.dtype,
+    id_dtype: torch.dtype,
+    num_programs: int | None,
+    timeout: float,
+    grace: float,
+) -> None:
+    """Launches every kernel of a round once, so that all are compiled; on a lane on which they do nothing.
+
+    Args:
+        dtype, id_dtype: of tokens and of their ids.
+        num_programs, timeout, grace: as rounds on the lane will have them.
+    """
+    device = lane.buffer.device
+    row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=device)
+    ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=device)
+    kernels.send_tokens(lane, row, ids, ids.float(), num_programs)
+    kernels.wait(lane, DISPATCH, timeout, grace)
+    kernels.route(lane)
+    kernels.gather(lane, row, torch.empty((), dtype=torch.bool, device=device))
+    for out_dtype in DTYPE_CODES:
+        weight_grads = lane.weights if lane.layout.WEIGHT_GRADS else None
+        kernels.send_sums(lane, row.to(out_dtype), dtype, num_programs, weight_grads)
+    kernels.close_round(lane)
+    kernels.wait(lane, COMBINE, timeout, grace)
+    kernels.sum_home(lane, row, ids.float() if lane.layout.WEIGHT_GRADS else None)
 
 
 class _DirectRound(Dispatched):
