@@ -69,7 +69,7 @@ def owner_of(ids, ROUND: tl.constexpr):
 
 @triton.jit
 def next_destination(owners, turn, rank, ROUND: tl.constexpr):
-    """Of the ranks among a token's `owners` [K_BLOCK], the one behind the `turn`-th rank round the ranks from `rank` on.
+    """Of the ranks among a token's `owners` [K_BLOCK], the one behind the `turn`-th round the ranks from `rank` on.
 
     Returns its turn and itself; the turn is WORLD where there is none. So each rank comes once, however often it is
     among the owners, and of all ranks that send at a time no two begin with the same one.
