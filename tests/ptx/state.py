@@ -62,6 +62,8 @@ class State:
         self.arguments = arguments
         # Asynchronous copies that nobody has waited for, by group, of each warp; the last group is still open.
         self.copies: list[list[list[Callable[[], None]]]] = [[[]] for _ in range(program.threads // 32)]
+        # Of products that nobody has waited for: a thread, the places, and the instruction.
+        self.matrices_read: list[tuple[int, np.ndarray, Instruction]] = []
         self._registers: dict[str, np.ndarray] = {}
         for name, kind in program.registers.items():
             width = 1 if kind == "pred" else width_of(kind)
