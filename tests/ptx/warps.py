@@ -117,7 +117,7 @@ def _match(state: State, instruction: Instruction) -> Step:
         values = value.reshape(-1, 32)
         same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
         lanes = (same.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32)
-        if instruction.opcode[1] == "all":
+        if "all" in instruction.opcode:
             alike = same.sum(2) == here.sum(1)[:, None]
             lanes = np.where(alike, lanes, np.uint32(0))
             if predicate is not None:
