@@ -104,7 +104,7 @@ class Block:
         while at < end:
             instruction = code[at]
             taken = self._taken(instruction, mask)
-            if _tells_others(instruction):
+            if instruction.tells_others:
                 yield
             self._executed[at] += warps
             name = instruction.name
@@ -205,11 +205,3 @@ class Block:
         if self.state.clocks is not None:
             for warp in self.state.chosen(mask).reshape(-1, 32):
                 self.state.clocks.barrier(warp)
-
-
-def _tells_others(instruction: Instruction) -> bool:
-    if instruction.name in ("atom", "red", "fence", "membar"):
-        return True
-    return instruction.name in ("ld", "st") and not {"relaxed", "acquire", "release", "volatile"}.isdisjoint(
-        instruction.opcode
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tests.ptx.errors import PtxError
 
@@ -37,13 +37,21 @@ class Instruction:
     text: str
     site: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.opcode[0]
 
-    @property
+    @cached_property
     def type(self) -> str:
         return self.opcode[-1]
+
+    @cached_property
+    def tells_others(self) -> bool:
+        """Whether other programs may wait for it, or it for them."""
+        strong = {"relaxed", "acquire", "release", "volatile"}
+        return self.name in ("atom", "red", "fence", "membar") or (
+            self.name in ("ld", "st") and not strong.isdisjoint(self.opcode)
+        )
 
 
 @dataclass(frozen=True, eq=False)
