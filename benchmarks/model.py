@@ -3,8 +3,8 @@
     python -m benchmarks.model --json benchmarks/results/model.json
 
 The kernels of a round are those that its launchers launch, recorded; their bytes follow from the layouts
-(`thinwire.planning.speed_of_light`), and what their instructions need at least from the machine code for sm_90, where
-benchmarks/results/machine_code has been written. The same comes of the same code on every machine.
+(`thinwire.planning.speed_of_light`), and what their instructions need at least from what `benchmarks.machine_code`
+wrote, if it is given. The same comes of the same code on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.rounds import make_lanes
 from thinwire.planning.model import Model, find_link
 from thinwire.planning.plan import Request
 from thinwire.planning.published import DECODE, PREFILL
-from thinwire.planning.speed_of_light import MACHINES, LeastLeg, Machine, least_leg, least_published
+from thinwire.planning.speed_of_light import MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
 from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
@@ -72,12 +72,36 @@ def launched_kernels() -> tuple[list[str], list[str]]:
     return first, second
 
 
-def least_round(machine: Machine, tokens: int, wires: str, kernels: tuple[list[str], list[str]]) -> dict[str, Any]:
+#: Of the busiest pipe, by kernel and wire.
+_Code = dict[tuple[str, str], Cycles]
+
+
+def read_machine_code(path: Path | None) -> _Code:
+    """What `benchmarks.machine_code` found for sm_90 and these rows; nothing where there is no file."""
+    figures = [] if path is None else json.loads(path.read_text())["figures"]
+    return {
+        (figure["kernel name"], figure["wire"]): Cycles(figure["pipe"], figure["each"])
+        for figure in figures
+        if (figure["target"], figure["hidden"]) == ("sm_90", REQUEST.hidden) and figure.get("pipe")
+    }
+
+
+def least_round(
+    machine: Machine, tokens: int, wires: str, kernels: tuple[list[str], list[str]], code: _Code
+) -> dict[str, Any]:
     """One line of the table, with every launch of it."""
     wire, combine_wire = WIRES[wires]
     request = replace(REQUEST, max_tokens=tokens, wire=wire, combine_wire=combine_wire)
     needless = {"gather_kernel"} if wires in WITHOUT_ROWS else set()
-    legs = [least_leg(request, machine, [name for name in names if name not in needless]) for names in kernels]
+    legs = [
+        least_leg(
+            request,
+            machine,
+            [name for name in names if name not in needless],
+            {kernel: cycles for (kernel, of_wire), cycles in code.items() if of_wire == leg_wire},
+        )
+        for names, leg_wire in zip(kernels, WIRES[wires], strict=True)
+    ]
     model = Model(find_link(machine.link))
     return {
         "machine": f"{machine.gpu}, {machine.link}",
@@ -103,12 +127,12 @@ def _described(leg: LeastLeg) -> dict[str, Any]:
     return {"signal us": 1e6 * leg.signal, "launches": launches}
 
 
-def figures() -> list[dict[str, Any]]:
+def figures(code: _Code) -> list[dict[str, Any]]:
     """Every line of the table."""
     kernels, lines = launched_kernels(), []
     for machine in MACHINES:
         for tokens in TOKENS:
-            group = [least_round(machine, tokens, wires, kernels) for wires in WIRES]
+            group = [least_round(machine, tokens, wires, kernels, code) for wires in WIRES]
             bf16 = next(line for line in group if line["wires"] == "bf16")
             lines += [line | {"by bf16": bf16["round trip us"] / line["round trip us"]} for line in group]
     return lines
@@ -130,20 +154,22 @@ def published() -> list[dict[str, Any]]:
     ]
 
 
-def results() -> dict[str, Any]:
+def results(machine_code: Path | None) -> dict[str, Any]:
     """All that the file holds, but for the command."""
     machines = [asdict(machine) | {"link_rate": find_link(machine.link).beta} for machine in MACHINES]
-    return {"machines": machines, "figures": figures(), "published": published()}
+    return {"machines": machines, "figures": figures(read_machine_code(machine_code)), "published": published()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--machine-code", type=Path, metavar="FILE", help="what benchmarks.machine_code wrote")
     options = parser.parse_args(arguments)
-    found = results()
+    found = results(options.machine_code)
     timing.print_table(found["figures"], COLUMNS)
     if options.json is not None:
-        command = f"python -m benchmarks.model --json {options.json}"
+        given = "" if options.machine_code is None else f" --machine-code {options.machine_code}"
+        command = f"python -m benchmarks.model{given} --json {options.json}"
         options.json.write_text(json.dumps({"command": command, **found}, indent=1) + "\n")
 
 

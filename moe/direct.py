@@ -16,6 +16,7 @@ import torch
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
+from thinwire.fused.transport import compiled_for
 from thinwire.moe.direct_lanes import LOST, DirectLanes
 from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
 from thinwire.moe.plan import SendPlan
@@ -39,18 +40,22 @@ class DirectRounds(DirectLanes):
         """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
         self.raise_failure(lane)
         recorder = self.config.comm._recorder
-        self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
+        tensors, weights = self.lanes[lane], topk_weights.float()
+        sends = x, topk_ids, weights, self.config.num_programs
+        if self.on_gpu:
+            self.prepare(
+                compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends)
+            )
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
-        tensors, weights = self.lanes[lane], topk_weights.float()
         recorder.phase("quantise and store")
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
         if len(x) > tensors.layout.MAX_TOKENS:
             self.kernels.refuse(tensors, x.dtype, -len(x), tag)
         else:
-            self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
+            self.kernels.send_tokens(tensors, *sends, tag)
 
         def end() -> Dispatched:
             recorder.phase("wait for peers")
@@ -130,8 +135,9 @@ class DirectRounds(DirectLanes):
         recorder = self.config.comm._recorder
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
-        if expert_out.dtype == torch.uint8:
-            self.prepare(("records", dtype, as_they_are), lambda: self.kernels.send_sums(self._idle_lane(), *sends))
+        if self.on_gpu:
+            key = dtype, as_they_are, *compiled_for(expert_out)
+            self.prepare(key, lambda: self.kernels.send_sums(self._idle_lane(), *sends))
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
@@ -169,7 +175,7 @@ class DirectRounds(DirectLanes):
             self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
-        self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
+        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
         if self.on_gpu:
             return
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
@@ -193,41 +199,31 @@ class DirectRounds(DirectLanes):
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
         local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
-        return replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
-
-    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
-        times = self.timeout, self.grace
-        launch_each(self.kernels, self._idle_lane(), dtype, id_dtype, self.config.num_programs, *times)
+        return replace(lane, **local)
 
 
 def launch_each(
     kernels: RoundKernels,
     lane: Lane,
-    dtype: torch.dtype,
-    id_dtype: torch.dtype,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
     num_programs: int | None,
-    timeout: float,
-    grace: float,
 ) -> None:
-    """Launches every kernel of a round once, so that all are compiled; on a lane on which they do nothing.
-
-    Args:
-        dtype, id_dtype: of tokens and of their ids.
-        num_programs, timeout, grace: as rounds on the lane will have them.
-    """
-    device = lane.buffer.device
-    row = torch.zeros(1, lane.layout.HIDDEN, dtype=dtype, device=device)
-    ids = torch.zeros(1, lane.layout.TOP_K, dtype=id_dtype, device=device)
-    kernels.send_tokens(lane, row, ids, ids.float(), num_programs)
-    kernels.wait(lane, DISPATCH, timeout, grace)
+    """Launches each kernel of a round of such tokens once, on a lane on which they do nothing, as it has given up."""
+    row = torch.zeros(1, lane.layout.HIDDEN, dtype=x.dtype, device=x.device)
+    weight_grads, home_grads = None, None
+    if lane.layout.WEIGHT_GRADS:
+        weight_grads, home_grads = lane.weights, row.new_zeros(1, lane.layout.TOP_K, dtype=torch.float32)
+    kernels.send_tokens(lane, x, topk_ids, topk_weights, num_programs)
+    kernels.wait(lane, DISPATCH, 0.0, 0.0)
     kernels.route(lane)
-    kernels.gather(lane, row, torch.empty((), dtype=torch.bool, device=device))
+    kernels.gather(lane, row, torch.empty((), dtype=torch.bool, device=x.device))
     for out_dtype in DTYPE_CODES:
-        weight_grads = lane.weights if lane.layout.WEIGHT_GRADS else None
-        kernels.send_sums(lane, row.to(out_dtype), dtype, num_programs, weight_grads)
+        kernels.send_sums(lane, row.to(out_dtype), x.dtype, num_programs, weight_grads)
     kernels.close_round(lane)
-    kernels.wait(lane, COMBINE, timeout, grace)
-    kernels.sum_home(lane, row, ids.float() if lane.layout.WEIGHT_GRADS else None)
+    kernels.wait(lane, COMBINE, 0.0, 0.0)
+    kernels.sum_home(lane, row, home_grads)
 
 
 class _DirectRound(Dispatched):

@@ -60,12 +60,27 @@ class Work:
     Attributes:
         link_bytes: that leave the rank, and as many come to it.
         memory_bytes: read from and written to the GPU's own memory, once each, what peers store there included.
-        elements: that pass through its registers, by which its instructions are counted.
+        elements: of the rows that its programs take one after the other.
+        repeats: what a row takes of further experts' rows, peers or sums, on average, beyond the first.
     """
 
     link_bytes: float = 0.0
     memory_bytes: float = 0.0
     elements: float = 0.0
+    repeats: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Of the busiest pipe of a multiprocessor, in clocks of one of its 128 lanes.
+
+    Attributes:
+        first: for each element of a row, with one of what is repeated.
+        each: for each element of every further one.
+    """
+
+    first: float
+    each: float
 
 
 def round_work(request: Request) -> dict[str, Work]:
@@ -85,7 +100,10 @@ def round_work(request: Request) -> dict[str, Work]:
     stays, sums_stay = dispatch.own_rows * dispatch.record_bytes, combine.own_rows * combine.record_bytes
     return {
         "send_tokens_kernel": Work(
-            dispatch.wire_bytes, tokens * row + given + stays + dispatch.wire_bytes, records * hidden
+            dispatch.wire_bytes,
+            tokens * row + given + stays + dispatch.wire_bytes,
+            tokens * hidden,
+            records / tokens - 1,
         ),
         "wait_kernel": Work(),
         "count_kernel": Work(memory_bytes=ids + positions + index),
@@ -95,10 +113,15 @@ def round_work(request: Request) -> dict[str, Work]:
             memory_bytes=index + records * dispatch.record_bytes + rows * row, elements=rows * hidden
         ),
         "send_sums_kernel": Work(
-            combine.wire_bytes, rows * row + positions + weights + sums_stay + combine.wire_bytes, rows * hidden
+            combine.wire_bytes,
+            rows * row + positions + weights + sums_stay + combine.wire_bytes,
+            records * hidden,
+            rows / records - 1,
         ),
         "sum_home_kernel": Work(
-            memory_bytes=tokens * top_k * 4 + records * combine.record_bytes + tokens * row, elements=records * hidden
+            memory_bytes=tokens * top_k * 4 + records * combine.record_bytes + tokens * row,
+            elements=tokens * hidden,
+            repeats=records / tokens - 1,
         ),
     }
 
@@ -146,14 +169,13 @@ class LeastLeg:
 
 
 def least_leg(
-    request: Request, machine: Machine, kernels: Sequence[str], cycles: Mapping[str, float] | None = None
+    request: Request, machine: Machine, kernels: Sequence[str], cycles: Mapping[str, Cycles] | None = None
 ) -> LeastLeg:
     """The least time of a leg.
 
     Args:
         kernels: names of what the leg launches, in that order.
-        cycles: of the busiest pipe for each element, by kernel, in clocks of a lane; those that are missing count as
-            none.
+        cycles: by kernel; those that are missing are not known, and count as none.
 
     Raises:
         ArgumentError: a kernel of which it is not known what it moves.
@@ -170,7 +192,7 @@ def least_leg(
                 machine.launch,
                 moved.link_bytes / rate,
                 moved.memory_bytes / machine.memory,
-                None if pipe is None else moved.elements * pipe / lanes,
+                None if pipe is None else moved.elements * (pipe.first + moved.repeats * pipe.each) / lanes,
             )
         )
     return LeastLeg(tuple(found), CROSSINGS * machine.crossing)

@@ -92,7 +92,9 @@ class Configuration:
         for rank in owned.values():
             lane = _lane(settings, layout, rank)
             for id_dtype in _ID_DTYPES:
-                launch_each(kernels, lane, dtype, id_dtype, settings.num_programs, 30.0, 1.0)
+                x = torch.empty(1, layout.HIDDEN, dtype=dtype, device=_META)
+                ids = torch.empty(1, layout.TOP_K, dtype=id_dtype, device=_META)
+                launch_each(kernels, lane, x, ids, ids.float(), settings.num_programs)
             if settings.combine_wire.quantized and not backward:
                 records = torch.empty(
                     1, settings.combine_wire.row_bytes(layout.HIDDEN), dtype=torch.uint8, device=_META
