@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
+from tests.gpu.capture import capture
+from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
@@ -217,13 +219,14 @@ def _graphs(comm: Communicator) -> None:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     channel.check()
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        a, b = step()
+
+    def captured() -> tuple[torch.Tensor, torch.Tensor]:
+        results = step()
         with pytest.raises(CountsError, match="recv_counts must be given"):
             all_to_all_v(x, counts, wire="int8", comm=comm, transport="direct")
-    comm.barrier()
+        return results
+
+    graph, (a, b) = capture(comm, captured)
     for seed in range(6):
         generator = torch.Generator().manual_seed(100 * seed + comm.rank)
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -257,14 +260,9 @@ def _no_synchronisation(comm: Communicator) -> None:
 
     step()
     channel.check()
-    comm.barrier()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused(comm):
         for _ in range(5):
             step()
-        comm.share_objects(None) if comm.in_process else None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     channel.check()
 
 
