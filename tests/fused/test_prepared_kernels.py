@@ -89,7 +89,8 @@ def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torc
             d = ep.dispatch(x, ids, weights)
             rows, _ = d.gather(TOKENS)
             # What experts gave may begin anywhere, and lie apart.
-            ep.combine(torch.zeros(TOKENS, HIDDEN + 11, dtype=dtype)[:, first : HIDDEN + first], d)
+            expert_out = torch.zeros(TOKENS, HIDDEN + 11, dtype=dtype)[:, first : HIDDEN + first]
+            ep.combine(expert_out, d, out=x if first else None)
 
         yield rounds, call
 
@@ -169,11 +170,16 @@ def test_a_call_that_was_never_made_cannot_be_captured(on_a_device: Any) -> None
     assert device.launched and not device.prepared
 
 
-def test_preparing_takes_no_tensors_of_the_calls_size(on_a_device: Any) -> None:
+def test_preparing_takes_no_second_output_and_leaves_the_calls_alone(on_a_device: Any) -> None:
     device, call = on_a_device
     call(torch.bfloat16, 0)
-    outputs = [launch.arguments["out_ptr"] for launch in device.prepared if "out_ptr" in launch.arguments]
-    assert outputs and all(out is None or out.numel() <= HIDDEN for out in outputs)
+    call(torch.bfloat16, 1)
+    prepared, theirs = (
+        [out for launch in launches if (out := launch.arguments.get("out_ptr")) is not None]
+        for launches in (device.prepared, device.launched)
+    )
+    assert prepared and theirs and all(out.numel() <= HIDDEN for out in prepared)
+    assert not {out.data_ptr() for out in prepared} & {out.data_ptr() for out in theirs}
 
 
 def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> None:
