@@ -6,10 +6,11 @@ compiled Triton, interpreted Triton, numba and torch agree to the last bit (the 
 * The largest magnitude is an integer maximum over bit patterns. `tl.max` on floats drops NaN.
 * Rounding half to even is done by adding 12582912.0 = 1.5 * 2**23: the sum's unit in the last place is 1, so the adder
   itself rounds, and the low bits of the sum's pattern are q in two's complement. `.to(tl.int8)` truncates instead.
-* bfloat16 is made and read with integer arithmetic. The interpreter's own cast to bfloat16 truncates.
+* bfloat16 is made by an instruction that is named, or with integer arithmetic. The interpreter's own cast truncates.
 * 1/s is `tl.div_rn`; a plain `/` compiles to an approximation. Launchers pass `enable_fp_fusion=False`, since a fused
   multiply-add would round once where the other backends round twice.
 * e4m3 is encoded and decoded with integer arithmetic: hardware casts differ between GPU generations.
+* On NVIDIA GPUs `thinwire.triton_kernels.hardware` has the same in fewer instructions.
 
 The clamp of the definition needs no instruction: s is at most half a unit in the last place of its dtype below
 amax/qmax, so |x / s| <= qmax * (1 + 2**-8) * (1 + 2**-22), less than qmax + 1/2 for 127 and 7, and below 464, where
@@ -22,9 +23,9 @@ import torch
 from einops import rearrange, repeat
 
 from thinwire.octets import as_bytes
+from thinwire.triton_kernels import hardware
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
-    BF16_NAN_BITS,
     INFINITY_BITS,
     ROUND_MAGIC,
     SIGNLESS,
@@ -38,6 +39,7 @@ from thinwire.triton_kernels.floats import (
 from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.wire import WireFormat
 
+_SCALE_NAN_BITS = tl.constexpr(0x7FC0)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 
 
@@ -47,8 +49,14 @@ _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 
 @triton.jit
 def group_amax(x):
-    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups]."""
-    return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
+    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups].
+
+    That of a group with a NaN is some NaN's.
+    """
+    if hardware.capability() >= 80:
+        return tl.reduce(tl.abs(x), 1, hardware.larger_or_nan).to(tl.int32, bitcast=True)
+    else:
+        return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
 
 
 @triton.jit
@@ -66,14 +74,19 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     else:
         short = bfloat16_bits(s)
         s = (short << 16).to(tl.float32, bitcast=True)
-        scale_bits = tl.where(live, short, tl.where(finite, 0, BF16_NAN_BITS))
+        scale_bits = tl.where(live, short, tl.where(finite, 0, _SCALE_NAN_BITS))
     inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
     v = x * inverse[:, None]
+    kept = tl.where(live, -1, 0)[:, None] + tl.zeros(v.shape, tl.int32)
+    if LAYOUT.KIND == FP8 and hardware.capability() >= 89:
+        return hardware.encode_e4m3(v, kept), scale_bits
     if LAYOUT.KIND == FP8:
         q = encode_e4m3(v)
     else:
         q = (v + ROUND_MAGIC).to(tl.int32, bitcast=True)
-    q = tl.where(live[:, None], q, 0)
+    if LAYOUT.KIND != INT4 and hardware.capability() >= 80:
+        return hardware.low_octets(q, kept), scale_bits
+    q = q & kept
     if LAYOUT.KIND == INT4:
         pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
         even, odd = tl.split(pairs)
@@ -85,11 +98,13 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
 def decode_tile(payload, LAYOUT: tl.constexpr):
     """Payload int8 [groups, bytes] to unscaled float32 [groups, group]."""
     if LAYOUT.KIND == FP8:
-        return decode_e4m3(payload)
+        return hardware.decode_e4m3(payload) if hardware.capability() >= 80 else decode_e4m3(payload)
     elif LAYOUT.KIND == INT4:
         wide = payload.to(tl.int32)
         pairs = tl.join((wide << 28) >> 28, wide >> 4)
         return tl.reshape(pairs, (payload.shape[0], payload.shape[1] * 2)).to(tl.float32)
+    elif hardware.capability() >= 80:
+        return hardware.decode_int8(payload)
     else:
         return payload.to(tl.float32)
 
@@ -326,10 +341,13 @@ def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype
 
 
 def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """float32 to `dtype`, half to even; `saturate` keeps what is not NaN finite."""
+    """float32 to `dtype`, half to even; `saturate` keeps what is not NaN finite. A bfloat16's NaN becomes 0x7FFF."""
     if saturate:
         largest = torch.finfo(dtype).max
         y = y.clamp(-largest, largest)
+    if dtype == torch.bfloat16:
+        nan = torch.tensor(0x7FFF, dtype=torch.int16, device=y.device).view(dtype)
+        return torch.where(y.isnan(), nan, y.to(dtype))
     return y.to(dtype)
 
 

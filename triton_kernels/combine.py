@@ -19,7 +19,7 @@ import torch
 from thinwire.triton_kernels.checksum import element_terms
 from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, load_record_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
+from thinwire.triton_kernels.dispatch import owner_of, top_k_block
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
@@ -61,10 +61,18 @@ def owners_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The ranks that a record's token went to, each once, -1 elsewhere: int32 [K_BLOCK]. From this rank's planes."""
-    ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
-    return first_mentions(owners_of(base, slot, ROUND, K_BLOCK), ids_row, ROUND, K_BLOCK)
+def ranks_below(owners, rank, ROUND: tl.constexpr):
+    """How many different ranks below `rank` are among `owners` [K_BLOCK]."""
+    count = rank * 0
+    for first in range(0, ROUND.WORLD, 32):
+        bits = tl.where(owners < tl.minimum(rank, first + 32), tl.full(owners.shape, 1, tl.uint32) << (owners & 31), 0)
+        bits = tl.reduce_or(tl.where(owners >= first, bits, 0), 0)
+        # The sum of the bits: pairs of them, fours, eights, and all four of those.
+        bits -= (bits >> 1) & 0x55555555
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        count += ((bits * 0x01010101) >> 24).to(tl.int32)
+    return count
 
 
 @triton.jit
@@ -118,8 +126,7 @@ def send_sums_kernel(
             slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
             positions = positions_ptr + slot * ROUND.TOP_K
             if tl.load(positions) >= 0:
-                destinations = destinations_of(base, slot, ROUND, K_BLOCK)
-                ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
+                ordinal = ranks_below(owners_of(base, slot, ROUND, K_BLOCK), rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 place = token.to(tl.int64) * ROUND.SLOTS + ordinal
                 home = tl.load(buffer_ptrs + source)
@@ -193,7 +200,7 @@ def sum_home_kernel(
             grads_row = weight_grads_ptr + token.to(tl.int64) * ROUND.TOP_K + ks
             tl.store(grads_row, tl.full((K_BLOCK,), float("nan"), tl.float32), mask=ks < ROUND.TOP_K)
         if running:
-            destinations = destinations_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+            owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
             slots = token.to(tl.int64) * ROUND.SLOTS
             if ROUND.CHECKSUMS:
                 js = tl.arange(0, K_BLOCK)
@@ -205,7 +212,7 @@ def sum_home_kernel(
                 total = tl.zeros(columns.shape, tl.float32)
                 last = rank * 0 - 1
                 for j in range(ROUND.SLOTS):
-                    last = tl.min(tl.where(destinations > last, destinations, ROUND.WORLD))
+                    last = tl.min(tl.where(owners > last, owners, ROUND.WORLD))
                     if last < ROUND.WORLD:
                         if tl.load(signal_words(base, lines, ROUND.HAS_SUMS, last, ROUND)) != 0:
                             record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
@@ -220,7 +227,6 @@ def sum_home_kernel(
                                 total = total + load_record_tile(record, tile, LAYOUT)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
             if ROUND.WEIGHT_GRADS:
-                owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
                 there = owners >= 0
                 told = tl.load(signal_words(base, lines, ROUND.HAS_SUMS, owners, ROUND), mask=there, other=0)
                 came = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))

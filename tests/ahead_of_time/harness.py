@@ -132,7 +132,7 @@ def inspect_signals(compiled: Any) -> Signals:
     barriers = [match.start() for match in re.finditer(r"\bbar(?:rier)?\.\S*sync", ptx)]
     # A fence and the store behind it are one release: the second of the two needs no barrier of its own.
     releases = [match.start() for match in _RELEASE.finditer(ptx)]
-    machine_code = _cuobjdump(compiled.asm["cubin"], "-sass")
+    machine_code = cuobjdump(compiled.asm["cubin"], "-sass")
     return Signals(
         system_fences=len(re.findall(r"\bMEMBAR\.\w+\.SYS\b", machine_code)),
         after_barrier=bool(releases)
@@ -150,7 +150,8 @@ def inspect(compiled: Any, target: str) -> Report:
     return _inspect_cuda(compiled) if target.startswith("sm_") else _inspect_amd(compiled)
 
 
-def _cuobjdump(cubin: bytes, *flags: str) -> str:
+def cuobjdump(cubin: bytes, *flags: str) -> str:
+    """What the tool, which Triton brings along, prints of a kernel's machine code."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -160,7 +161,7 @@ def _cuobjdump(cubin: bytes, *flags: str) -> str:
 
 def _inspect_cuda(compiled: Any) -> Report:
     ptx = compiled.asm["ptx"]
-    usage = _cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
+    usage = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
     local = sum(int(bytes_) for bytes_ in re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage))
 
     def widest(operation: str) -> int:

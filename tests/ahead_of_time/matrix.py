@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, inspect_signals, record_launches
+from tests.ahead_of_time.harness import (
+    TARGETS,
+    Launch,
+    Report,
+    compile_launch,
+    inspect,
+    inspect_signals,
+    record_launches,
+)
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import channel_layout
@@ -252,10 +260,15 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
     return function, arguments, 0
 
 
+def launch_of(case: Case) -> Launch:
+    """The launch of one case, as its launcher makes it."""
+    function, arguments, number = _launcher(case)
+    return record_launches(function, *arguments)[number]
+
+
 def compiled_case(case: Case) -> Any:
     """Compiles one case."""
-    function, arguments, number = _launcher(case)
-    return compile_launch(record_launches(function, *arguments)[number], case.target)
+    return compile_launch(launch_of(case), case.target)
 
 
 def compile_case(case: Case) -> Report:
