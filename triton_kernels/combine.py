@@ -220,7 +220,7 @@ def sum_home_kernel(
                 columns = tile_columns(tile, LAYOUT)
                 total = tl.zeros(columns.shape, tl.float32)
                 for first in range(0, ROUND.SLOTS, FLIGHT):
-                    loaded = ()
+                    loaded = tl.tuple(())
                     for j in tl.static_range(FLIGHT):
                         record = tl.multiple_of(buffer_ptr + (ROUND.SUMS + (slots + first + j) * ROUND.SUM_BYTES), 16)
                         is_there = ((came >> (first + j)) & 1) > 0
