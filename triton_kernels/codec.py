@@ -100,9 +100,12 @@ def decode_tile(payload, LAYOUT: tl.constexpr):
     if LAYOUT.KIND == FP8:
         return hardware.decode_e4m3(payload) if hardware.capability() >= 80 else decode_e4m3(payload)
     elif LAYOUT.KIND == INT4:
-        wide = payload.to(tl.int32)
-        pairs = tl.join((wide << 28) >> 28, wide >> 4)
-        return tl.reshape(pairs, (payload.shape[0], payload.shape[1] * 2)).to(tl.float32)
+        if hardware.capability() >= 80:
+            even, odd = hardware.decode_int4(payload)
+        else:
+            wide = payload.to(tl.int32)
+            even, odd = ((wide << 28) >> 28).to(tl.float32), (wide >> 4).to(tl.float32)
+        return tl.reshape(tl.join(even, odd), (payload.shape[0], payload.shape[1] * 2))
     elif hardware.capability() >= 80:
         return hardware.decode_int8(payload)
     else:

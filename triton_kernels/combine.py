@@ -330,10 +330,11 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
         return
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
     programs = num_programs_for(out.shape[0], out.device, None)
+    warps = 2 * layout.num_warps if lane.layout.CHECKSUMS else sum_warps(lane.combine_wire, layout)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         sum_home_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
             *lane_to_end(lane)[:2], weight_grads, ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
             FLIGHT=1 if lane.layout.CHECKSUMS else 4, LAUNCH=Launch.of(lane.layout, out.device),
-            num_warps=2 * layout.num_warps, enable_fp_fusion=False, **_register_limit(lane, out),
+            num_warps=warps, enable_fp_fusion=False, **_register_limit(lane, out),
         )  # fmt: skip
