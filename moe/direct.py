@@ -43,6 +43,7 @@ class DirectRounds(DirectLanes):
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
             self.prepare(compiled_for(x, topk_ids, weights), lambda: self._launch_idle(*sends))
+            self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
@@ -143,6 +144,7 @@ class DirectRounds(DirectLanes):
 
         if self.on_gpu:
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle)
+            self.take_turn(lane)
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
@@ -180,6 +182,7 @@ class DirectRounds(DirectLanes):
             self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
+        self.take_turn(lane)
         self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
         if self.on_gpu:
             return
