@@ -46,6 +46,7 @@ class DirectRounds(DirectLanes):
             self.prepare(
                 compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends)
             )
+            self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
@@ -146,6 +147,7 @@ class DirectRounds(DirectLanes):
 
         if self.on_gpu:
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle)
+            self.take_turn(lane)
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
@@ -183,6 +185,7 @@ class DirectRounds(DirectLanes):
             self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
+        self.take_turn(lane)
         self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
         if self.on_gpu:
             return
