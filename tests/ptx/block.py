@@ -18,11 +18,12 @@ from tests.ptx.accesses import ACCESSES
 from tests.ptx.errors import PtxError
 from tests.ptx.floats import FLOATS
 from tests.ptx.integers import INTEGERS
+from tests.ptx.products import PRODUCTS
 from tests.ptx.program import Instruction
 from tests.ptx.state import Mask, State, Step
 from tests.ptx.warps import WARPS
 
-INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | WARPS | ACCESSES
+INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | WARPS | PRODUCTS | ACCESSES
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 _PREEMPTED = 1 / 16  # how often an access lets another warp run
 
@@ -103,7 +104,7 @@ class Block:
         while at < end:
             instruction = code[at]
             taken = self._taken(instruction, mask)
-            if _tells_others(instruction):
+            if instruction.tells_others:
                 yield
             self.executed[at] += warps
             name = instruction.name
@@ -126,7 +127,7 @@ class Block:
             if taken is True or taken.any():
                 step = self._steps[at]
                 if step is None:
-                    step = self._steps[at] = self._decode(instruction)
+                    step = self._steps[at] = self.decode(instruction)
                 step(taken)
             at += 1
             if at >= stop:
@@ -151,7 +152,12 @@ class Block:
         else:
             self._places[mask] = at
 
-    def _decode(self, instruction: Instruction) -> Step:
+    def decode(self, instruction: Instruction) -> Step:
+        """What executes an instruction for some threads.
+
+        Raises:
+            PtxError: it is not built.
+        """
         if instruction.name in CONTROL:
             return lambda mask: self._meet_warps(instruction, mask)
         builder = INSTRUCTIONS.get(instruction.name)
@@ -199,11 +205,3 @@ class Block:
         if self.state.clocks is not None:
             for warp in self.state.chosen(mask).reshape(-1, 32):
                 self.state.clocks.barrier(warp)
-
-
-def _tells_others(instruction: Instruction) -> bool:
-    if instruction.name in ("atom", "red", "fence", "membar"):
-        return True
-    return instruction.name in ("ld", "st") and not {"relaxed", "acquire", "release", "volatile"}.isdisjoint(
-        instruction.opcode
-    )

@@ -6,8 +6,9 @@ Inline assembly is part of it, with registers that its braces declare for themse
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tests.ptx.errors import PtxError
 
@@ -36,13 +37,21 @@ class Instruction:
     text: str
     site: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.opcode[0]
 
-    @property
+    @cached_property
     def type(self) -> str:
         return self.opcode[-1]
+
+    @cached_property
+    def tells_others(self) -> bool:
+        """Whether other programs may wait for it, or it for them."""
+        strong = {"relaxed", "acquire", "release", "volatile"}
+        return self.name in ("atom", "red", "fence", "membar") or (
+            self.name in ("ld", "st") and not strong.isdisjoint(self.opcode)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,33 +110,26 @@ class _Scopes:
 
 def _operands(text: str) -> list[str]:
     """What commas separate outside of braces and brackets."""
-    found, depth, start = [], 0, 0
-    for place, character in enumerate(text):
-        depth += (character in "{[(") - (character in "}])")
-        if character == "," and depth == 0:
-            found.append(text[start:place].strip())
-            start = place + 1
-    return [*found, text[start:].strip()] if text.strip() else []
-
-
-def _statements(body: str) -> list[str]:
-    """What semicolons end, labels, and braces that open and close a scope; braces around operands stay within."""
-    found, current, depth = [], "", 0
-    for character in body:
-        if character == "{" and not current.strip():
-            found.append("{")
-        elif character == "}" and depth == 0:
-            found.append("}")
-        elif character == ";":
-            found.append(current.strip())
-            current = ""
+    found, depth = [""], 0
+    for part in text.split(","):
+        found[-1] += part
+        depth += sum(part.count(each) for each in "{[(") - sum(part.count(each) for each in "}])")
+        if depth:
+            found[-1] += ","
         else:
-            depth += (character == "{") - (character == "}")
-            current += character
-            if character == ":" and _LABEL.fullmatch(current.strip()):
-                found.append(current.strip())
-                current = ""
-    return [statement for statement in found if statement]
+            found.append("")
+    return [operand.strip() for operand in found[:-1] if operand.strip()]
+
+
+def _statements(body: str) -> Iterator[str]:
+    """What semicolons end, labels, and braces that open and close a scope."""
+    for statement in body.split(";"):
+        statement = statement.strip()
+        while statement:
+            label = _LABEL.match(statement)
+            end = label.end() if label else 1 if statement[0] in "{}" else len(statement)
+            yield statement[:end].strip()
+            statement = statement[end:].strip()
 
 
 def _shared(head: str) -> tuple[dict[str, int], int]:

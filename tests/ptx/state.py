@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,13 @@ _BYTES = {"f16x2": 4, "bf16x2": 4, "f16": 2, "bf16": 2, "tf32": 4, "e4m3x2": 2, 
 _ADDRESS = re.compile(r"\[\s*([%$\w.@]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
+@cache
 def width_of(kind: str) -> int:
     """Bytes of a type."""
     return _BYTES.get(kind) or int(kind[1:]) // 8
 
 
+@cache
 def dtype_of(kind: str) -> Any:
     """The numpy dtype of a type; packed and 16-bit floats are unsigned integers."""
     if kind == "pred":
@@ -62,6 +65,8 @@ class State:
         self.arguments = arguments
         # Asynchronous copies that nobody has waited for, by group, of each warp; the last group is still open.
         self.copies: list[list[list[Callable[[], None]]]] = [[[]] for _ in range(program.threads // 32)]
+        # Of products that nobody has waited for: a thread, the places, and the instruction.
+        self.matrices_read: list[tuple[int, np.ndarray, Instruction]] = []
         self._registers: dict[str, np.ndarray] = {}
         for name, kind in program.registers.items():
             width = 1 if kind == "pred" else width_of(kind)

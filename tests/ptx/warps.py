@@ -1,4 +1,4 @@
-"""What threads of a warp do together: shuffles, votes, reductions, matrices."""
+"""What threads of a warp do together: shuffles, votes, reductions, and matrices to and from shared memory."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _match(state: State, instruction: Instruction) -> Step:
         values = value.reshape(-1, 32)
         same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
         lanes = (same.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32)
-        if instruction.opcode[1] == "all":
+        if "all" in instruction.opcode:
             alike = same.sum(2) == here.sum(1)[:, None]
             lanes = np.where(alike, lanes, np.uint32(0))
             if predicate is not None:
@@ -176,43 +176,6 @@ def _matrices(stores: bool) -> Builder:
     return build
 
 
-def _product(state: State, instruction: Instruction) -> Step:
-    """`mma.sync` of int8: D [16, 8] = A [16, 32] B [32, 8] + C, int32, each warp its own.
-
-    Lane l has, with g = l / 4 and t = l % 4: of A rows g and g + 8, columns 4 t ... 4 t + 3 and those 16 further; of B
-    column g, rows likewise; of C and D rows g and g + 8, columns 2 t and 2 t + 1.
-    """
-    if [part for part in instruction.opcode[3:] if part != "satfinite"] != "m16n8k32 row col s32 s8 s8 s32".split():
-        raise PtxError(f"not built: {instruction.text}")
-    targets = [state.target(name, "s32") for name in elements(instruction.operands[0])]
-    of_a, of_b, of_c = ([state.source(name, "u32") for name in elements(each)] for each in instruction.operands[1:4])
-    saturates = "satfinite" in instruction.opcode
-    warps = state.size // 32
-    g, t = np.arange(32) // 4, np.arange(32) % 4
-
-    def octets(register: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(register).view(np.int8).reshape(warps, 32, 4)
-
-    def step(mask: Mask) -> None:
-        state.whole_warps(mask, instruction)
-        a, b = np.zeros((warps, 16, 32), np.float64), np.zeros((warps, 32, 8), np.float64)
-        c = np.zeros((warps, 16, 8), np.int64)
-        for column in range(4):
-            for number, register in enumerate(of_a):
-                a[:, g + 8 * (number % 2), 4 * t + 16 * (number // 2) + column] = octets(register)[:, :, column]
-            for number, register in enumerate(of_b):
-                b[:, 4 * t + 16 * number + column, g] = octets(register)[:, :, column]
-        for number, register in enumerate(of_c):
-            c[:, g + 8 * (number // 2), 2 * t + number % 2] = register.view(np.int32).reshape(warps, 32)
-        total = (a @ b).astype(np.int64) + c  # the products are exact in float64
-        if saturates:
-            total = total.clip(-(2**31), 2**31 - 1)
-        for number, target in enumerate(targets):
-            np.copyto(target, total[:, g + 8 * (number // 2), 2 * t + number % 2].ravel().astype(np.int32), where=mask)
-
-    return step
-
-
 WARPS: dict[str, Builder] = {
     "shfl": _shuffle,
     "redux": _reduce,
@@ -220,5 +183,4 @@ WARPS: dict[str, Builder] = {
     "match": _match,
     "ldmatrix": _matrices(stores=False),
     "stmatrix": _matrices(stores=True),
-    "mma": _product,
 }
