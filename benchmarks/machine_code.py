@@ -8,7 +8,9 @@ of the longest way through what is executed once for each row, where a loop over
 once; `each` is what every further one of them costs. `pipe` is how long the busiest of a multiprocessor's pipes is
 held, in the same unit: at 1, one instruction a cycle. `warps` is how many of them registers and shared memory let a
 multiprocessor hold. `GB/s` is what the longer of issue and pipe allows, in bytes of the wire, on all multiprocessors
-and on 20 of them; memory and links allow less. It is a ceiling and not a measurement.
+and on 20 of them; memory and links allow less. It is a ceiling and not a measurement. `sectors` is how many 32-byte
+sectors loads and stores ask for, request by request, for each 128 bytes that they need, 4 at the least: of kernels that
+work alone, whose compiled code is run on the CPU for it.
 
 What is assumed of the hardware, which is in no tool: a multiprocessor has four parts, each of which issues one
 instruction a cycle, of 32 lanes. Per part the ALU (integers, logic, comparisons, minima, conversions to narrower
@@ -32,10 +34,11 @@ from typing import Any
 if not __package__:  # run as a file
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
+import numpy as np
 import triton
 
 from benchmarks import timing
-from tests.ahead_of_time.harness import compile_launch, cuobjdump
+from tests.ahead_of_time.harness import Launch, compile_launch, cuobjdump
 from tests.ahead_of_time.matrix import (
     CODEC_KERNELS,
     COLLECTIVE_KERNELS,
@@ -47,6 +50,8 @@ from tests.ahead_of_time.matrix import (
     launch_of,
 )
 from tests.ahead_of_time.sass import Code, Instruction, bytes_moved, instructions_of
+from tests.ptx.device import Device
+from tests.ptx.memory import GlobalMemory
 from thinwire.triton_kernels.record import RecordLayout
 
 #: Kernels that move no rows, of which there are figures of the whole alone.
@@ -63,6 +68,7 @@ COLUMNS = {
     "each": ".1f",
     "loads": "s",
     "stores": "s",
+    "sectors": ".1f",
     "shuffles": "d",
     "barriers": "d",
     "registers": "d",
@@ -129,7 +135,32 @@ def _widths(way: Iterable[Instruction], opcodes: tuple[str, ...]) -> str:
     return "+".join(f"{count}x{width}" for width, count in sorted(counted.items(), reverse=True)) or "-"
 
 
-def figures_of(compiled: Any, target: str, elements: float, wire_bytes: float, strides: bool) -> dict[str, Any]:
+class _Counted(GlobalMemory):
+    """Memory that counts what is asked of it; warps must come one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sectors = self.octets = 0
+
+    def offsets(self, addresses: np.ndarray, size: int, what: str) -> np.ndarray:
+        distinct = np.unique(addresses.astype(np.int64))
+        self.octets += size * len(distinct)
+        self.sectors += len(np.unique(distinct // 32))  # no access crosses one
+        return super().offsets(addresses, size, what)
+
+
+def sectors_of(launch: Launch, target: str) -> float:
+    """Sectors that a launch of four programs asks for, for each 128 bytes that it needs."""
+    device = Device(target, warps="any order")
+    device.memory = memory = _Counted()
+    with device.patch():
+        launch.kernel.run(grid=(4,), warmup=False, **launch.arguments, **launch.options)
+    return 128 * memory.sectors / memory.octets
+
+
+def figures_of(
+    compiled: Any, target: str, elements: float, wire_bytes: float, strides: bool, together: int = 1
+) -> dict[str, Any]:
     """The figures of a compiled kernel.
 
     Args:
@@ -137,6 +168,7 @@ def figures_of(compiled: Any, target: str, elements: float, wire_bytes: float, s
         elements: of a row, that one program handles on the way; 0 for a kernel that moves no rows.
         wire_bytes: of a record, for each element.
         strides: a program takes one row after the other.
+        together: rows that the innermost loop takes at a time, of which one is to count.
     """
     gpu = GPUS[target]
     cubin, warps, shared = compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared
@@ -145,12 +177,17 @@ def figures_of(compiled: Any, target: str, elements: float, wire_bytes: float, s
     head = code.row_loop() if strides else None
     body = None if head is None else code.loops[head]
     way = code.longest_way(head or 0, body)
-    cycles = pipe_cycles(way, gpu)
+    inner = _innermost(code, body, bytes_moved(way)) if elements else []
+    cycles, instructions = Counter(pipe_cycles(way, gpu)), float(len(way))
+    if together > 1:
+        instructions -= len(inner) * (1 - 1 / together)
+        for pipe, held in pipe_cycles(inner, gpu).items():
+            cycles[pipe] -= held * (1 - 1 / together)
     busiest = max(cycles, key=lambda pipe: cycles[pipe])
     found = {
         "kernel name": compiled.metadata.name,
-        "instructions": len(way),
-        "cycles": cycles,
+        "instructions": instructions,
+        "cycles": dict(cycles),
         "busiest": busiest,
         "loads": _widths(way, ("LDG", "LD")),
         "stores": _widths(way, ("STG", "ST")),
@@ -163,21 +200,22 @@ def figures_of(compiled: Any, target: str, elements: float, wire_bytes: float, s
     }
     if elements:
         lanes = 32 * warps / elements
-        # Loops within, that move rows: of those within each other the innermost.
-        inner = [
-            other
-            for other in code.loops
-            if body is None or code.loops[other] < body
-            if bytes_moved(code.longest_way(other, code.loops[other])) >= 0.1 * bytes_moved(way)
-        ]
-        innermost = [one for one in inner if not any(code.loops[other] < code.loops[one] for other in inner)]
-        found["each"] = lanes * max((len(code.longest_way(one, code.loops[one])) for one in innermost), default=0)
-        found["issued"] = lanes * len(way)
-        found["pipe"] = lanes * max(cycles[busiest], len(way))
+        found["each"] = lanes * len(inner) / together
+        found["issued"] = lanes * instructions
+        found["pipe"] = lanes * max(cycles[busiest], instructions)
         per_second = gpu.count * 4 * 32 * gpu.hertz / found["pipe"] * wire_bytes
         found["GB/s"] = per_second / 1e9
         found["on 20"] = found["GB/s"] * FEW_MULTIPROCESSORS / gpu.count
     return found
+
+
+def _innermost(code: Code, body: set[int] | None, moved: int) -> list[Instruction]:
+    """The longest way through a loop within the body, with none in it, that moves a tenth of its bytes at least."""
+    within = {head: loop for head, loop in code.loops.items() if body is None or loop < body}
+    ways = {head: code.longest_way(head, loop) for head, loop in within.items()}
+    moving = [head for head, way in ways.items() if bytes_moved(way) >= 0.1 * moved]
+    innermost = [head for head in moving if not any(within[other] < within[head] for other in moving)]
+    return max((ways[head] for head in innermost), key=len, default=[])
 
 
 def examine(case: Case) -> dict[str, Any]:
@@ -187,8 +225,11 @@ def examine(case: Case) -> dict[str, Any]:
     rows = layout is not None and case.kernel not in OTHERS
     elements, wire_bytes = (layout.HIDDEN / layout.NUM_TILES, layout.ROW_BYTES / layout.HIDDEN) if rows else (0, 0)
     compiled = compile_launch(launch, case.target)
+    alone = case.kernel in CODEC_KERNELS
+    together = launch.arguments.get("FLIGHT", 1)
     described = {"kernel": case.kernel, "wire": case.wire, "hidden": case.hidden, "target": case.target}
-    return described | figures_of(compiled, case.target, elements, wire_bytes, case.kernel not in CODEC_KERNELS)
+    figures = described | figures_of(compiled, case.target, elements, wire_bytes, not alone, together)
+    return figures | ({"sectors": sectors_of(launch, case.target)} if alone else {})
 
 
 def cases(options: argparse.Namespace) -> list[Case]:

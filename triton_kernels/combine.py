@@ -220,14 +220,15 @@ def sum_home_kernel(
                 columns = tile_columns(tile, LAYOUT)
                 total = tl.zeros(columns.shape, tl.float32)
                 for first in range(0, ROUND.SLOTS, FLIGHT):
-                    loaded = tl.tuple(())
+                    loaded = ()
                     for j in tl.static_range(FLIGHT):
                         record = tl.multiple_of(buffer_ptr + (ROUND.SUMS + (slots + first + j) * ROUND.SUM_BYTES), 16)
                         is_there = ((came >> (first + j)) & 1) > 0
-                        loaded += (load_encoded_tile(record, tile, LAYOUT, ROUND.CHECKSUMS > 0, is_there),)
+                        tiles = load_encoded_tile(record, tile, LAYOUT, ROUND.CHECKSUMS > 0, is_there)
+                        loaded += (tiles,)  # type: ignore[assignment]
                     for j in tl.static_range(FLIGHT):
                         if ((came >> (first + j)) & 1) > 0:
-                            payload, scale_bits = loaded[j]
+                            payload, scale_bits = loaded[j]  # type: ignore[var-annotated]
                             total = total + scaled_tile(payload, scale_bits, LAYOUT)
                             if ROUND.CHECKSUMS:
                                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)

@@ -154,7 +154,7 @@ def _matrices(stores: bool) -> Builder:
                     if transposed:
                         row, column = column, row
                     starts = rows[first + 8 * number + row].astype(np.int64)
-                    if (starts % 16).any():
+                    if (starts[chosen] % 16).any():
                         raise PtxError(f"misaligned row of {instruction.text}")
                     places = (starts + 2 * column)[chosen]
                     offsets = state.shared.offsets(places, 2, instruction.name)
