@@ -39,6 +39,7 @@ from thinwire.triton_kernels.exchange import begin_epoch, half_offset, wait_leg
 from thinwire.triton_kernels.exchange_checksum import arrive_whole, first_unfit, note_corruption, put_sums, slot_seed
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
@@ -152,9 +153,9 @@ def reduce_kernel(
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
-            length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
-            if length > 0:
-                length = tl.minimum(length, LAYOUT.HIDDEN)
+            left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+            if left > 0:
+                length = row_length(left, LAYOUT)
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
                 intact = running
                 if running:
@@ -218,7 +219,7 @@ def gather_recv_kernel(
         if length > 0:
             recv_row(
                 buffer_ptr.to(tl.int64), record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT), out_ptr + start,
-                tl.minimum(length, LAYOUT.HIDDEN), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
+                row_length(length, LAYOUT), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
                 EXCHANGE, LAYOUT,
             )  # fmt: skip
         item += tl.num_programs(0)
