@@ -232,14 +232,10 @@ class DirectCollectives(ExchangeTransport):
             kernels.gather_recv(lane, job, out, chunk, *times)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
-        aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
-
         def launch() -> None:
-            room = torch.empty(out.numel() + 16, dtype=out.dtype, device=out.device)
-            first = 0 if aligned[1] else 1
-            self._launch(self._idle, job, x, room[first : first + out.numel()], 0)
+            self._launch(self._idle, job, x, torch.empty_like(out), 0)
 
-        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned), launch)
+        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""

@@ -46,13 +46,14 @@ from thinwire.triton_kernels.sums import sum_warps
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
+_ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels, of any number of programs but for the one that waits. `rows` is how many the longest part has in the chunk.
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def send_kernel(
     x_ptr,
     parts_ptr,
@@ -124,7 +125,7 @@ def wait_kernel(
     wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def reduce_kernel(
     out_ptr,
     parts_ptr,
@@ -190,7 +191,7 @@ def reduce_kernel(
                         publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def gather_recv_kernel(
     out_ptr,
     parts_ptr,

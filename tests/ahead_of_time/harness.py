@@ -79,7 +79,7 @@ def compile_launch(launch: Launch, target: str) -> Any:
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             narrow = "i32" if -(2**31) <= value < 2**31 else "i64"
