@@ -101,9 +101,12 @@ def decode_tile(payload, LAYOUT: tl.constexpr):
     if LAYOUT.KIND == FP8:
         return hardware.decode_e4m3(payload) if hardware.capability() >= 80 else decode_e4m3(payload)
     elif LAYOUT.KIND == INT4:
-        wide = payload.to(tl.int32)
-        pairs = tl.join((wide << 28) >> 28, wide >> 4)
-        return tl.reshape(pairs, (payload.shape[0], payload.shape[1] * 2)).to(tl.float32)
+        if hardware.capability() >= 80:
+            even, odd = hardware.decode_int4(payload)
+        else:
+            wide = payload.to(tl.int32)
+            even, odd = ((wide << 28) >> 28).to(tl.float32), (wide >> 4).to(tl.float32)
+        return tl.reshape(tl.join(even, odd), (payload.shape[0], payload.shape[1] * 2))
     elif hardware.capability() >= 80:
         return hardware.decode_int8(payload)
     else:
@@ -156,30 +159,32 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False):
+def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False, there=True):
     """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and nothing.
 
-    `base` points, as int8, to where the record begins. What is past the row's end is zero. ONCE: all that uses a scale
-    uses one and the same load of it. A load of fewer elements than there are threads the compiler repeats for each use
-    of it, and in each warp; so these are of as many.
+    `base` points, as int8, to where the record begins. What is past the row's end is zero, and all of it where the
+    record is not `there`, which is not read then. ONCE: all that uses a scale uses one and the same load of it. A load
+    of fewer elements than there are threads the compiler repeats for each use of it, and in each warp; so these are of
+    as many.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        return tl.load(elements + columns, mask=columns < LAYOUT.HIDDEN, other=0.0), None
+        return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), None
     else:
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-        payload = tl.load(base + offsets, mask=offsets < LAYOUT.SCALES_OFFSET, other=0)
+        payload = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.SCALES_OFFSET, False), other=0)
         places = groups
         if ONCE:
             places = groups[:, None] + tl.arange(0, LAYOUT.GROUP // 8)[None, :] * 0
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            loaded = tl.load(scales + places * 0)
+            loaded = tl.load(scales + places * 0, mask=tl.where(there, places >= 0, False), other=0)
         else:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            loaded = tl.load(scales + places, mask=places < LAYOUT.NUM_GROUPS, other=0).to(tl.int32)
+            mask = tl.where(there, places < LAYOUT.NUM_GROUPS, False)
+            loaded = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
         return payload, tl.max(loaded, axis=1) if ONCE else loaded
 
 
@@ -226,11 +231,11 @@ def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
+        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
         if LAYOUT.KIND == NONE:
-            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
             tl.store(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, mask=columns < LAYOUT.ELEMENTS)
         else:
-            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+            x = widened(elements)
             store_record_tile(base, x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
 

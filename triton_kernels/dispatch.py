@@ -20,7 +20,7 @@ from thinwire.triton_kernels.codec import (
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.floats import load_float32
+from thinwire.triton_kernels.floats import widened
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -68,7 +68,7 @@ def owner_of(ids, ROUND: tl.constexpr):
 
 @triton.jit
 def next_destination(owners, turn, rank, ROUND: tl.constexpr):
-    """Of the ranks among a token's `owners` [K_BLOCK], the one behind the `turn`-th rank round the ranks from `rank` on.
+    """Of the ranks among a token's `owners` [K_BLOCK], the one behind the `turn`-th round the ranks from `rank` on.
 
     Returns its turn and itself; the turn is WORLD where there is none. So each rank comes once, however often it is
     among the owners, and of all ranks that send at a time no two begin with the same one.
@@ -129,10 +129,9 @@ def send_record(
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        if LAYOUT.KIND == NONE:
-            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
-        else:
-            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+        if LAYOUT.KIND != NONE:
+            x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
         if ROUND.CHECKSUMS:
             if LAYOUT.KIND == NONE:

@@ -65,7 +65,8 @@ def saturated(y, DTYPE: tl.constexpr):
     largest: tl.constexpr = (
         _LARGEST_BFLOAT16 if DTYPE == tl.bfloat16 else _LARGEST_FLOAT16 if DTYPE == tl.float16 else LARGEST_FLOAT32
     )
-    return tl.clamp(y, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, largest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(y, -largest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -75,6 +75,35 @@ def decode_int8(octets):
 
 
 @triton.jit
+def decode_int4(octets):
+    """The low and the high half of each octet, int8, as signed numbers, to float32."""
+    even, odd = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 biased;
+        and.b32 biased, $8, 0x0F0F0F0F;
+        xor.b32 biased, biased, 0x08080808;
+        prmt.b32 $0, biased, 0x4B000000, 0x7440;
+        prmt.b32 $1, biased, 0x4B000000, 0x7441;
+        prmt.b32 $2, biased, 0x4B000000, 0x7442;
+        prmt.b32 $3, biased, 0x4B000000, 0x7443;
+        shr.u32 biased, $8, 4;
+        and.b32 biased, biased, 0x0F0F0F0F;
+        xor.b32 biased, biased, 0x08080808;
+        prmt.b32 $4, biased, 0x4B000000, 0x7440;
+        prmt.b32 $5, biased, 0x4B000000, 0x7441;
+        prmt.b32 $6, biased, 0x4B000000, 0x7442;
+        prmt.b32 $7, biased, 0x4B000000, 0x7443;
+        }""",
+        "=&r,=&r,=&r,=&r,=r,=r,=r,=r,r",
+        [octets],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=4,
+    )
+    return even - 8388616.0, odd - 8388616.0
+
+
+@triton.jit
 def low_octets(words, kept):
     """The lowest byte of each of int32 words, as int8, where `kept`, int32, is -1; 0 where that is 0."""
     return tl.inline_asm_elementwise(

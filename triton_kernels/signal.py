@@ -353,13 +353,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2) -> dict[str, int]:
+def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2, least: int = 128) -> dict[str, int]:
     """A launch option for kernels that hold a whole tile in registers, of at most 16 warps.
 
     Left alone, NVIDIA's assembler now and then gives such a kernel 32 or 64 registers a thread, and spills a few bytes.
-    With what it gets here so many programs of so many warps still share a multiprocessor; but 16 warps take one.
+    With what it gets here so many programs of so many warps still share a multiprocessor, if the `least` it must have
+    lets them.
     """
-    limit = min(255, max(128, 65536 // (32 * num_warps * programs)))
+    limit = min(255, max(least, 65536 // (32 * num_warps * programs)))
     return {} if _platform_of(device) == "hip" else {"maxnreg": limit}
 
 

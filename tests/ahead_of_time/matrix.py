@@ -347,8 +347,8 @@ def check(case: Case, report: Report) -> list[str]:
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
     narrow_payload = case.wire == "int4" and case.target.startswith("gfx") and case.kernel in READERS
-    # With checksums sums are added up by twice the threads.
-    narrow_payload |= case.checksums and case.kernel == "sum_home"
+    # Sums are added up by twice the threads, of which AMD has 64 in a wavefront.
+    narrow_payload |= case.kernel == "sum_home" and (case.checksums or case.target.startswith("gfx"))
     # So are rows that are records, by wavefronts of 64; as they are, they are a reader's.
     of_records = case.rows == "records" or (case.rows == "as they are" and case.wire == "int4")
     narrow_payload |= of_records and case.target.startswith("gfx")
