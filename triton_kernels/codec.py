@@ -37,6 +37,7 @@ from thinwire.triton_kernels.floats import (
     widened,
 )
 from thinwire.triton_kernels.record import FP8, INT4, NONE
+from thinwire.triton_kernels.rows import tile_columns
 from thinwire.wire import WireFormat
 
 _SCALE_NAN_BITS = tl.constexpr(0x7FC0)
@@ -110,13 +111,6 @@ def decode_tile(payload, LAYOUT: tl.constexpr):
         return hardware.decode_int8(payload)
     else:
         return payload.to(tl.float32)
-
-
-@triton.jit
-def tile_columns(tile, LAYOUT: tl.constexpr):
-    """Column numbers of one tile, int32 [TILE_GROUPS, GROUP]."""
-    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    return groups[:, None] * LAYOUT.GROUP + tl.arange(0, LAYOUT.GROUP)[None, :]
 
 
 @triton.jit

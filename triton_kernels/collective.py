@@ -39,19 +39,21 @@ from thinwire.triton_kernels.exchange import begin_epoch, half_offset, wait_leg
 from thinwire.triton_kernels.exchange_checksum import arrive_whole, first_unfit, note_corruption, put_sums, slot_seed
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
+_ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels, of any number of programs but for the one that waits. `rows` is how many the longest part has in the chunk.
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def send_kernel(
     x_ptr,
     parts_ptr,
@@ -123,7 +125,7 @@ def wait_kernel(
     wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def reduce_kernel(
     out_ptr,
     parts_ptr,
@@ -152,9 +154,9 @@ def reduce_kernel(
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
-            length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
-            if length > 0:
-                length = tl.minimum(length, LAYOUT.HIDDEN)
+            left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+            if left > 0:
+                length = row_length(left, LAYOUT)
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
                 intact = running
                 if running:
@@ -189,7 +191,7 @@ def reduce_kernel(
                         publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def gather_recv_kernel(
     out_ptr,
     parts_ptr,
@@ -218,7 +220,7 @@ def gather_recv_kernel(
         if length > 0:
             recv_row(
                 buffer_ptr.to(tl.int64), record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT), out_ptr + start,
-                tl.minimum(length, LAYOUT.HIDDEN), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
+                row_length(length, LAYOUT), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
                 EXCHANGE, LAYOUT,
             )  # fmt: skip
         item += tl.num_programs(0)

@@ -82,7 +82,7 @@ def specialise(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, A
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0 and specialised:
+            if value.data_ptr() % 16 == 0 and specialised and not parameter.do_not_specialize_on_alignment:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             narrow = "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -363,15 +363,15 @@ def check(case: Case, report: Report) -> list[str]:
 
 
 def _check_collective(case: Case, report: Report) -> list[str]:
-    """Widths of records' accesses. Parts of tensors begin at any element, and are read and written one by one."""
+    """Widths of the accesses to records, and to rows of tensors that begin on 16-byte boundaries."""
     faults = []
     amd = case.target.startswith("gfx")
     # A sum is made by twice the threads, of which AMD has 64 in a wavefront: 8 columns are a thread's there.
     narrowest = 8 if amd and (case.wire == "int4" or case.kernel.startswith("reduce")) else 16
-    if case.kernel in RECEIVERS and report.load_bytes < narrowest:
-        faults.append(f"loads of records of {report.load_bytes} bytes")
-    if case.kernel not in ("reduce", "gather_recv") and report.store_bytes < narrowest:
-        faults.append(f"stores of records of {report.store_bytes} bytes")
+    if report.load_bytes < (narrowest if case.kernel in RECEIVERS else 16):
+        faults.append(f"loads of {report.load_bytes} bytes")
+    if report.store_bytes < (16 if case.kernel in ("reduce", "gather_recv") else narrowest):
+        faults.append(f"stores of {report.store_bytes} bytes")
     return faults
 
 
