@@ -24,10 +24,19 @@ the network: read ratios, not times.
 `thinwire bench` measures on your machine.
 """
 
+_MACHINE_CODE = """\
+Counted in the machine code for sm_90, without a GPU; int8, rows of 7168 bfloat16, of collectives 4096: instructions,
+and cycles of the busiest pipe, for each element and times 32; the warps that a multiprocessor holds; and what that
+allows at most, in GB/s of the wire, on 132 multiprocessors and on 20. It is a ceiling and not a measurement, of the
+longest way through the code of a row, with one destination, expert or sum for each token. What is assumed of the
+hardware is in `python -m benchmarks.machine_code --help`.
+"""
+
 
 def page() -> str:
     """The whole page."""
-    parts = (_one_host(), _links(), _codec(), _collective_accuracy(), _safety(), _speed_of_light(), _not_shown())
+    rest = _codec(), _collective_accuracy(), _safety(), _machine_code(), _speed_of_light(), _not_shown()
+    parts = (_one_host(), _links(), *rest)
     return "\n".join((_HEAD, *parts))
 
 
@@ -279,6 +288,32 @@ def _speed_of_light() -> str:
             f"*Source: `{found['command']}`: [model.json](../benchmarks/results/model.json).*\n",
         )
     )
+
+
+def _machine_code() -> str:
+    folder = RESULTS.parent / "machine_code"
+    before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))
+    known = {_code_key(figure): figure for figure in before["figures"]}
+    rows = []
+    for figure in after["figures"]:
+        if figure["target"] == "sm_90" and figure["hidden"] != 5121 and (earlier := known.get(_code_key(figure))):
+            changes = [f"{earlier[name]:.1f} -> {figure[name]:.1f}" for name in ("issued", "pipe")]
+            warps = f"{earlier['warps']} -> {figure['warps']}"
+            rows.append([f"`{figure['kernel']}`", *changes, warps, *(f"{figure[n]:,.0f}" for n in ("GB/s", "on 20"))])
+    files = ", ".join(f"[{name}.json](../benchmarks/results/machine_code/{name}.json)" for name in ("before", "after"))
+    return "\n".join(
+        (
+            "## What compiled kernels allow\n",
+            _MACHINE_CODE,
+            _table(["kernel", "instructions", "pipe", "warps", "GB/s", "on 20"], rows),
+            f"*Source: `{after['command']}`, before and after the kernels were given NVIDIA's own conversions, with "
+            f"Triton {after['machine']['triton']}: {files}.*\n",
+        )
+    )
+
+
+def _code_key(figure: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(figure[name] for name in ("kernel", "wire", "hidden", "target"))
 
 
 def _not_shown() -> str:

@@ -279,26 +279,28 @@ class DirectTransport(Attachment):
         self.closed = False
         self._prepared: set[Hashable] = set()
         self._prepares = False  # whether kernels of the call under way had to be prepared
-        self._last_stream: torch.cuda.Stream | None = None
+        self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
 
     @property
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
-    def take_turn(self) -> torch.cuda.Stream | None:
+    def take_turn(self, lane: int = 0) -> torch.cuda.Stream | None:
         """The current stream, once it waits for what the last call launched on another; on the CPU there are none.
 
         While a graph is captured, the order of streams is the caller's affair.
+
+        Args:
+            lane: whose last call is meant; those of others may go on meanwhile.
         """
         if not self.on_gpu:
             return None
-        stream = torch.cuda.current_stream(self.device)
-        if self.capturing:
-            return stream  # an eager call that waited for it would join the capture
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        stream, last = torch.cuda.current_stream(self.device), self._last_streams.get(lane)
+        if stream != last and not self.capturing:  # which would take in the other stream
+            if last is not None:
+                stream.wait_stream(last)
+            self._last_streams[lane] = stream
         return stream
 
     def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:

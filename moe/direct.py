@@ -46,6 +46,7 @@ class DirectRounds(DirectLanes):
             self.prepare(
                 compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends)
             )
+            self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
@@ -135,9 +136,18 @@ class DirectRounds(DirectLanes):
         recorder = self.config.comm._recorder
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
+
+        def launch_idle() -> None:
+            idle = self._idle_lane()
+            self.kernels.send_sums(idle, *sends)
+            # A row like those of `out`, which itself may still be read.
+            room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
+            row = out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
+            self.kernels.sum_home(idle, row, None if of_tokens is None else torch.empty_like(of_tokens[:1]))
+
         if self.on_gpu:
-            key = dtype, as_they_are, *compiled_for(expert_out)
-            self.prepare(key, lambda: self.kernels.send_sums(self._idle_lane(), *sends))
+            self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle)
+            self.take_turn(lane)
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
@@ -175,6 +185,7 @@ class DirectRounds(DirectLanes):
             self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
+        self.take_turn(lane)
         self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
         if self.on_gpu:
             return

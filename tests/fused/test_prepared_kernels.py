@@ -34,6 +34,19 @@ HIDDEN, TOKENS = 96, 40
 TIMEOUT = 30.0
 
 
+class Stream:
+    """A stream that is not there, and what it waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        pytest.fail("the host waits for a stream")
+
+
 class Device:
     """A GPU that is not there: what was launched on it, first for preparing, and then for the call itself."""
 
@@ -41,6 +54,7 @@ class Device:
         self.prepared: list[Launch] = []
         self.launched: list[Launch] = []
         self.capturing = False
+        self.stream = Stream()
         self._into = self.launched
 
     def run(self, kernel: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -56,12 +70,6 @@ class Device:
             self._into = self.launched
 
         _prepare(transport, key, marked)
-
-    def wait_stream(self, other: object) -> None:
-        pytest.fail("there is one stream")
-
-    def synchronize(self, device: object = None) -> None:
-        pytest.fail("the host waits for the device")
 
     def seconds_of_waits(self) -> list[float]:
         """Time limits of the waits of calls, without what was only prepared."""
@@ -89,7 +97,8 @@ def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torc
             d = ep.dispatch(x, ids, weights)
             rows, _ = d.gather(TOKENS)
             # What experts gave may begin anywhere, and lie apart.
-            ep.combine(torch.zeros(TOKENS, HIDDEN + 11, dtype=dtype)[:, first : HIDDEN + first], d)
+            expert_out = torch.zeros(TOKENS, HIDDEN + 11, dtype=dtype)[:, first : HIDDEN + first]
+            ep.combine(expert_out, d, out=x if first else None)
 
         yield rounds, call
 
@@ -132,8 +141,8 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
     with tw.init() as comm, request.param(comm) as (transport, call), contextlib.ExitStack() as stack:
         stand_ins = {
             "is_current_stream_capturing": lambda: device.capturing,
-            "current_stream": lambda of=None: device,
-            "synchronize": device.synchronize,
+            "current_stream": lambda of=None: device.stream,
+            "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
             "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
         }
         for name, stand_in in stand_ins.items():
@@ -169,11 +178,16 @@ def test_a_call_that_was_never_made_cannot_be_captured(on_a_device: Any) -> None
     assert device.launched and not device.prepared
 
 
-def test_preparing_takes_no_tensors_of_the_calls_size(on_a_device: Any) -> None:
+def test_preparing_takes_no_second_output_and_leaves_the_calls_alone(on_a_device: Any) -> None:
     device, call = on_a_device
     call(torch.bfloat16, 0)
-    outputs = [launch.arguments["out_ptr"] for launch in device.prepared if "out_ptr" in launch.arguments]
-    assert outputs and all(out is None or out.numel() <= HIDDEN for out in outputs)
+    call(torch.bfloat16, 1)
+    prepared, theirs = (
+        [out for launch in launches if (out := launch.arguments.get("out_ptr")) is not None]
+        for launches in (device.prepared, device.launched)
+    )
+    assert prepared and theirs and all(out.numel() <= HIDDEN for out in prepared)
+    assert not {out.data_ptr() for out in prepared} & {out.data_ptr() for out in theirs}
 
 
 def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> None:
@@ -183,3 +197,19 @@ def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> N
     device.launched.clear()
     call(torch.bfloat16, 0)
     assert set(device.seconds_of_waits()) == {TIMEOUT}
+
+
+def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_a_device: Any) -> None:
+    device, call = on_a_device
+    first, second, captured = device.stream, Stream(), Stream()
+    call(torch.bfloat16, 0)
+    assert not first.waited
+    device.stream = second
+    call(torch.bfloat16, 0)
+    call(torch.bfloat16, 0)
+    assert second.waited == [first]
+    device.stream, device.capturing = captured, True
+    call(torch.bfloat16, 0)
+    device.stream, device.capturing = second, False
+    call(torch.bfloat16, 0)
+    assert not captured.waited and second.waited == [first]
