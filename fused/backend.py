@@ -13,6 +13,7 @@ import torch
 from thinwire.errors import TransportUnavailable
 from thinwire.log import LOGGER
 from thinwire.triton_kernels import pack, sums
+from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.support import require_wire_support
@@ -137,6 +138,7 @@ def _triton(device: torch.device, reason: str) -> Backend:
             "Triton runs on CPU tensors only under its interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
             f"or choose {BACKEND_VARIABLE}=numba"
         )
+    settle_cache_keys()
     return Backend("triton", reason, pack.pack_rows, pack.unpack_rows, sums.pack_weighted_sums, sums.sum_records)
 
 

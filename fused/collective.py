@@ -158,7 +158,7 @@ class DirectCollectives(ExchangeTransport):
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
                 self._jobs.clear()
                 self._end.kept.clear()
-            _require_backend(self.device, (wire, gather_wire))
+            self._require_backend((wire, gather_wire))
             record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
             if record > self.layout.SLOT_BYTES:
                 raise CapacityError(
@@ -183,6 +183,9 @@ class DirectCollectives(ExchangeTransport):
         elif self.capturing:
             self._captured[id(job)] = job
         return job
+
+    def _require_backend(self, wires: Sequence[WireFormat]) -> None:
+        _require_backend(self.device, wires)
 
     def run(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         """One whole call. On CUDA it is launched on the current stream, and nothing is waited for.

@@ -23,6 +23,7 @@ from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
 from thinwire.errors import CapacityError, IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
+from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.exchange_layout import (
@@ -224,6 +225,8 @@ def _why_not(comm: Communicator) -> str | None:
         return f"{kernels} is not installed"
     if triton and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
+    if triton:
+        settle_cache_keys()
     return None
 
 

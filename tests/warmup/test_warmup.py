@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,18 +20,28 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 import torch
 import triton
 
+import thinwire as tw
 from tests.rounds import make_lanes
 from tests.speeds import exhaustive_but
 from tests.stub_driver import stub_driver
 from thinwire.cli import main
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.symmetric import allocate
+from thinwire.fused.backend import Backend, select_round_kernels
+from thinwire.fused.channel import channel_layout
+from thinwire.fused.collective import DirectCollectives, collective_layout
+from thinwire.fused.device_channel import DeviceChannel
 from thinwire.moe.config import ParallelSettings
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels import collective, combine, dispatch, permute
+from thinwire.triton_kernels.cache_keys import settle_cache_keys
+from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
+from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.warmup.collect import _Later, collect
-from thinwire.warmup.launches import Configuration
+from thinwire.warmup.configuration import Configuration
 from thinwire.warmup.target import find_target
+from thinwire.wire import WireFormat
 
 needs_stub = pytest.mark.skipif(
     shutil.which("cc") is None or torch.cuda.is_available(), reason="the stub needs a C compiler, and no CUDA driver"
@@ -53,7 +65,7 @@ class Sizes:
             13, 3, 512, 24, wire=self.wire, combine_wire=None, grad_wire=self.wire, transport="auto", lanes=1,
             align=self.align, num_programs=None, timeout=None, dtype=self.dtype,
         )  # fmt: skip
-        made = Configuration(settings, 4, (self.dtype,), self.checksums, self.backward)
+        made = Configuration(settings, 4, self.dtype, self.checksums, self.backward)
         return replace(made, settings=replace(settings, **changed))
 
     def launch(self, rank: int = 0) -> None:
@@ -86,11 +98,80 @@ def _collected(comm: Communicator, configuration: Configuration) -> set[str]:
     return set(collect(configuration.launch, find_target("sm_90")))
 
 
-def _wanted(comm: Communicator, sizes: Sizes, rank: int) -> set[str]:
+def _asked_for(comm: Communicator, call: Callable[[Communicator], None]) -> set[str]:
     """Keys of what a rank launches, as Triton makes them on a GPU, for which the stub stands."""
+    settle_cache_keys()  # as ranks do with a GPU
     with stub_driver(), triton.AsyncCompileMode(_Later()) as mode:
-        sizes.launch(rank)
+        call(comm)
     return {sha256(key.encode()).hexdigest() for key in mode.future_kernels}
+
+
+def _wanted(comm: Communicator, sizes: Sizes, rank: int) -> set[str]:
+    return _asked_for(comm, lambda comm: sizes.launch(rank))
+
+
+def _round(comm: Communicator) -> None:
+    with tw.ExpertParallel(comm, 13, 3, 512, 24, wire="int8", transport="direct", timeout=30) as ep:
+        rounds: Any = ep._rounds
+        rounds.kernels, rounds.on_gpu = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4)), True
+        d = ep.dispatch(torch.zeros(7, 512).bfloat16(), torch.zeros(7, 3, dtype=torch.int64), torch.zeros(7, 3))
+        rows, _ = d.gather(16)
+        ep.combine(rows, d)
+        rounds.on_gpu = False
+
+
+def _collectives(comm: Communicator) -> None:
+    layout = collective_layout(1, on_gpu=True)
+    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, 30.0, collective)
+    comm.attached("collectives", lambda: transport)
+    transport.on_gpu = True
+    for size in (100, 70_000):
+        x = torch.zeros(size).bfloat16()
+        tw.all_reduce(x, wire="int8", comm=comm, transport="direct")
+        tw.all_reduce(x, wire="int8", gather_wire="none", comm=comm, transport="direct")
+        tw.all_gather(x, wire="int8", comm=comm, transport="direct")
+        tw.reduce_scatter(x, wire="int8", comm=comm, transport="direct")
+    transport.on_gpu = False
+
+
+def _channel(comm: Communicator) -> None:
+    layout = channel_layout(1, on_gpu=True)
+    channel = DeviceChannel(allocate(comm, layout.NUM_BYTES), layout, 0, 30.0)
+    comm.attached("all_to_all_v", lambda: channel)
+    channel.on_gpu, channel.always_looks = True, False
+    for wire in ("int8", "none"):
+        tw.all_to_all_v(torch.zeros(40_000, 512).bfloat16(), [40_000], [40_000], wire=wire, comm=comm)
+    channel.on_gpu = False
+
+
+def _int8_experts(comm: Communicator) -> None:
+    wire, experts, offsets = WireFormat.parse("int8"), torch.randn(13, 512, 96), torch.zeros(14, dtype=torch.int64)
+    for rows in (7, 4000):
+        records = torch.zeros(rows, wire.row_bytes(512), dtype=torch.uint8)
+        inner = torch.zeros(rows, INNER_WIRE.row_bytes(96), dtype=torch.uint8)
+        index, out = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 512).bfloat16()
+        expert_gemm(records, wire, index, offsets, Int8Weights.of(experts, experts), inner, INNER_WIRE)
+        expert_gemm(records, wire, index, offsets, Int8Weights.of(experts, activate=True), inner, INNER_WIRE)
+        expert_gemm(inner, INNER_WIRE, None, offsets, Int8Weights.of(experts.transpose(1, 2)), out)
+
+
+@pytest.mark.parametrize(
+    ("call", "beside", "least"),
+    [
+        (_round, {}, 10),
+        (_collectives, {"collectives": True}, 16),
+        (_channel, {"all_to_all_v": True}, 9),
+        (_int8_experts, {"int8_experts": 96}, 6),
+    ],
+    ids=["round", "collectives", "all-to-all-v", "int8-experts"],
+)
+@needs_stub
+def test_calls_of_the_library_ask_for_nothing_else(
+    call: Callable[[Communicator], None], beside: dict[str, Any], least: int
+) -> None:
+    (collected,) = run_ranks(_collected, 1, replace(Sizes().configuration(), ranks=1, **beside))
+    (asked,) = run_ranks(_asked_for, 1, call)
+    assert len(asked) >= least and asked <= collected
 
 
 def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, bool]]:
@@ -100,6 +181,7 @@ def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, 
     def listen(*, src: Any, cache_hit: bool, **rest: object) -> None:
         found.append((src.name, cache_hit))
 
+    settle_cache_keys()
     triton.knobs.cache.dir, triton.knobs.compilation.listener = folder, listen
     with stub_driver() as stub:
         before = stub.num_launches

@@ -26,12 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", nargs="+", default=[], help="to compile for: sm_90 for an H100 (default: this machine's GPUs)"
     )
     kernels.add_argument("--gradients", action="store_true", help="dispatches will want gradients")
+    kernels.add_argument(
+        "--int8-experts", type=int, default=0, metavar="N", help="tw.Int8Experts with N elements between its products"
+    )
+    kernels.add_argument("--collectives", action="store_true", help="all-reduce, reduce-scatter and all-gather, too")
+    kernels.add_argument("--all-to-all-v", action="store_true", help="all-to-all-v of rows as long as tokens, too")
     kernels.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: one a core)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compiles, and says what."""
     check_sizes(options, "jobs")
+    if options.int8_experts < 0:
+        raise ArgumentError(f"int8_experts is {options.int8_experts}, expected an int of at least 0")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ArgumentError("TRITON_INTERPRET is 1, and interpreted kernels are not compiled: unset it")
     began = time.monotonic()
@@ -42,11 +49,11 @@ def run(options: argparse.Namespace) -> int:
         if not HAS_TRITON:
             raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
         from thinwire.warmup.compile import cache_folder, compile_ahead
-        from thinwire.warmup.launches import configuration_of
+        from thinwire.warmup.configuration import Configuration
         from thinwire.warmup.report import describe
         from thinwire.warmup.target import archs_here
 
-        configuration = configuration_of(options)
+        configuration = Configuration.of(options)
         archs = list(dict.fromkeys(options.arch)) or archs_here()
         compiled = compile_ahead([configuration], archs, options.jobs, progress.report)
     print(describe(configuration, compiled, options.jobs, time.monotonic() - began, cache_folder()))

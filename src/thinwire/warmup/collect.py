@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import triton
 from thinwire.warmup.target import AbsentDriver
 
@@ -49,6 +50,7 @@ def collect(launch: Callable[[], None], target: GPUTarget) -> dict[str, Callable
 
     The process can launch nothing any more: Triton takes the GPU to be the target, and the kernels to be loaded.
     """
+    settle_cache_keys()
     triton.runtime.driver.set_active(AbsentDriver(target))
     later = _Later()
     with triton.AsyncCompileMode(later) as mode:

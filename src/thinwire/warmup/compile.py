@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.progress import Report
-from thinwire.warmup.launches import Configuration
+from thinwire.warmup.configuration import Configuration
 from thinwire.warmup.target import find_target
 
 

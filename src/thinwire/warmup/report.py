@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.warmup.compile import Compiled
-from thinwire.warmup.launches import Configuration
+from thinwire.warmup.configuration import Configuration
 
 
 def describe(
