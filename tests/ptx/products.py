@@ -118,11 +118,10 @@ def _read(state: State, places: np.ndarray, first: int, instruction: Instruction
     """Tells the detector that the first thread of a group reads a matrix."""
     if state.races is not None and state.clocks is not None:
         offsets = np.unique(places.ravel() // 16 * 16)
-        for offset in offsets:
-            state.races.access(
-                state.shared_shadow, state.clocks, np.array([first]), np.array([offset]), 16, 1, None,
-                instruction.site, None,
-            )  # fmt: skip
+        threads = np.full(len(offsets), first)
+        state.races.access(
+            state.shared_shadow, state.clocks, threads, offsets, 16, 1, None, instruction.site, None
+        )  # fmt: skip
 
 
 def _group(state: State, instruction: Instruction) -> Step:
