@@ -10,6 +10,7 @@ outputs are filled with NaN, the next call or `check` raises it, and the memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -22,7 +23,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerT
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton, voters
+from thinwire.fused.transport import BEFORE_CAPTURE, ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -151,7 +152,7 @@ class DirectCollectives(ExchangeTransport):
         job = self._jobs.get(key)
         if job is None:
             if self.capturing:
-                raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
+                raise ThinwireError(BEFORE_CAPTURE)
             if len(self._jobs) >= _MOST_JOBS:
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
@@ -217,7 +218,7 @@ class DirectCollectives(ExchangeTransport):
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, times = self._kernels, (self.timeout, self.grace)
+        kernels, times = self._kernels, (self.wait_seconds, self.grace)
         self._phase("quantise and store")
         if job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk)
@@ -233,7 +234,8 @@ class DirectCollectives(ExchangeTransport):
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         def launch() -> None:
-            self._launch(self._idle, job, x, torch.empty_like(out), 0)
+            # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
+            self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0)
 
         self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
 

@@ -289,6 +289,8 @@ def check_signals(case: Case) -> list[str]:
     publications = (case.kernel in PUBLISHERS) + 2 * (case.checksums and case.kernel in FINDERS)
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
+    if signals.exchanges:
+        faults.append(f"{signals.exchanges} atomic exchanges with peers or the host")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
     if signals.arrivals != (case.kernel != "close_round"):
