@@ -141,6 +141,7 @@ def stub_driver(capability: int = 90, multiprocessors: int = 132) -> Iterator[St
         stack.enter_context(mock.patch.object(triton.knobs.nvidia, "libcuda_path", folder))
         for name, stand_in in _torch_cuda(stub, capability, multiprocessors).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(signal, "_platform_of", lambda device: "cuda"))
         stack.enter_context(mock.patch.object(signal, "num_multiprocessors", lambda device: multiprocessors))
         signal._launch.cache_clear()

@@ -19,8 +19,9 @@ import torch
 from thinwire.triton_kernels.checksum import element_terms
 from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, load_record_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
+from thinwire.triton_kernels.dispatch import first_mentions, owner_of
 from thinwire.triton_kernels.floats import store_float32
+from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -31,18 +32,18 @@ from thinwire.triton_kernels.round_checksum import (
     differ,
     end_lane,
     is_running,
-    lane_to_end,
     lines_fit,
     planes_differ,
     put,
     put_line_sums,
     seed_words,
 )
+from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
-    Launch,
     agreed,
     arrive,
+    most_programs,
     num_programs_for,
     publish,
     register_limit,
@@ -79,6 +80,7 @@ def tail_terms(grads, ks, LAYOUT: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def send_sums_kernel(
     expert_out_ptr,
+    weight_grads_ptr,  # float32 [slots, top_k], of which each id's is read; only where lanes carry some
     expert_out_row_stride,
     num_rows,
     buffer_ptr,
@@ -87,8 +89,7 @@ def send_sums_kernel(
     positions_ptr,
     weights_ptr,
     rank,
-    report_ptr,  # as `lane_to_end` has it
-    weight_grads_ptr,  # float32 [slots, top_k], of which each id's is read; only where lanes carry some
+    report_ptr,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -163,15 +164,15 @@ def send_sums_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def sum_home_kernel(
-    buffer_ptr,
-    control_ptr,
-    rank,
     out_ptr,
+    weight_grads_ptr,  # float32 [tokens, top_k], written whole; only where lanes carry some
     out_row_stride,
     num_tokens,
-    buffer_ptrs,  # this and the next as `lane_to_end` has them
+    buffer_ptr,
+    buffer_ptrs,
+    control_ptr,
     report_ptr,
-    weight_grads_ptr,  # float32 [tokens, top_k], written whole; only where lanes carry some
+    rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -280,18 +281,23 @@ def send_sums(
             of this rank's experts are stored at their tokens' homes, exactly.
         as_they_are: each sum is the record at its first position, which is neither weighted nor quantised again.
     """
-    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
-    device, encoded = expert_out.device, expert_out.dtype == torch.uint8
-    programs = num_programs_for(lane.positions.shape[0], device, num_programs)
-    with torch.cuda.device_of(expert_out):  # Triton launches on the current device
-        send_sums_kernel[(programs,)](
-            expert_out.view(torch.int8) if encoded else expert_out, expert_out.stride(0), expert_out.shape[0],
-            lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.positions, lane.weights, lane.rank,
-            lane_to_end(lane)[1], check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout,
-            K_BLOCK=top_k_block(lane), ENCODED=encoded, AS_THEY_ARE=as_they_are, LAUNCH=Launch.of(lane.layout, device),
-            num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout),
-            enable_fp_fusion=False, **register_limit(device),
-        )  # fmt: skip
+    encoded = expert_out.dtype == torch.uint8
+    launch, programs = kept(lane, _sum_sending, dtype, encoded, as_they_are, num_programs)
+    rows = expert_out.view(torch.int8) if encoded else expert_out
+    launch(programs, 1, (rows, check_weight_grads(lane, weight_grads)), (rows.stride(0),), (rows.shape[0],))
+
+
+def _sum_sending(
+    lane: Lane, dtype: torch.dtype, encoded: bool, as_they_are: bool, num_programs: int | None
+) -> tuple[Launcher, int]:
+    layout, device = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    launch = round_launcher(
+        lane, send_sums_kernel, {"LAYOUT": layout, "ENCODED": encoded, "AS_THEY_ARE": as_they_are},
+        ("expert_out_ptr", "weight_grads_ptr"), ("expert_out_row_stride",), ("num_rows",),
+        num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
+        **register_limit(device),
+    )  # fmt: skip
+    return launch, num_programs_for(lane.positions.shape[0], device, num_programs)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:
@@ -306,12 +312,16 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     weight_grads = check_home_grads(lane, out, weight_grads)
     if out.shape[0] == 0:
         return
-    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
-    programs = num_programs_for(out.shape[0], out.device, None)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        sum_home_kernel[(programs,)](
-            lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
-            *lane_to_end(lane)[:2], weight_grads, ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
-            LAUNCH=Launch.of(lane.layout, out.device), enable_fp_fusion=False, **register_limit(out.device),
-            num_warps=layout.num_warps * (2 if lane.layout.CHECKSUMS else 1),
-        )  # fmt: skip
+    launch, most = kept(lane, _home_summing, out.dtype)
+    tokens = out.shape[0]
+    launch(min(tokens, most), 1, (out, weight_grads), (out.stride(0),), (tokens,))
+
+
+def _home_summing(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
+    layout, device = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    launch = round_launcher(
+        lane, sum_home_kernel, {"LAYOUT": layout}, ("out_ptr", "weight_grads_ptr"), ("out_row_stride",),
+        ("num_tokens",), num_warps=layout.num_warps * (2 if lane.layout.CHECKSUMS else 1), enable_fp_fusion=False,
+        **register_limit(device),
+    )  # fmt: skip
+    return launch, most_programs(device)
