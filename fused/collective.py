@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -23,7 +24,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerT
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import ExchangeTransport, Refusal, open_direct, uses_triton, voters
+from thinwire.fused.transport import BEFORE_CAPTURE, ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -168,7 +169,7 @@ class DirectCollectives(ExchangeTransport):
         job = self._jobs.get(key)
         if job is None:
             if self.capturing:
-                raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
+                raise ThinwireError(BEFORE_CAPTURE)
             if len(self._jobs) >= _MOST_JOBS:
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
@@ -234,7 +235,7 @@ class DirectCollectives(ExchangeTransport):
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, programs, times = self._kernels, self._num_programs, (self.timeout, self.grace)
+        kernels, programs, times = self._kernels, self._num_programs, (self.wait_seconds, self.grace)
         self._phase("quantise and store")
         if job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk, programs)
@@ -252,9 +253,9 @@ class DirectCollectives(ExchangeTransport):
         aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
 
         def launch() -> None:
-            room = torch.empty(out.numel() + 16, dtype=out.dtype, device=out.device)
-            first = 0 if aligned[1] else 1
-            self._launch(self._idle, job, x, room[first : first + out.numel()], 0)
+            # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
+            room = out.new_empty(17)
+            self._launch(self._idle, replace(job, most_rows=0), x, room[:16] if aligned[1] else room[1:], 0)
 
         self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned), launch)
 

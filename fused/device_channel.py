@@ -28,6 +28,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
 from thinwire.fused.counts import Segments
+from thinwire.fused.transport import BEFORE_CAPTURE
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS, ExchangeLayout
@@ -85,7 +86,7 @@ class DeviceChannel(Channel):
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> DeviceRowFormat:
         """Never forgotten: captured graphs go on reading its words on the device."""
         if self.capturing:
-            raise ThinwireError("make a call like this one before a CUDA graph of it is captured")
+            raise ThinwireError(BEFORE_CAPTURE)
         elements, piece_bytes = math.prod(tail), self.layout.SLOT_BYTES
         step, record_bytes, layout = elements * dtype.itemsize, 0, None
         if wire.quantized and elements:
@@ -208,7 +209,7 @@ class DeviceChannel(Channel):
         kernels.note(self._end, transfer.sends, receives, form.unit, form.per_piece)
 
     def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
-        kernels.wait(self._end, reason, number, form.signature, check, self.timeout, self.grace)
+        kernels.wait(self._end, reason, number, form.signature, check, self.wait_seconds, self.grace)
         if self.always_looks:
             self.raise_findings()
 

@@ -56,6 +56,12 @@ TRANSPORTS = ("auto", "direct", "staged")
 #: Seconds that peers get to say that they are stuck as well, where the ranks vote on who is lost after that.
 _GRACE_BEFORE_VOTE = 0.25
 
+#: Seconds more that peers get in a call whose kernels this rank had to compile or load, as they may have to as well.
+_COMPILE_SECONDS = 120.0
+
+#: What is said of a call that is captured, and was never made.
+BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
+
 _prepare_lock = threading.Lock()
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=Attachment)
@@ -225,6 +231,14 @@ def _why_not(comm: Communicator) -> str | None:
 # What all users of peers' memory have in common
 
 
+def compiled_for(*tensors: torch.Tensor) -> tuple[Hashable, ...]:
+    """What of tensors with contiguous rows Triton compiles a kernel anew for."""
+    return tuple(
+        (tensor.dtype, tensor.data_ptr() % 16 == 0, tensor.stride(0) % 16 == 0, tensor.stride(0) == 1)
+        for tensor in tensors
+    )
+
+
 class DirectTransport(Attachment):
     """One rank's end of the direct transport: streams, preparation, what kernels report, and the end of it all.
 
@@ -236,7 +250,8 @@ class DirectTransport(Attachment):
         memory: a buffer on every rank, zero at first; closed by `close`.
         rank: this rank.
         timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
-            say that they are stuck as well; with voters a quarter of one.
+            say that they are stuck as well; with voters a quarter of one. On CUDA two minutes more in a call for which
+            this rank had to compile or load kernels.
         voters: see the function.
 
     Attributes:
@@ -260,45 +275,58 @@ class DirectTransport(Attachment):
         self.failure: ThinwireError | None = None
         self.closed = False
         self._prepared: set[Hashable] = set()
-        self._last_stream: torch.cuda.Stream | None = None
+        self._prepares = False  # whether kernels of the call under way had to be prepared
+        self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
 
     @property
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
-    def take_turn(self) -> torch.cuda.Stream | None:
+    def take_turn(self, lane: int = 0) -> torch.cuda.Stream | None:
         """The current stream, once it waits for what the last call launched on another; on the CPU there are none.
 
         While a graph is captured, the order of streams is the caller's affair.
+
+        Args:
+            lane: whose last call is meant; those of others may go on meanwhile.
         """
         if not self.on_gpu:
             return None
-        stream = torch.cuda.current_stream(self.device)
-        if self.capturing:
-            return stream  # an eager call that waited for it would join the capture
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        stream, last = torch.cuda.current_stream(self.device), self._last_streams.get(lane)
+        if stream != last and not self.capturing:  # which would take in the other stream
+            if last is not None:
+                stream.wait_stream(last)
+            self._last_streams[lane] = stream
         return stream
 
     def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
 
         Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one. It is done on a stream of its own: ahead on the current one there may be a call that waits for a rank that
-        waits for this lock.
+        one. The host waits for nothing here: on any stream, one of torch's pool too, there may be a call ahead that
+        waits for a rank that waits for this lock. Each call comes here once, before it launches anything.
 
         Args:
-            launch: launches them on memory that is marked as given up, where kernels do nothing.
+            launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
+
+        Raises:
+            ThinwireError: the current stream is being captured in a CUDA graph, which compiling and loading would end.
         """
-        if not self.on_gpu or key in self._prepared or self.capturing:
+        if not self.on_gpu:
             return
-        stream = torch.cuda.Stream(self.device)
-        with _prepare_lock, torch.cuda.stream(stream):
-            launch()
-            stream.synchronize()
-        self._prepared.add(key)
+        self._prepares = key not in self._prepared
+        if self._prepares:
+            if self.capturing:
+                raise ThinwireError(BEFORE_CAPTURE)
+            with _prepare_lock:
+                launch()
+            self._prepared.add(key)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a wait of this call may last: `timeout`, and longer where the call's kernels had to be prepared."""
+        return self.timeout + (_COMPILE_SECONDS if self._prepares else 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What went wrong

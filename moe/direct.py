@@ -15,6 +15,7 @@ import torch
 
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
+from thinwire.fused.transport import compiled_for
 from thinwire.moe.direct_lanes import LOST, DirectLanes
 from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
 from thinwire.moe.plan import SendPlan
@@ -38,18 +39,21 @@ class DirectRounds(DirectLanes):
         """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
         self.raise_failure(lane)
         recorder = self.config.comm._recorder
-        self.prepare((x.dtype, topk_ids.dtype), lambda: self._launch_idle(x.dtype, topk_ids.dtype))
+        tensors, weights = self.lanes[lane], topk_weights.float()
+        sends = x, topk_ids, weights, self.config.num_programs
+        if self.on_gpu:
+            self.prepare(compiled_for(x, topk_ids, weights), lambda: self._launch_idle(*sends))
+            self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
             self.close_round(lane)
-        tensors, weights = self.lanes[lane], topk_weights.float()
         recorder.phase("quantise and store")
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
         if len(x) > tensors.layout.MAX_TOKENS:
             self.kernels.refuse(tensors, x.dtype, -len(x), tag)
         else:
-            self.kernels.send_tokens(tensors, x, topk_ids, weights, self.config.num_programs, tag)
+            self.kernels.send_tokens(tensors, *sends, tag)
 
         def end() -> Dispatched:
             recorder.phase("wait for peers")
@@ -129,8 +133,18 @@ class DirectRounds(DirectLanes):
         recorder = self.config.comm._recorder
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
-        if expert_out.dtype == torch.uint8:
-            self.prepare(("records", dtype, as_they_are), lambda: self.kernels.send_sums(self._idle_lane(), *sends))
+
+        def launch_idle() -> None:
+            idle = self._idle_lane()
+            self.kernels.send_sums(idle, *sends)
+            # A row like those of `out`, which itself may still be read.
+            room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
+            row = out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
+            self.kernels.sum_home(idle, row, None if of_tokens is None else torch.empty_like(of_tokens[:1]))
+
+        if self.on_gpu:
+            self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle)
+            self.take_turn(lane)
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
@@ -168,7 +182,8 @@ class DirectRounds(DirectLanes):
             self._unfinished[lane] = None
 
     def _wait(self, lane: int, phase: int) -> None:
-        self.kernels.wait(self.lanes[lane], phase, self.timeout, self.grace)
+        self.take_turn(lane)
+        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
         if self.on_gpu:
             return
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
@@ -192,22 +207,25 @@ class DirectRounds(DirectLanes):
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
         local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
-        return replace(lane, report=torch.zeros_like(lane.report).pin_memory(), **local)
+        return replace(lane, **local)
 
-    def _launch_idle(self, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
-        idle = self._idle_lane()
+    def _launch_idle(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_programs: int | None
+    ) -> None:
+        """Each kernel of a round of such tokens once, on an idle lane."""
+        idle, dtype = self._idle_lane(), x.dtype
         row = torch.zeros(1, idle.layout.HIDDEN, dtype=dtype, device=self.device)
-        ids = torch.zeros(1, idle.layout.TOP_K, dtype=id_dtype, device=self.device)
-        self.kernels.send_tokens(idle, row, ids, ids.float(), self.config.num_programs)
+        self.kernels.send_tokens(idle, x, topk_ids, topk_weights, num_programs)
         self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
         self.kernels.route(idle)
         self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
         for out_dtype in DTYPE_CODES:
             weight_grads = idle.weights if idle.layout.WEIGHT_GRADS else None
-            self.kernels.send_sums(idle, row.to(out_dtype), dtype, self.config.num_programs, weight_grads)
+            self.kernels.send_sums(idle, row.to(out_dtype), dtype, num_programs, weight_grads)
         self.kernels.close_round(idle)
         self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-        self.kernels.sum_home(idle, row, ids.float() if idle.layout.WEIGHT_GRADS else None)
+        home_grads = row.new_zeros(1, idle.layout.TOP_K, dtype=torch.float32) if idle.layout.WEIGHT_GRADS else None
+        self.kernels.sum_home(idle, row, home_grads)
 
 
 class _DirectRound(Dispatched):

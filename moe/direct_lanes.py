@@ -78,6 +78,8 @@ class DirectLanes(DirectTransport, Rounds):
             )
             for number in range(config.lanes)
         ]
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()  # what was filled here is used on any stream
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}

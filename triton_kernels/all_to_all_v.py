@@ -88,11 +88,18 @@ def note_kernel(
     table_ptr,
     control_ptr,
     first,
-    unit,
-    per_piece,
-    # Of eight peers: rows to send, the first of them, rows to receive, where the first of them goes.
-    a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
-    a4, b4, c4, d4, a5, b5, c5, d5, a6, b6, c6, d6, a7, b7, c7, d7,
+    unit: tl.int64,
+    per_piece: tl.int64,
+    # Of eight peers: rows to send, the first of them, rows to receive, where the first of them goes. With a type, as
+    # without one each number past 2**31 would be a kernel of its own.
+    a0: tl.int64, b0: tl.int64, c0: tl.int64, d0: tl.int64,
+    a1: tl.int64, b1: tl.int64, c1: tl.int64, d1: tl.int64,
+    a2: tl.int64, b2: tl.int64, c2: tl.int64, d2: tl.int64,
+    a3: tl.int64, b3: tl.int64, c3: tl.int64, d3: tl.int64,
+    a4: tl.int64, b4: tl.int64, c4: tl.int64, d4: tl.int64,
+    a5: tl.int64, b5: tl.int64, c5: tl.int64, d5: tl.int64,
+    a6: tl.int64, b6: tl.int64, c6: tl.int64, d6: tl.int64,
+    a7: tl.int64, b7: tl.int64, c7: tl.int64, d7: tl.int64,
     EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """Writes eight peers' columns of the table. One program.
@@ -122,8 +129,8 @@ def wait_kernel(
     report_ptr,
     rank,
     number,
-    timeout_ns,
-    grace_ns,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
     FOR: tl.constexpr,
     CHECK: tl.constexpr,
     EXCHANGE: tl.constexpr,
@@ -154,7 +161,7 @@ def wait_kernel(
         late = wait_for_all(base, rank, lines, targets, timeout_ns, EXCHANGE, LAUNCH)
         if late > 0:
             give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, EXCHANGE, LAUNCH)
-            poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE)
+            poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE, LAUNCH)
         else:
             headers = load_headers(base, lines, EXCHANGE, LAUNCH)
             if FOR == _HEADERS and EXCHANGE.SUMS > 0:
@@ -178,7 +185,7 @@ def wait_kernel(
                     # This rank takes part no more; nobody shall wait for it until time is up.
                     store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_EPOCH, epoch, EXCHANGE, LAUNCH)
                     publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
-                    poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE)
+                    poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

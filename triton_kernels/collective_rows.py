@@ -134,7 +134,7 @@ def sum_tile(first_record, tile, a, b, EXCHANGE: tl.constexpr, LAYOUT: tl.conste
     total = tl.zeros(columns.shape, tl.float32)
     unrolled: tl.constexpr = 1 if EXCHANGE.SUMS > 0 else 4  # with sums more at a time would spill
     for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=unrolled):
-        record = tl.multiple_of(first_record + source * EXCHANGE.SLOT_BYTES, 16)
+        record = tl.multiple_of(first_record + tl.full((), EXCHANGE.SLOT_BYTES, tl.int64) * source, 16)
         if EXCHANGE.SUMS > 0:
             payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, True)
             more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)

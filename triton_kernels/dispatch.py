@@ -37,6 +37,7 @@ from thinwire.triton_kernels.round_checksum import (
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_BITS, DTYPE_CODES, REFUSED, Lane
 from thinwire.triton_kernels.signal import (
+    advance,
     arrive,
     most_programs,
     poison,
@@ -193,8 +194,7 @@ def send_tokens_kernel(
             send_record(x_row, buffer_ptrs, seed_epoch, rank, slot, destinations, ROUND, LAYOUT, K_BLOCK)
             token += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
-            epoch = tl.load(control_ptr + ROUND.EPOCH) + 1
-            tl.store(control_ptr + ROUND.EPOCH, epoch)
+            epoch = advance(control_ptr + ROUND.EPOCH, 1)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.TOKENS, num_tokens, ROUND, LAUNCH)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.DTYPE, dtype_code, ROUND, LAUNCH)
             if ROUND.CHECKSUMS:
@@ -227,8 +227,8 @@ def wait_kernel(
     control_ptr,
     report_ptr,
     rank,
-    timeout_ns,
-    grace_ns,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
     PHASE: tl.constexpr,
     ROUND: tl.constexpr,
     LAUNCH: tl.constexpr,
@@ -258,7 +258,7 @@ def wait_kernel(
                     tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
                     status = status * 0 + ROUND.MISMATCHED
         if status != ROUND.RUNNING:
-            poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND)
+            poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def begin_epoch(
     # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
     # `docs/protocol.md`.
     own = tl.load(signal_words(tl.load(buffer_ptrs + rank), EXCHANGE.TAILS, 0, rank, EXCHANGE))
+    tl.debug_barrier()  # a late warp would load what is about to be stored, and go another way
     if own != epoch - 1:
         store_signal_words(buffer_ptrs, rank, EXCHANGE.TAILS, 0, epoch - 1, EXCHANGE, LAUNCH)
     publish_header(buffer_ptrs, rank, epoch, 0, 0, signature, EXCHANGE, LAUNCH)
@@ -168,7 +169,7 @@ def wait_alone(
                 tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
                 status = status * 0 + EXCHANGE.MISMATCHED
     if status != EXCHANGE.RUNNING:
-        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE)
+        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)
 
 
 @triton.jit

@@ -144,7 +144,7 @@ def end_exchange(
     store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_PHASE, PHASE, EXCHANGE, LAUNCH)
     store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_ON_YOU, 0, EXCHANGE, LAUNCH)
     publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
-    poison(control_ptr, report_ptr, EXCHANGE.CORRUPTED, epoch, PHASE, EXCHANGE)
+    poison(control_ptr, report_ptr, EXCHANGE.CORRUPTED, epoch, PHASE, EXCHANGE, LAUNCH)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from thinwire.triton_kernels.exchange_checksum import (
     put_sums,
     slot_seed,
 )
-from thinwire.triton_kernels.signal import arrive, publish, store_signal_number, store_signal_words
+from thinwire.triton_kernels.signal import advance, arrive, publish, store_signal_number, store_signal_words
 
 # Rows of an endpoint's table, and of its counters.
 SEND_COUNT, SEND_DISPL, SEND_PIECES, RECV_COUNT, RECV_DISPL, RECV_PIECES, EXPECTED = (tl.constexpr(r) for r in range(7))
@@ -132,8 +132,7 @@ def publish_tail(
     peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < world
     pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0)
-    sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
-    tl.store(counters_ptr + SENT * world + peers, sent, mask=known)
+    sent = advance(counters_ptr + SENT * world + peers, tl.where(pieces > number, 1, 0), known)
     publish(buffer_ptrs, rank, EXCHANGE.TAILS, sent.to(tl.int32), EXCHANGE, LAUNCH)
 
 
@@ -146,8 +145,7 @@ def publish_pieces(
     if FIRST:
         world: tl.constexpr = EXCHANGE.WORLD
         peers = tl.arange(0, LAUNCH.BLOCK)
-        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
-        tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
+        epoch = advance(control_ptr + EXCHANGE.EPOCH, 1)
         line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
         pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=peers < world, other=0)
         rest = (pieces - 1).to(tl.int32)
@@ -167,8 +165,7 @@ def publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE: t
     peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < world
     pieces = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=0)
-    received = tl.load(counters_ptr + RECEIVED * world + peers, mask=known, other=0) + tl.where(pieces > number, 1, 0)
-    tl.store(counters_ptr + RECEIVED * world + peers, received, mask=known)
+    received = advance(counters_ptr + RECEIVED * world + peers, tl.where(pieces > number, 1, 0), known)
     publish(buffer_ptrs, rank, EXCHANGE.HEADS, received.to(tl.int32), EXCHANGE, LAUNCH)
 
 

@@ -188,4 +188,4 @@ def end_lane(lane, KIND: tl.constexpr, source, row, ROUND: tl.constexpr, LAUNCH:
         tl.store(report_ptr + ROUND.CHECKED, KIND)
         tl.store(report_ptr + ROUND.SOURCE, source)
         tl.store(report_ptr + ROUND.ROW, row)
-        poison(control_ptr, report_ptr, ROUND.CORRUPTED, epoch, phase, ROUND)
+        poison(control_ptr, report_ptr, ROUND.CORRUPTED, epoch, phase, ROUND, LAUNCH)

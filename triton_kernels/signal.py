@@ -82,7 +82,7 @@ class Launch:
 
     Attributes:
         BLOCK: lanes of a vector that holds something of every rank.
-        STORE: flags are stored instead of exchanged.
+        STORE: Triton can store in release order.
         PLATFORM: which clock and scopes there are: "cuda", "hip" or "interpreter".
     """
 
@@ -190,6 +190,49 @@ def arrive(control_ptr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def store_released(words, values, mask, LAUNCH: tl.constexpr):
+    """Stores int32 `values` [BLOCK], which nobody else writes, in release order at system scope.
+
+    On NVIDIA's GPUs never by an atomic exchange: over PCIe peers' memory, and the host's, may know none.
+    """
+    if LAUNCH.STORE:
+        tl.atomic_store(words, values, mask=mask, sem="release", scope="sys")
+    elif LAUNCH.PLATFORM == "cuda":
+        # Assembly is executed by every thread that has an element: in so many rows each thread has one of its own.
+        threads: tl.constexpr = tl.extra.cuda.num_threads()
+        rows: tl.constexpr = (threads + LAUNCH.BLOCK - 1) // LAUNCH.BLOCK
+        row = tl.arange(0, triton.next_power_of_2(rows))[:, None]
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred %stored;
+            setp.ne.b32 %stored, $3, 0;
+            @%stored st.release.sys.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r",
+            [words.to(tl.int64)[None, :], values[None, :], tl.where(row == 0, mask[None, :], False).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(words, values, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def advance(words, steps, mask=None):
+    """Adds to words of this rank's own memory that no other program touches meanwhile; all threads get the sums.
+
+    Every thread loads a word and one stores it. Without the barrier a late warp would load what was just stored, and
+    publish one too many.
+    """
+    advanced = tl.load(words, mask=mask) + steps
+    tl.debug_barrier()
+    tl.store(words, advanced, mask=mask)
+    return advanced
+
+
+@triton.jit
 def publish(buffer_ptrs, rank, LINES: tl.constexpr, epoch, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
     """Sets this rank's flag at every peer, itself included, to `epoch`; all stores before it are then visible."""
     peers = tl.arange(0, LAUNCH.BLOCK)
@@ -197,10 +240,7 @@ def publish(buffer_ptrs, rank, LINES: tl.constexpr, epoch, LAYOUT: tl.constexpr,
     flags = peers_words(buffer_ptrs, rank, LINES, 0, LAYOUT, LAUNCH)
     values = epoch + tl.zeros_like(peers)
     tl.debug_barrier()
-    if LAUNCH.STORE:
-        tl.atomic_store(flags, values, mask=mask, sem="release", scope="sys")
-    else:
-        tl.atomic_xchg(flags, values, mask=mask, sem="release", scope="sys")
+    store_released(flags, values, mask, LAUNCH)
 
 
 @triton.jit
@@ -337,14 +377,17 @@ def wait_or_give_up(
 
 
 @triton.jit
-def poison(control_ptr, report_ptr, status, epoch, PHASE: tl.constexpr, LAYOUT: tl.constexpr):
+def poison(
+    control_ptr, report_ptr, status, epoch, PHASE: tl.constexpr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr
+):  # fmt: skip
     """Ends the use of the memory: kernels that find this status send nothing, and give NaN."""
     tl.store(report_ptr + LAYOUT.REPORT_EPOCH, epoch)
     tl.store(report_ptr + LAYOUT.REPORT_PHASE, PHASE)
     tl.store(control_ptr + LAYOUT.STATUS, status)
     tl.debug_barrier()
     # The host reads the report while kernels run: its status goes last.
-    tl.atomic_xchg(report_ptr + LAYOUT.REPORT_STATUS, status, sem="release", scope="sys")
+    lanes = tl.arange(0, LAUNCH.BLOCK)
+    store_released(report_ptr + LAYOUT.REPORT_STATUS + lanes, status + tl.zeros_like(lanes), lanes == 0, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import queue
 import sys
 import threading
@@ -17,9 +18,39 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
-from thinwire.errors import PeerTimeout
+from thinwire.errors import PeerTimeout, TransportUnavailable
+from thinwire.log import LOGGER
 
 _LAST_SECONDS = 1.0  # that ranks get to end once their waits were ended
+
+# What CUDA reads when it starts: how many hardware queues it has for a process's streams, 1 to 32; and whether kernels
+# are loaded when they are first used.
+_QUEUES, _LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+_QUEUES_IF_UNSET, _MOST_QUEUES = 8, 32
+
+
+def require_queues(ranks: int) -> None:
+    """Refuses more ranks than a GPU runs side by side; before CUDA has started, makes that as many as there may be.
+
+    Each rank needs a hardware queue of its own, and the caller two. Streams that share one get to run in the order in
+    which they were given work, so a kernel that waits for a peer would keep that peer's kernels from starting. Loading
+    a kernel may have to wait for the device, and thus for such a kernel: they are all loaded when CUDA starts.
+
+    Raises:
+        TransportUnavailable: more ranks than queues.
+    """
+    if not torch.cuda.is_initialized():
+        for variable, value in ((_QUEUES, str(_MOST_QUEUES)), (_LOADING, "EAGER")):
+            if variable not in os.environ:
+                os.environ[variable] = value
+                LOGGER.info("%s=%s, as ranks are threads of one GPU", variable, value)
+    given = os.environ.get(_QUEUES, "")
+    queues = min(int(given) if given.isdecimal() else _QUEUES_IF_UNSET, _MOST_QUEUES)
+    if ranks + 2 > queues:
+        raise TransportUnavailable(
+            f"{ranks} ranks that are threads of one GPU need {ranks + 2} hardware queues, and CUDA has {queues} in "
+            f"this process: at most {_MOST_QUEUES - 2} ranks, with {_QUEUES}={_MOST_QUEUES} set before CUDA starts"
+        )
 
 
 def run_rank_threads(

@@ -24,7 +24,7 @@ import torch
 
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
 from thinwire._rank_server import ServedProcess
-from thinwire._rank_thread import run_rank_threads
+from thinwire._rank_thread import require_queues, run_rank_threads
 from thinwire.comm.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
 from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import ThinwireError, TransportUnavailable
@@ -97,9 +97,11 @@ def run_ranks(
     the ranks print appears at once.
 
     As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
-    are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks use the
-    current GPU, each with a stream of its own. A thread cannot be killed: when a rank failed or time is up, all waits
-    for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
+    are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks, at most
+    30, use the current GPU, each with a stream of its own; unless CUDA has started, or they have values,
+    CUDA_DEVICE_MAX_CONNECTIONS and CUDA_MODULE_LOADING are set to 32 and EAGER in this process's environment, so that
+    ranks which wait do not keep others from running. A thread cannot be killed: when a rank failed or time is up, all
+    waits for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
 
     Args:
         fn: called with a `thinwire.comm.Communicator` over all the ranks, and `args`.
@@ -117,7 +119,8 @@ def run_ranks(
         RankError: a rank raised (its whole traceback is in the message) or died; the others got 2 s to end. Or `fn`, an
             argument or a result cannot be sent; for the first two nothing is started.
         RanksTimeout: a TimeoutError, with the ranks that had not finished and each one's Python stack.
-        TransportUnavailable: fewer GPUs than ranks that are processes, or none.
+        TransportUnavailable: fewer GPUs than ranks that are processes, or none; or more threads of a GPU than it runs
+            side by side.
         ThinwireError: arguments that make no sense, such as `env` for threads.
 
     >>> import operator
@@ -154,6 +157,8 @@ def _check_request(world_size: int, mode: str, device: str, timeout: float, env:
         raise ThinwireError(
             f"env is {env!r}, but threads share this process's environment: expected None, or processes"
         )
+    if mode == "thread" and device == "cuda":
+        require_queues(world_size)  # before CUDA is asked for anything
     needed = 1 if mode == "thread" else world_size
     if device == "cuda" and torch.cuda.device_count() < needed:
         raise TransportUnavailable(

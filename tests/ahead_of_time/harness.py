@@ -65,8 +65,11 @@ def record_launches(function: Callable[..., object], *args: object) -> list[Laun
     return launches
 
 
-def compile_launch(launch: Launch, target: str) -> Any:
-    """Compiles for a target as the just-in-time compiler would: 1 becomes a constant, multiples of 16 are marked."""
+def specialise(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[Any]]]:
+    """Types, constants and attributes that the just-in-time compiler gives to a launch's arguments.
+
+    Of numbers 1 becomes a constant, and multiples of 16 are marked, as pointers to such places are.
+    """
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
@@ -79,13 +82,19 @@ def compile_launch(launch: Launch, target: str) -> Any:
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and specialised:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             narrow = "i32" if -(2**31) <= value < 2**31 else "i64"
             signature[name] = parameter.annotation_type or narrow
             if value % 16 == 0 and specialised:
                 attributes[(position,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def compile_launch(launch: Launch, target: str) -> Any:
+    """Compiles for a target as the just-in-time compiler would."""
+    signature, constants, attributes = specialise(launch, target)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=launch.options)
 
@@ -115,7 +124,7 @@ class Signals:
     whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
     atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `releases` and
     `looks` count what programs of one launch tell each other: exchanges with release order on the GPU, and reads with
-    acquire order on it.
+    acquire order on it. `exchanges` counts those at system scope, which would ask a link for atomics.
     """
 
     system_fences: int
@@ -124,6 +133,7 @@ class Signals:
     acquires: int
     releases: int
     looks: int
+    exchanges: int
 
 
 _RELEASE = re.compile(r"(?:atom\.global\.sys\.release|fence\.(?:acq_rel|release|sc)\.sys|st\.release\.sys)\S*")
@@ -148,6 +158,7 @@ def inspect_signals(compiled: Any) -> Signals:
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
         releases=len(re.findall(r"atom\.global\.gpu\.release\.exch", ptx)),
         looks=len(re.findall(r"(?:ld|atom)\.global\.gpu\.acquire", ptx)),
+        exchanges=len(re.findall(r"(?:atom|red)\.global\.sys\.\w+\.(?:exch|cas)", ptx)),
     )
 
 

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from tests.ahead_of_time.harness import TARGETS, Report, compile_launch, inspect, inspect_signals, record_launches
+from tests.ahead_of_time.harness import (
+    TARGETS,
+    Launch,
+    Report,
+    compile_launch,
+    inspect,
+    inspect_signals,
+    record_launches,
+)
 from tests.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import channel_layout
@@ -245,10 +253,15 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
     return function, arguments, 0
 
 
+def recorded_case(case: Case) -> Launch:
+    """What one case launches."""
+    function, arguments, number = _launcher(case)
+    return record_launches(function, *arguments)[number]
+
+
 def compiled_case(case: Case) -> Any:
     """Compiles one case."""
-    function, arguments, number = _launcher(case)
-    return compile_launch(record_launches(function, *arguments)[number], case.target)
+    return compile_launch(recorded_case(case), case.target)
 
 
 def compile_case(case: Case) -> Report:
@@ -269,6 +282,8 @@ def check_signals(case: Case) -> list[str]:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
     if (signals.releases, signals.looks) != (waits, waits):
         faults.append(f"{signals.releases} releases and {signals.looks} acquires between programs, expected {waits}")
+    if signals.exchanges:
+        faults.append(f"{signals.exchanges} atomic exchanges with peers or the host")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
     silent = () if case.checksums else ("reduce", "gather_recv")

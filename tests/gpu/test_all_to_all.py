@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
+from tests.gpu.capture import capture
+from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
@@ -217,13 +219,14 @@ def _graphs(comm: Communicator) -> None:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     channel.check()
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        a, b = step()
+
+    def captured() -> tuple[torch.Tensor, torch.Tensor]:
+        results = step()
         with pytest.raises(CountsError, match="recv_counts must be given"):
             all_to_all_v(x, counts, wire="int8", comm=comm, transport="direct")
-    comm.barrier()
+        return results
+
+    graph, (a, b) = capture(comm, captured)
     for seed in range(6):
         generator = torch.Generator().manual_seed(100 * seed + comm.rank)
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -257,14 +260,9 @@ def _no_synchronisation(comm: Communicator) -> None:
 
     step()
     channel.check()
-    comm.barrier()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused(comm):
         for _ in range(5):
             step()
-        comm.share_objects(None) if comm.in_process else None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     channel.check()
 
 
@@ -313,6 +311,9 @@ def _a_wrong_count(comm: Communicator) -> str:
     counts = [80] * comm.size
     expected = [81, *counts[1:]] if comm.rank == 1 else counts
     x = torch.ones(80 * comm.size, 1024, device=comm.device)
+    all_to_all_v(x, counts, counts, wire="none", comm=comm, transport="direct")  # kernels are compiled
+    channel.check()
+    comm.barrier()
     started = time.monotonic()
     all_to_all_v(x, counts, expected, wire="none", comm=comm, transport="direct")
     with pytest.raises(CountsError if comm.rank == 1 else PeerTimeout) as caught:
@@ -324,6 +325,6 @@ def _a_wrong_count(comm: Communicator) -> str:
 
 def test_a_count_that_differs_ends_the_channel_and_nobody_hangs() -> None:
     for told in _everywhere(_a_wrong_count):
-        assert told[1] == "in call 1: rank 0 sends rank 1 80 rows, but rank 1 expects 81 from rank 0"
+        assert told[1] == "in call 2: rank 0 sends rank 1 80 rows, but rank 1 expects 81 from rank 0"
         for text in (told[0], *told[2:]):
             assert re.search(r"\b1\b[^;]* gave up too", str(text)), text

@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 import thinwire as tw
+from tests.gpu.capture import capture
+from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch, PeerTimeout
@@ -139,11 +141,7 @@ def _graphs(comm: Communicator) -> None:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     collectives.check()
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        own, everyones = step()
-    comm.barrier()
+    graph, (own, everyones) = capture(comm, step)
     for seed in range(6):
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(100 * seed + comm.rank)))
         graph.replay()
@@ -176,14 +174,9 @@ def _no_synchronisation(comm: Communicator) -> None:
 
     step()
     collectives.check()
-    comm.barrier()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused(comm):
         for _ in range(5):
             step()
-        comm.share_objects(None) if comm.in_process else None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     collectives.check()
 
 

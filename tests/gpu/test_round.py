@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
+from tests.gpu.capture import capture
+from tests.gpu.waiting import waiting_refused
 from tests.moe.test_rounds_direct import (
     HIDDEN,
     MAX_TOKENS,
@@ -132,12 +134,8 @@ def _graphs(comm: Communicator) -> None:
         with torch.cuda.stream(stream):
             step(0)
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y, overflow = step(0)
-        comm.barrier()
+        ep.check()
+        graph, (y, overflow) = capture(comm, lambda: step(0))
         for seed in range(1, 9):
             kind = ("ragged", "one_expert")[seed % 2]
             fresh = tokens(comm.rank, "one_expert", torch.bfloat16, seed)
@@ -167,13 +165,9 @@ def _no_synchronisation(comm: Communicator) -> None:
 
         step()
         ep.check()
-        comm.barrier()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_refused(comm):
             for _ in range(5):
                 step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         ep.check()
 
 

@@ -91,7 +91,8 @@ _PUBLISH = [
     Case("publish", "no barrier before the release", "BROKEN_NO_BARRIER", "seen["),
     Case("publish", "arrival without order", "BROKEN_RELAXED_ARRIVAL", "part["),
     Case("publish", "the look without acquire", "BROKEN_RELAXED_LOOK", "seen["),
-    Case("publish", "the first program sets the epoch", "BROKEN_EARLY_EPOCH", "flag=="),
+    Case("publish", "the first program sets the epoch", "BROKEN_EARLY_EPOCH", "flag["),
+    Case("publish", "the epoch is stored before all have loaded it", "BROKEN_LATE_EPOCH", "flag[1]"),
     Case("publish", "arrivals are not reset", "BROKEN_NO_RESET", DEADLOCK),
 ]
 

@@ -5,7 +5,8 @@
  *   - a barrier: what the program's threads stored before it comes before what its first thread does after it;
  *   - an add with release order waits until all that comes before it has landed;
  *   - acquire order keeps later loads from being done early.
- * The last program to arrive publishes. The peer reads the message once it sees the flag. There are two launches.
+ * The last program to arrive publishes: each of its threads has a flag of its own, of the epoch that it has loaded. The
+ * peer reads the message once it sees the flags. There are two launches.
  *
  * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
  * reach, written as an assertion that it does not.
@@ -19,10 +20,13 @@
 
 byte on_its_way[PARTS]; /* the round's number, while a store has not landed; else 0 */
 byte part[PARTS]; /* the peer's memory */
-byte flag; /* at the peer */
+byte flag[THREADS]; /* at the peer */
 
 byte epoch, arrivals; /* control[CONTROL_EPOCH], control[CONTROL_ARRIVALS] */
 byte at_barrier[PROGRAMS]; /* threads that have come to the program's barrier, in all launches */
+byte told[PROGRAMS]; /* the last launch in which a program's first thread has told the others what the add found */
+bool is_last[PROGRAMS]; /* what it found */
+byte loaded[PROGRAMS]; /* threads of last programs that have loaded the epoch, in all launches */
 byte launched, ended; /* launches begun by the stream; threads that have ended, in all launches */
 byte answered; /* rounds that the peer has read and answered */
 
@@ -80,6 +84,8 @@ inline run_thread(program, thread) {
 #endif
             atomic { /* triton_kernels/signal.py arrive: the add, and the counter's reset by the last */
                 last = (arrivals == PROGRAMS - 1);
+                is_last[program] = last;
+                told[program] = round;
                 arrivals++;
                 if
 #ifndef BROKEN_NO_RESET
@@ -88,21 +94,32 @@ inline run_thread(program, thread) {
                 :: else
                 fi
             };
-            if
-            :: last ->
+        :: else ->
+            told[program] == round;
+            last = is_last[program]
+        fi;
+        if
+        :: last ->
 #ifdef GOAL_SECOND_LAST
-                goal_reached = program == 1 && round == ROUNDS;
-                assert(!goal_reached);
+            goal_reached = program == 1 && round == ROUNDS;
+            assert(!goal_reached);
 #endif
 #ifndef BROKEN_EARLY_EPOCH
-                epoch = mine; /* triton_kernels/dispatch.py send_tokens_kernel: the last program sets the epoch */
+            mine = epoch + 1; /* triton_kernels/signal.py advance: every thread loads the epoch */
+            lasts++;
+            loaded[program]++;
+#ifndef BROKEN_LATE_EPOCH
+            loaded[program] >= THREADS * lasts; /* triton_kernels/signal.py advance: the barrier */
+#endif
+            if
+            :: thread == 0 -> epoch = mine /* triton_kernels/signal.py advance: one stores it */
+            :: else
+            fi;
 #endif
 #ifndef BROKEN_NO_BARRIER
-                LANDED(program, 0) && LANDED(program, 1); /* triton_kernels/signal.py publish: barrier and release */
+            LANDED(program, 0) && LANDED(program, 1); /* triton_kernels/signal.py publish: barrier and release */
 #endif
-                flag = mine /* triton_kernels/signal.py publish */
-            :: else
-            fi
+            flag[thread] = mine /* triton_kernels/signal.py publish */
         :: else
         fi;
         last = false;
@@ -112,7 +129,7 @@ inline run_thread(program, thread) {
 }
 
 active [PARTS] proctype thread_of_program() {
-    byte round, mine;
+    byte round, mine, lasts;
     bool last;
     run_thread((_pid - 2) / THREADS, (_pid - 2) % THREADS)
 }
@@ -124,14 +141,15 @@ active proctype peer() {
         round++;
 #ifdef BROKEN_RELAXED_LOOK /* a load may be done before the flag's is */
         if
-        :: seen[3] = part[3]; flag >= round
-        :: flag >= round; seen[3] = part[3]
+        :: seen[3] = part[3]; flag[0] >= round && flag[1] >= round
+        :: flag[0] >= round && flag[1] >= round; seen[3] = part[3]
         fi;
 #else
-        flag >= round; /* triton_kernels/signal.py wait_for_all: acquire, then a barrier */
+        flag[0] >= round && flag[1] >= round; /* triton_kernels/signal.py wait_for_all: acquire, then a barrier */
         seen[3] = part[3];
 #endif
-        assert(flag == round);
+        assert(flag[0] == round);
+        assert(flag[1] == round);
         assert(part[0] == round);
         assert(part[1] == round);
         assert(part[2] == round);

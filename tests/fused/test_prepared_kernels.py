@@ -1,0 +1,215 @@
+"""What is compiled before a call of the direct transport waits for anybody, on a stand-in for a GPU.
+
+Tensors are the CPU's, launches are recorded, and torch.cuda is replaced as far as the transport asks it. So these tests
+say which kernels would be launched when, and what the host would wait for; not what a GPU does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton", reason="compiled kernels need Triton")
+
+import torch
+from triton.runtime import JITFunction
+
+import thinwire as tw
+from tests.ahead_of_time.harness import Launch, specialise
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.symmetric import allocate
+from thinwire.errors import ThinwireError
+from thinwire.fused.backend import Backend, select_round_kernels
+from thinwire.fused.channel import channel_layout
+from thinwire.fused.collective import DirectCollectives, collective_layout
+from thinwire.fused.device_channel import DeviceChannel
+from thinwire.fused.transport import DirectTransport
+from thinwire.triton_kernels import collective
+
+HIDDEN, TOKENS = 96, 40
+TIMEOUT = 30.0
+
+
+class Stream:
+    """A stream that is not there, and what it waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        pytest.fail("the host waits for a stream")
+
+
+class Device:
+    """A GPU that is not there: what was launched on it, first for preparing, and then for the call itself."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Launch] = []
+        self.launched: list[Launch] = []
+        self.capturing = False
+        self.stream = Stream()
+        self._into = self.launched
+
+    def run(self, kernel: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, positional, strict=False))
+        arguments |= {name: value for name, value in named.items() if name in kernel.arg_names}
+        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+        self._into.append(Launch(kernel, arguments, options))
+
+    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None]) -> None:
+        def marked() -> None:
+            self._into = self.prepared
+            launch()
+            self._into = self.launched
+
+        _prepare(transport, key, marked)
+
+    def seconds_of_waits(self) -> list[float]:
+        """Time limits of the waits of calls, without what was only prepared."""
+        names = "timeout_ns"
+        return [launch.arguments[names] / 1e9 for launch in self.launched if names in launch.arguments]
+
+
+_prepare = DirectTransport.prepare
+
+
+def _kind(launch: Launch) -> str:
+    """What the just-in-time compiler would compile for a launch."""
+    return repr((launch.kernel.__name__, specialise(launch, "sm_90"), launch.options))
+
+
+@contextlib.contextmanager
+def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
+    with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct", timeout=TIMEOUT) as ep:
+        rounds: Any = ep._rounds
+        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
+        ids, weights = torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
+
+        def call(dtype: torch.dtype, first: int) -> None:
+            x = torch.zeros(TOKENS * HIDDEN + 16, dtype=dtype)[first:][: TOKENS * HIDDEN].view(TOKENS, HIDDEN)
+            d = ep.dispatch(x, ids, weights)
+            rows, _ = d.gather(TOKENS)
+            # What experts gave may begin anywhere, and lie apart.
+            expert_out = torch.zeros(TOKENS, HIDDEN + 11, dtype=dtype)[:, first : HIDDEN + first]
+            ep.combine(expert_out, d, out=x if first else None)
+
+        yield rounds, call
+
+
+@contextlib.contextmanager
+def _collectives(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
+    layout = collective_layout(1, 1 << 16)
+    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, TIMEOUT, collective)
+    comm.attached("collectives", lambda: transport)
+
+    def call(dtype: torch.dtype, first: int) -> None:
+        x = torch.zeros(1 << 20, dtype=dtype)[first:]
+        options = {"wire": "int8", "comm": comm, "transport": "direct"}
+        tw.all_reduce(x, out=x, **options)
+        tw.all_gather(x, **options)
+        tw.reduce_scatter(x, **options)
+
+    yield transport, call
+
+
+@contextlib.contextmanager
+def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
+    layout = channel_layout(1, 1 << 16)
+    channel = DeviceChannel(allocate(comm, layout.NUM_BYTES), layout, 0, TIMEOUT)
+    channel.always_looks = False
+    comm.attached("all_to_all_v", lambda: channel)
+
+    def call(dtype: torch.dtype, first: int) -> None:
+        for wire, width in (("int8", HIDDEN), ("int8", HIDDEN - 1), ("none", HIDDEN)):
+            x = torch.zeros(width * TOKENS + 16, dtype=dtype)[first:][: width * TOKENS].view(TOKENS, width)
+            tw.all_to_all_v(x, [TOKENS], [TOKENS], wire=wire, comm=comm, transport="direct")
+
+    yield channel, call
+
+
+@pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
+def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
+    """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
+    device = Device()
+    with tw.init() as comm, request.param(comm) as (transport, call), contextlib.ExitStack() as stack:
+        stand_ins = {
+            "is_current_stream_capturing": lambda: device.capturing,
+            "current_stream": lambda of=None: device.stream,
+            "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
+            "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
+        }
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
+        stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
+        transport.on_gpu = True
+        yield device, call
+        transport.on_gpu = False
+
+
+def test_whatever_a_call_launches_was_compiled_before(on_a_device: Any) -> None:
+    device, call = on_a_device
+    for dtype in (torch.bfloat16, torch.float32):
+        for first in (0, 1, 8):
+            device.launched.clear()
+            call(dtype, first)
+            missing = {_kind(launch) for launch in device.launched} - {_kind(launch) for launch in device.prepared}
+            assert device.launched and not missing, (dtype, first)
+
+
+def test_a_call_that_was_never_made_cannot_be_captured(on_a_device: Any) -> None:
+    device, call = on_a_device
+    device.capturing = True
+    with pytest.raises(ThinwireError, match="make a call like this one before a CUDA graph of it is captured"):
+        call(torch.bfloat16, 0)
+    assert not device.launched and not device.prepared
+    device.capturing = False
+    call(torch.bfloat16, 0)
+    device.prepared.clear()
+    device.capturing = True
+    call(torch.bfloat16, 0)
+    assert device.launched and not device.prepared
+
+
+def test_preparing_takes_no_second_output_and_leaves_the_calls_alone(on_a_device: Any) -> None:
+    device, call = on_a_device
+    call(torch.bfloat16, 0)
+    call(torch.bfloat16, 1)
+    prepared, theirs = (
+        [out for launch in launches if (out := launch.arguments.get("out_ptr")) is not None]
+        for launches in (device.prepared, device.launched)
+    )
+    assert prepared and theirs and all(out.numel() <= HIDDEN for out in prepared)
+    assert not {out.data_ptr() for out in prepared} & {out.data_ptr() for out in theirs}
+
+
+def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> None:
+    device, call = on_a_device
+    call(torch.bfloat16, 0)
+    assert set(device.seconds_of_waits()) == {TIMEOUT + 120}
+    device.launched.clear()
+    call(torch.bfloat16, 0)
+    assert set(device.seconds_of_waits()) == {TIMEOUT}
+
+
+def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_a_device: Any) -> None:
+    device, call = on_a_device
+    first, second, captured = device.stream, Stream(), Stream()
+    call(torch.bfloat16, 0)
+    assert not first.waited
+    device.stream = second
+    call(torch.bfloat16, 0)
+    call(torch.bfloat16, 0)
+    assert second.waited == [first]
+    device.stream, device.capturing = captured, True
+    call(torch.bfloat16, 0)
+    device.stream, device.capturing = second, False
+    call(torch.bfloat16, 0)
+    assert not captured.waited and second.waited == [first]
