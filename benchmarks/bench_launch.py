@@ -2,15 +2,17 @@
 
     python -m benchmarks.bench_launch --json benchmarks/results/cpu/launch.json
 
-The calls are those of the library, with Triton's own launcher below them, and below that the stub of `tests.stub_driver`
-in place of CUDA's driver, which writes launches down. So this is all that Python and Triton do. The driver's part of a
-launch comes beside it, 2 to 3 us each from what is published, and torch's allocator for CUDA takes the place of that for
-the CPU. Times are of one rank of several, whose peers do nothing. `Triton's` are of the same calls where each launch
-asks Triton which compiled kernel it is for, as `kernel[grid](...)` does; both run in turn, in short samples. Columns:
+The calls are those of the library, with Triton's own launcher below them, and below that the stub of
+`tests.stub_driver` in place of CUDA's driver, which writes launches down. So this is all that Python and Triton do. The
+driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and what of
+torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing. `Triton's`
+are those of the same calls where each launch asks Triton which compiled kernel it is for, as `kernel[grid](...)` does.
+Both run in turn, a tenth of a millisecond at a time, so that most samples are not interrupted on a busy machine.
 
     launches        of a call
-    us              median time of a call over all samples; of `Triton's` beside it
-    least, most     of the samples
+    us              median time of a call
+    quarter, three quarters    of the samples took less
+    Triton's us     as above
     ratio           Triton's by ours, within the rounds
 """
 
@@ -40,10 +42,12 @@ from thinwire.triton_kernels.launch import Launcher
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
 COLUMNS = {
-    "call": "s", "launches": "d", "us": ".1f", "least": ".1f", "most": ".1f", "Triton's us": ".1f", "ratio": ".2f",
+    "call": "s", "launches": "d", "us": ".1f", "quarter": ".1f", "three quarters": ".1f", "Triton's us": ".1f",
+    "ratio": ".2f",
 }  # fmt: skip
 #: Microseconds of the host that a round trip may take.
 GOAL = 60
+_SAMPLE_US = 100
 RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY = 8, 256, 8, 7168, 128, 1024
 WHOLE = "round trip"
 
@@ -72,7 +76,7 @@ def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(comm: Communicator, stub: StubDriver, repeats: int, per_sample: int) -> list[dict[str, Any]] | None:
+def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str, Any]] | None:
     """Figures of each call, at the first rank; the others are there for the first meeting alone."""
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")
     if comm.rank:
@@ -87,6 +91,7 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int, per_sample: int)
         first = stub.num_launches
         call()
         launches = stub.num_launches - first
+        per_sample = max(1, int(_SAMPLE_US / min(_microseconds(call, 1) for _ in range(10))))
         for _ in range(repeats):
             samples["ours"].append(_microseconds(call, per_sample))
             with by_triton:
@@ -97,11 +102,11 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int, per_sample: int)
                 "call": name,
                 "launches": launches,
                 "us": statistics.median(ours),
-                "least": min(ours),
-                "most": max(ours),
+                "quarter": statistics.quantiles(ours, n=4)[0],
+                "three quarters": statistics.quantiles(ours, n=4)[2],
                 "Triton's us": statistics.median(tritons),
                 "ratio": statistics.median(theirs / own for theirs, own in zip(tritons, ours, strict=True)),
-                "samples": samples,
+                "samples": {name: [round(us, 2) for us in taken] for name, taken in samples.items()},
             }
         )
     return figures
@@ -119,15 +124,14 @@ def _microseconds(call: Callable[[], object], times: int) -> float:
 
 
 def main() -> None:
-    parser = timing.parser(__doc__, repeats=200)
-    parser.add_argument("--per-sample", type=int, default=20, help="calls of a sample")
+    parser = timing.parser(__doc__, repeats=1000)
     options = parser.parse_args()
     described = timing.machine(torch.device("cpu"))
     timing.print_machine(described)
     # Communicators of the CPU, whose rounds are given the kernels of a GPU.
     environ = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
     with stub_driver() as stub, mock.patch.dict(os.environ, environ):
-        figures = run_ranks(measure, RANKS, stub, options.repeats, options.per_sample, mode="thread", timeout=900)[0]
+        figures = run_ranks(measure, RANKS, stub, options.repeats, mode="thread", timeout=900)[0]
     assert figures is not None
     sizes = {
         "ranks": RANKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "tokens": TOKENS, "capacity": CAPACITY,
