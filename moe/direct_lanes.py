@@ -82,7 +82,7 @@ class DirectLanes(DirectTransport, Rounds):
             torch.cuda.current_stream(self.device).synchronize()  # what was filled here is used on any stream
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
-        self._words = [memoryview(report) for report in self._reports]  # the same, of which a word is read sooner
+        self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
         self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._open = [False] * config.lanes
         # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
