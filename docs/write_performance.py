@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ _HEAD = """\
 # Performance
 
 Every figure on this page comes from a file in `benchmarks/results`, which names its command, commit and machine. All
-are of CPUs: **nothing has been measured on a GPU yet**. What is compared ran in the same processes, in turn, round
-after round; ratios are medians of those within rounds, and above 1 means that thinwire was faster. Two cores share all
-ranks, their memory and, over links, the work of the network: read ratios, not times.
+that is measured is of CPUs: **nothing has been measured on a GPU yet**, and [the speed of light](#the-speed-of-light)
+is reckoned. What is compared ran in the same processes, in turn, round after round; ratios are medians of those within
+rounds, and above 1 means that thinwire was faster. Two cores share all ranks, their memory and, over links, the work of
+the network: read ratios, not times.
 
 `thinwire bench` measures on your machine.
 """
@@ -25,7 +27,7 @@ ranks, their memory and, over links, the work of the network: read ratios, not t
 
 def page() -> str:
     """The whole page."""
-    parts = (_one_host(), _links(), _codec(), _collective_accuracy(), _safety(), _not_shown())
+    parts = (_one_host(), _links(), _codec(), _collective_accuracy(), _safety(), _speed_of_light(), _not_shown())
     return "\n".join((_HEAD, *parts))
 
 
@@ -201,6 +203,80 @@ def _safety() -> str:
             _table(["operation", "transport", "times"], rows),
             f"An entry of the flight recorder, which is on, takes {recorder['entry_ns']['on']:.0f} ns.\n",
             _source("integrity", "flight_recorder"),
+        )
+    )
+
+
+def _wrapped(text: str, **indents: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False, **indents) + "\n"
+
+
+def _speed_of_light() -> str:
+    found = json.loads((ROOT / "benchmarks" / "results" / "model.json").read_text())
+    figures, published, machines = found["figures"], found["published"], found["machines"]
+    shown = next(line for line in figures if line["tokens"] == 4096)
+    launched = [launch for leg in shown["legs"] for launch in leg["launches"]]
+    counted = any(launch["pipe us"] for launch in launched)
+    rows = [
+        [line["machine"].replace(", ", ", `") + "`", str(line["tokens"]), line["wires"]]
+        + [f"{line[name]:,.0f}" for name in ("dispatch us", "combine us", "round trip us")]
+        + [f"{line['by bf16']:.2f}", f"{line['planned us']:,.0f}"]
+        for line in figures
+    ]
+    launches = [
+        [f"`{launch['kernel']}`"]
+        + [f"{launch[name]:.1f}" if launch[name] else "" for name in ("link us", "memory us", "pipe us")]
+        for launch in launched
+    ]
+    launch_us = f"{1e6 * machines[0]['launch']:g} us"
+    crossings = sorted({(machine["crossing"], machine["link"].rstrip("0123456789")) for machine in machines})
+    long, short = (
+        [line["times"] for line in published if (line["tokens"] > 128) == is_long] for is_long in (True, False)
+    )
+    sources = (
+        "*Counted from the code*: the launches of a leg, recorded; records, planes and positions by the layouts that "
+        "lanes are allocated by, each byte once, however often a kernel reads it; rows by uniform routing, without "
+        "padding." + " Cycles of the busiest pipe by the machine code for sm_90, on every GPU." * counted,
+        "*From data sheets*: the rates of the links in one direction ([Plan](planning.md#time)); memory and clocks: "
+        + "; ".join(f"{machine['gpu']}, {machine['source'].removeprefix('data sheet: ')}" for machine in machines)
+        + ".",
+        f"*Guessed*: {launch_us} from the end of a kernel to the first instruction of the next one; "
+        + " and ".join(f"{1e6 * seconds:g} us ({link})" for seconds, link in crossings)
+        + " for a word to cross a link one way, of which a leg's signal takes three. With 128 tokens these guesses are "
+        "a good part of the figures of NVLink.",
+        "*Taken for granted*: every GPU of a PCIe box sends and receives at its own full rate, past switches and "
+        "processors, which boxes with two sockets do not give; ranks begin at once; nobody else uses the link; no "
+        "launch waits for the host.",
+    )
+    head = ["GPUs, link", "tokens a rank", "wires", "dispatch us", "combine us", "both us", "by bf16", "planned us"]
+    return "\n".join(
+        (
+            "## The speed of light\n",
+            _wrapped(
+                "**A ceiling, and not a measurement**: what a round on 8 GPUs cannot be faster than, and how much of "
+                "that int8 on both legs saves. Each launch waits for the one before it, and then takes as long as the "
+                "slowest of its bytes over the link, its bytes of the GPU's memory"
+                + (" and its instructions" if counted else "")
+                + ', all at nominal rates and at once. 7168 elements, 8 of 256 experts, bfloat16 tokens. "Records to '
+                'experts" are for those who read int8 themselves; otherwise dispatch ends with rows gathered in '
+                'bfloat16. "Planned" is what [`thinwire plan`](planning.md#time) says of the same legs: 20 us a leg, '
+                "and the share of the link that published kernels reach.",
+            ),
+            _table(head, rows),
+            _wrapped(
+                f"The launches of {shown['machine']}, {shown['tokens']} tokens, {shown['wires']}, by what they need in "
+                f"us; each takes the largest of it, and {launch_us} for its launch:"
+            ),
+            _table(["kernel", "link", "memory", "pipe"], launches),
+            "Where the numbers are from:\n",
+            "".join(_wrapped(text, initial_indent="- ", subsequent_indent="  ") for text in sources),
+            _wrapped(
+                "How far such ceilings are from life: of the legs that other libraries' authors have published "
+                "([Plan](planning.md#next-to-published-figures)), those with thousands of tokens took "
+                f"{min(long):.1f} to {max(long):.1f} times as long as one launch, one signal and their bytes at the "
+                f"link's nominal rate, those with 128 tokens {min(short):.1f} to {max(short):.1f} times."
+            ),
+            f"*Source: `{found['command']}`: [model.json](../benchmarks/results/model.json).*\n",
         )
     )
 

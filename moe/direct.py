@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import LaneError, RoutingError
+from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import compiled_for
 from thinwire.moe.direct_lanes import LOST, DirectLanes
@@ -42,7 +43,9 @@ class DirectRounds(DirectLanes):
         tensors, weights = self.lanes[lane], topk_weights.float()
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
-            self.prepare(compiled_for(x, topk_ids, weights), lambda: self._launch_idle(*sends))
+            self.prepare(
+                compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends)
+            )
             self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
@@ -209,23 +212,29 @@ class DirectRounds(DirectLanes):
         local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
         return replace(lane, **local)
 
-    def _launch_idle(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_programs: int | None
-    ) -> None:
-        """Each kernel of a round of such tokens once, on an idle lane."""
-        idle, dtype = self._idle_lane(), x.dtype
-        row = torch.zeros(1, idle.layout.HIDDEN, dtype=dtype, device=self.device)
-        self.kernels.send_tokens(idle, x, topk_ids, topk_weights, num_programs)
-        self.kernels.wait(idle, DISPATCH, self.timeout, self.grace)
-        self.kernels.route(idle)
-        self.kernels.gather(idle, row, torch.empty((), dtype=torch.bool, device=self.device))
-        for out_dtype in DTYPE_CODES:
-            weight_grads = idle.weights if idle.layout.WEIGHT_GRADS else None
-            self.kernels.send_sums(idle, row.to(out_dtype), dtype, num_programs, weight_grads)
-        self.kernels.close_round(idle)
-        self.kernels.wait(idle, COMBINE, self.timeout, self.grace)
-        home_grads = row.new_zeros(1, idle.layout.TOP_K, dtype=torch.float32) if idle.layout.WEIGHT_GRADS else None
-        self.kernels.sum_home(idle, row, home_grads)
+
+def launch_each(
+    kernels: RoundKernels,
+    lane: Lane,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_programs: int | None,
+) -> None:
+    """Launches each kernel of a round of such tokens once, on a lane on which they do nothing, as it has given up."""
+    row = torch.zeros(1, lane.layout.HIDDEN, dtype=x.dtype, device=x.device)
+    weight_grads, home_grads = None, None
+    if lane.layout.WEIGHT_GRADS:
+        weight_grads, home_grads = lane.weights, row.new_zeros(1, lane.layout.TOP_K, dtype=torch.float32)
+    kernels.send_tokens(lane, x, topk_ids, topk_weights, num_programs)
+    kernels.wait(lane, DISPATCH, 0.0, 0.0)
+    kernels.route(lane)
+    kernels.gather(lane, row, torch.empty((), dtype=torch.bool, device=x.device))
+    for out_dtype in DTYPE_CODES:
+        kernels.send_sums(lane, row.to(out_dtype), x.dtype, num_programs, weight_grads)
+    kernels.close_round(lane)
+    kernels.wait(lane, COMBINE, 0.0, 0.0)
+    kernels.sum_home(lane, row, home_grads)
 
 
 class _DirectRound(Dispatched):

@@ -132,13 +132,13 @@ def run_round(
         else:
             kernels.sum_home(lane, out)
         results.append(out)
-    _check_results(lanes, tokens, plans, outputs, results, closing)
+    check_results(lanes, tokens, plans, outputs, results, closing)
     if lanes[0].layout.WEIGHT_GRADS:
         _check_weight_grads(lanes, tokens, grads, home, closing)
     return results
 
 
-def _arrivals(lane: Lane, tokens: list[Tokens]) -> tuple[torch.Tensor, ArrivalPlan, torch.Tensor]:
+def arrivals(lane: Lane, tokens: list[Tokens]) -> tuple[torch.Tensor, ArrivalPlan, torch.Tensor]:
     """Slots that hold a record, the plan over those records, and each record's token, one source after the other."""
     layout = lane.layout
     local = expert_range(layout.NUM_EXPERTS, layout.WORLD, lane.rank)
@@ -155,7 +155,7 @@ def _arrivals(lane: Lane, tokens: list[Tokens]) -> tuple[torch.Tensor, ArrivalPl
 
 
 def _check_route(lane: Lane, tokens: list[Tokens]) -> tuple[torch.Tensor, ArrivalPlan]:
-    slots, plan, rows = _arrivals(lane, tokens)
+    slots, plan, rows = arrivals(lane, tokens)
     index = torch.full_like(lane.index, -1, device="cpu")
     index[plan.rows] = slots[plan.index]
     assert torch.equal(lane.index.cpu(), index)
@@ -193,7 +193,7 @@ def _check_gather(kernels: Any, lane: Lane, tokens: list[Tokens], experts: torch
     return (expected[:used].float() * scales).to(x.dtype).to(x.device)
 
 
-def _check_results(
+def check_results(
     lanes: list[Lane],
     tokens: list[Tokens],
     plans: list[tuple[torch.Tensor, ArrivalPlan]],
@@ -201,6 +201,12 @@ def _check_results(
     results: list[torch.Tensor],
     closing: tuple[int, ...],
 ) -> None:
+    """Compares what each rank's tokens came to with plain torch.
+
+    Args:
+        plans: for each rank the first two of `arrivals`.
+        outputs: what each rank's experts made of their rows.
+    """
     wire, dtype = lanes[0].combine_wire, tokens[0].x.dtype
     for home, (mine, result) in enumerate(zip(tokens, results, strict=True)):
         hidden = mine.x.shape[1]
@@ -221,15 +227,26 @@ def _check_weight_grads(
     closing: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Each rank has stored those of its own experts, and nobody anything else; they are what the home has read."""
-    layout = lanes[0].layout
-    for lane, mine, read in zip(lanes, tokens, home, strict=True):
+    came = home_weight_grads(lanes, tokens, grads, closing)
+    for lane, read, expected in zip(lanes, home, came, strict=True):
+        stored = torch.full((lane.layout.MAX_TOKENS, lane.layout.TOP_K), -1, dtype=torch.int32)  # POISON, four times
+        stored[: len(expected)] = torch.where(expected.isnan(), -1, expected.view(torch.int32))
+        assert torch.equal(lane.weight_grads.cpu().view(torch.int32), stored)
+        assert torch.equal(read.cpu().view(torch.int32), expected.nan_to_num(0.0).view(torch.int32))
+
+
+def home_weight_grads(
+    lanes: list[Lane], tokens: list[Tokens], grads: list[torch.Tensor], closing: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """What comes home to each rank, [tokens, top_k] in the order of its ids; NaN where nobody stores anything."""
+    layout, came = lanes[0].layout, []
+    for lane, mine in zip(lanes, tokens, strict=True):
         ids, _ = merge_repeated_experts(mine.ids.cpu(), mine.weights.cpu())
-        expected = torch.full((layout.MAX_TOKENS, layout.TOP_K), -1, dtype=torch.int32)  # POISON, four times
+        expected = torch.full(ids.shape, float("nan"))
         for source, of_weights in enumerate(grads):
             local = expert_range(layout.NUM_EXPERTS, layout.WORLD, source)
             own = (ids >= local.start) & (ids < local.stop) & (source not in closing)
             sent = of_weights.cpu().view(layout.WORLD, layout.MAX_TOKENS, layout.TOP_K)[lane.rank, : len(ids)]
-            expected[: len(ids)][own] = sent.view(torch.int32)[own]
-        assert torch.equal(lane.weight_grads.cpu().view(torch.int32), expected)
-        expected[expected == -1] = 0
-        assert torch.equal(read.cpu().view(torch.int32), expected[: len(ids)])
+            expected[own] = sent[own]
+        came.append(expected)
+    return came

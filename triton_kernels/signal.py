@@ -303,7 +303,9 @@ def give_up(
         if over:
             silent = silent * 0
         tl.store(words, blamed, mask=known)
-        on_you = tl.load(signal_words(base, LAYOUT.STUCK, LAYOUT.STUCK_ON_YOU, peers, LAYOUT), mask=known, other=0)
+        # Of a peer that has not said anything the word may be under way.
+        words_on_you = signal_words(base, LAYOUT.STUCK, LAYOUT.STUCK_ON_YOU, peers, LAYOUT)
+        on_you = tl.load(words_on_you, mask=said != 0, other=0)
         on_you = tl.where(peers == rank, 0, tl.where(on_you != 0, 1, 0))
         tl.store(words + 2 * LAYOUT.WORLD, tl.where(said != 0, 1 + on_you, 0), mask=known)
         pause(LAUNCH)
@@ -408,11 +410,16 @@ def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2,
 
 
 def num_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
-    """The grid for `work` independent rows: as the caller says, else four programs a multiprocessor, at least one.
+    """The grid for `work` independent rows: `most_programs`, or fewer, but at least one.
 
     A program takes many rows where there are more rows than programs.
     """
-    if num_programs is None:
-        # The interpreter runs programs one after the other; a few still show that the grid does not matter.
-        num_programs = 4 * num_multiprocessors(device) if device.type == "cuda" else 3
-    return max(1, min(work, num_programs))
+    return max(1, min(work, most_programs(device, num_programs)))
+
+
+def most_programs(device: torch.device, num_programs: int | None = None) -> int:
+    """Programs of a launch at most: as the caller says, else four a multiprocessor, which fill a GPU."""
+    if num_programs is not None:
+        return num_programs
+    # The interpreter runs programs one after the other; a few still show that the grid does not matter.
+    return 4 * num_multiprocessors(device) if device.type == "cuda" else 3

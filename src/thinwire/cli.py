@@ -11,7 +11,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "bench", "report", "doctor", "plan", "inspect")
+COMMANDS = ("demo", "bench", "report", "doctor", "plan", "warmup", "inspect")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -32,14 +32,14 @@ class Block:
     """Runs one program of a grid.
 
     Attributes:
-        counts: instructions that warps have executed, by name.
+        executed: how often warps have executed each instruction of the code.
     """
 
     def __init__(self, state: State, order: random.Random | None = None) -> None:
         self.state, self._order = state, order
         self._code = state.program.code
         self._steps: list[Step | None] = [None] * len(self._code)
-        self._executed = [0] * len(self._code)
+        self.executed = [0] * len(self._code)
         size = state.size
         self._places = np.zeros(size, np.int64)
         self._barriers = np.full(size, -1)  # at which each thread waits
@@ -51,7 +51,7 @@ class Block:
     @property
     def counts(self) -> Counter[str]:
         counts: Counter[str] = Counter()
-        for instruction, executed in zip(self._code, self._executed, strict=True):
+        for instruction, executed in zip(self._code, self.executed, strict=True):
             if executed:
                 counts[instruction.name] += executed
         return counts
@@ -106,7 +106,7 @@ class Block:
             taken = self._taken(instruction, mask)
             if instruction.tells_others:
                 yield
-            self._executed[at] += warps
+            self.executed[at] += warps
             name = instruction.name
             if name in CONTROL:
                 if name in ("bar", "barrier") and instruction.opcode[1] != "warp":

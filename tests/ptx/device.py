@@ -84,6 +84,7 @@ class Device:
         most_steps: turns that programs of one run may take before it counts as stuck.
         launches: of each kernel.
         instructions: that warps have executed, by name.
+        executed: how often warps have executed each instruction of a kernel's code.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class Device:
         self.most_steps = 5_000_000
         self.launches: Counter[str] = Counter()
         self.instructions: Counter[str] = Counter()
+        self.executed: dict[Program, np.ndarray] = {}
         self._any_order = warps == "any order"
         self._random = random.Random(seed)
         self._now = 0
-        self._queue: list[tuple[int, _Prepared]] = []
+        self._queue: list[tuple[int, _Prepared | Callable[[], None]]] = []
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """Lets kernels reach a tensor's memory, and names it in messages. Arguments of launches need not be."""
@@ -130,6 +132,10 @@ class Device:
         with mock.patch.object(JITFunction, "run", run):
             yield
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Queues what the host, or somebody else's kernel, does between launches of this rank."""
+        self._queue.append((self.rank, function))
+
     def launch(
         self, ptx: str, arguments: dict[str, Any], grid: tuple[int, ...] = (1,), shared_bytes: int = 0,
         queued: bool = False,
@@ -149,11 +155,11 @@ class Device:
         # Behind a kernel's own parameters Triton puts pointers to scratch memory, which these kernels do not use.
         values = itertools.chain(map(_bits, arguments.values()), itertools.repeat(0))
         bound = dict(zip((name for name, _ in program.parameters), values, strict=False))
-        launch = self.rank, _Prepared(program, shared_bytes, bound, (*grid, 1, 1)[:3])
+        launch = _Prepared(program, shared_bytes, bound, (*grid, 1, 1)[:3])
         if queued:
-            self._queue.append(launch)
+            self._queue.append((self.rank, launch))
         else:
-            self._run([launch])
+            self._run([(self.rank, launch)])
 
     def run_queued(self) -> None:
         """Runs what is queued: a rank's launches in their order, different ranks' together."""
@@ -164,11 +170,12 @@ class Device:
         self._now += self.clock_step
         return self._now
 
-    def _run(self, launches: list[tuple[int, _Prepared]]) -> None:
+    def _run(self, launches: list[tuple[int, _Prepared | Callable[[], None]]]) -> None:
         if self.races is not None:
             self.races.memory.resize(self.memory.size)
             for rank, launch in launches:
-                self.races.reserve(rank, launch.programs * launch.program.threads)
+                if isinstance(launch, _Prepared):
+                    self.races.reserve(rank, launch.programs * launch.program.threads)
         streams = [
             self._stream(rank, [mine for other, mine in launches if other == rank]) for rank in range(self.ranks)
         ]
@@ -182,9 +189,12 @@ class Device:
                 if next(stream, self) is self:
                     streams.remove(stream)
 
-    def _stream(self, rank: int, launches: list[_Prepared]) -> Iterator[None]:
+    def _stream(self, rank: int, launches: list[_Prepared | Callable[[], None]]) -> Iterator[None]:
         """A rank's launches; its turns are those of its programs."""
         for launch in launches:
+            if not isinstance(launch, _Prepared):
+                launch()
+                continue
             self.launches[launch.program.name] += 1
             clocks = None
             if self.races is not None:
@@ -207,5 +217,7 @@ class Device:
                     yield
             for block in blocks:
                 self.instructions += block.counts
+                executed = self.executed.setdefault(launch.program, np.zeros(len(launch.program.code), np.int64))
+                executed += block.executed
             if self.races is not None and clocks is not None:
                 self.races.end(clocks)

@@ -72,11 +72,17 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _extreme(greatest: bool) -> Builder:
-    """`min` and `max`: -0.0 is below +0.0; of one NaN the other operand, with .NaN a NaN."""
+    """`min` and `max`: -0.0 is below +0.0; of one NaN the other operand, with .NaN a NaN.
+
+    With .xorsign.abs magnitudes are compared, and the result is negative where the signs differ.
+    """
 
     def build(state: State, instruction: Instruction) -> Step:
         kind = instruction.type
-        _plain(instruction, ("NaN",))
+        _plain(instruction, ("NaN", "xorsign", "abs"))
+        of_magnitudes = "abs" in instruction.opcode
+        if of_magnitudes != ("xorsign" in instruction.opcode):
+            raise PtxError(f"not built: {instruction.text}")
         name = kind.removesuffix("x2")
         if name == "f64" or len(instruction.operands) != 3:
             raise PtxError(f"not built: {instruction.text}")
@@ -86,9 +92,13 @@ def _extreme(greatest: bool) -> Builder:
 
         def chosen() -> np.ndarray:
             a, b = (np.ascontiguousarray(each).view(form.unsigned).reshape(state.size, -1) for each in bits)
+            sign = a.dtype.type(0)
+            if of_magnitudes:
+                magnitude = a.dtype.type((1 << (8 * a.itemsize - 1)) - 1)
+                sign, a, b = (a ^ b) & ~magnitude, a & magnitude, b & magnitude
             x, y = widen(a, name), widen(b, name)
             first = (x > y) | ((x == y) & ~np.signbit(x)) if greatest else (x < y) | ((x == y) & np.signbit(x))
-            result = np.where(first | np.isnan(y), a, b)
+            result = np.where(first | np.isnan(y), a, b) | sign
             no_number = np.isnan(x) | np.isnan(y) if of_nan else np.isnan(x) & np.isnan(y)
             return _whole(np.where(no_number, form.unsigned(form.nan), result), raw)
 

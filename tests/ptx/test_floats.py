@@ -174,6 +174,22 @@ def test_extremes_order_zeros_by_their_sign(name: str, of_nan: bool) -> None:
             assert same(row, math.nan if nan else pick(numbers, key=_ordered)), (opcode, pair)
 
 
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16x2"])
+def test_extremes_of_magnitudes_have_the_product_s_sign(name: str) -> None:
+    form = name.removesuffix("x2")
+    some = [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan]
+    pairs = list(itertools.product(some, some))
+    integer = np.uint32 if name.endswith("x2") else _integer(form)
+    pairs += pairs[:1] * (len(pairs) % 2)
+    columns = [_bits([pair[side] for pair in pairs], form).view(integer) for side in range(2)]
+    for operation, pick in (("min", min), ("max", max)):
+        got = evaluate(f"{operation}.NaN.xorsign.abs.{name} {{d}}, {{a}}, {{b}};", *columns, result=integer)
+        for row, (x, y) in zip(_numbers(got.view(_integer(form)), form), pairs, strict=True):
+            sign = math.copysign(1, x) * math.copysign(1, y)
+            expected = math.copysign(pick(abs(x), abs(y)), sign)
+            assert same(row, math.nan if math.isnan(x) or math.isnan(y) else expected), (operation, x, y)
+
+
 @pytest.mark.parametrize("name", ["f32", "f16x2", "bf16x2", "f16"])
 def test_signs_are_bits(name: str) -> None:
     form = name.removesuffix("x2")

@@ -7,8 +7,8 @@ and slots are small, so that a call is several epochs; what no rank may read is 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -16,16 +16,14 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
+from tests.collective_calls import Call
 from tests.speeds import exhaustive_but
 from tests.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator, SymmetricMemory, allocate
 from thinwire.fused.collective import collective_layout
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec import (
-    dequantize_reference,
     quantize_reference,
-    round_reference,
-    scaled_reference,
 )
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
 from thinwire.triton_kernels.exchange_layout import (
@@ -50,98 +48,11 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
-from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 WIRES = ("int8", "int8:row", "int8:32", "int4", "fp8", "none")
 OPS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 POISON = 0xFF
-ROW = 128
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call, the same on all ranks: elements of each rank's part, with as many as `gap` between parts and before."""
-
-    op: int
-    counts: tuple[int, ...]
-    wire: str = "int8"
-    gather_wire: str = "int8"
-    dtype: torch.dtype = torch.float32
-    row: int = ROW
-    rows_per_chunk: int = 2
-    gap: int = 0
-    in_place: bool = False
-    num_programs: int | None = None
-    seed: int = 0
-
-    @property
-    def starts(self) -> list[int]:
-        """Where the parts begin in the whole tensor."""
-        ends = accumulate(count + self.gap for count in self.counts)
-        return [end - count for end, count in zip(ends, self.counts, strict=True)]
-
-    def job(self) -> Job:
-        """What the kernels are told."""
-        return Job(
-            op=self.op,
-            signature=(self.op, self.seed, -sum(self.counts), 2**62 + self.gap),
-            parts=torch.tensor([list(self.counts), self.starts]),
-            most_rows=-(-max(self.counts) // self.row),
-            row=self.row,
-            wire=WireFormat.parse(self.wire),
-            gather_wire=WireFormat.parse(self.gather_wire),
-            dtype=self.dtype,
-            rows_per_chunk=self.rows_per_chunk,
-        )
-
-    def inputs(self) -> list[torch.Tensor]:
-        """What each rank's whole tensor holds: of an all-gather its own part counts only."""
-        generator = torch.Generator().manual_seed(self.seed)
-        size = sum(self.counts) + self.gap * (len(self.counts) + 1)
-        every = [(100 * torch.randn(size, generator=generator)).to(self.dtype) for _ in self.counts]
-        if size > 400:  # in shorter ones NaN would hide too much
-            every[-1][3], every[0][size - 1 - self.gap], every[0][7:11] = float("nan"), float("inf"), -0.0
-        return every
-
-    def rows(self, x: torch.Tensor, part: int) -> torch.Tensor:
-        """The rows of a part of a whole tensor, [rows, row], the last one filled up with zeros."""
-        count, start = self.counts[part], self.starts[part]
-        rows = torch.zeros(-(-count // self.row) * self.row, dtype=self.dtype)
-        rows[:count] = x[start : start + count]
-        return rows.view(-1, self.row)
-
-    def sums(self, part: int) -> torch.Tensor:
-        """Rows of the sums of a part, float32."""
-        wire = WireFormat.parse(self.wire)
-        total = torch.zeros(-(-self.counts[part] // self.row), self.row)
-        for x in self.inputs():
-            records = quantize_reference(self.rows(x, part), wire)
-            total = total + scaled_reference(records, wire, self.row, self.dtype)
-        largest = torch.finfo(torch.float32).max
-        return total.clamp(-largest, largest) if wire.quantized else total
-
-    def gathered(self, part: int) -> torch.Tensor:
-        """Records of the gathered rows of a part."""
-        gather_wire, quantized = WireFormat.parse(self.gather_wire), self.wire != "none"
-        if self.op == ALL_GATHER:
-            return quantize_reference(self.rows(self.inputs()[part], part), gather_wire)
-        sums = self.sums(part)
-        if self.gather_wire == "none":
-            sums = round_reference(sums, self.dtype, saturate=quantized)
-        return quantize_reference(sums, gather_wire)
-
-    def result(self, rank: int, out: torch.Tensor) -> torch.Tensor:
-        """What becomes of `out`: of its elements outside of the parts nothing."""
-        out = out.clone()
-        if self.op == REDUCE_SCATTER:
-            sums = round_reference(self.sums(rank), self.dtype, saturate=self.wire != "none")
-            out[:] = sums.view(-1)[: self.counts[rank]]
-            return out
-        for part, (count, start) in enumerate(zip(self.counts, self.starts, strict=True)):
-            rows = dequantize_reference(self.gathered(part), WireFormat.parse(self.gather_wire), self.row, self.dtype)
-            out[start : start + count] = rows.reshape(-1)[:count]
-        return out
 
 
 class Ranks:
@@ -185,33 +96,14 @@ class Ranks:
         self.lane.buffer[self.lane.layout.HALVES :] = POISON
         self.comm.barrier()
 
-    def tensors(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a call is given: input and output."""
-        rank, x = self.comm.rank, call.inputs()[self.comm.rank]
-        own = slice(call.starts[rank], call.starts[rank] + call.counts[rank])
-        if call.op == ALL_GATHER:
-            out = x if call.in_place else torch.full_like(x, 7)
-            return x[own] if call.in_place else x[own].clone(), out
-        if call.op == REDUCE_SCATTER:
-            return x, x[own] if call.in_place else torch.full_like(x[own], 7)
-        return x, x if call.in_place else torch.full_like(x, 7)
-
     def launch(self, call: Call, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         """All chunks of a call."""
-        times, programs = (self.timeout, self.grace), call.num_programs
-        for chunk in range(job.num_chunks):
-            if job.op == ALL_GATHER:
-                send_to_all(self.lane, job, x, chunk, programs)
-            else:
-                scatter(self.lane, job, x, chunk, programs)
-                reduce(self.lane, job, out if job.op == REDUCE_SCATTER else None, chunk, *times, programs)
-            if job.op != REDUCE_SCATTER:
-                gather_recv(self.lane, job, out, chunk, *times, programs)
+        call.launch(self.lane, job, x, out, self.timeout, self.grace)
 
     def check(self, call: Call, poison: bool = True) -> None:
         """One call, compared with plain torch."""
         job = call.job()
-        x, out = self.tensors(call)
+        x, out = call.tensors(self.comm.rank)
         before, expected, epoch = x.clone(), call.result(self.comm.rank, out), self.epoch
         if poison:
             self.poison_slots()
@@ -384,7 +276,7 @@ def _many(comm: Communicator, last: int) -> int:
         call = Call(op, (257, 3, 130), "int8:32", "int4", torch.bfloat16, rows_per_chunk=1 + number % 2, seed=number)
         if (number + comm.rank) % 3 == 0:
             time.sleep(0.02)
-        job, (x, out) = call.job(), ranks.tensors(call)
+        job, (x, out) = call.job(), call.tensors(comm.rank)
         expected = call.result(comm.rank, out)
         ranks.launch(call, job, x, out)
         assert_same_bits(str(call), expected, out)
@@ -402,7 +294,7 @@ def _one_is_ahead(comm: Communicator) -> None:
     ranks = Ranks(comm)
     for op in (REDUCE_SCATTER, ALL_GATHER):
         calls = [Call(op, (100, 100), "int8:32", seed=seed) for seed in (1, 2)]
-        tensors = [ranks.tensors(call) for call in calls]
+        tensors = [call.tensors(comm.rank) for call in calls]
         ranks.poison_slots()
         for number, (call, (x, out)) in enumerate(zip(calls, tensors, strict=True)):
             expected, job = call.result(comm.rank, out), call.job()
@@ -436,7 +328,7 @@ def _stale_second_flags(comm: Communicator) -> None:
     ranks.set_epoch(-(2**31) + 10, second=5)
     ranks.check(Call(ALL_GATHER, (100, 100)))
     call = Call(ALL_REDUCE, (100, 100))
-    job, (x, out) = call.job(), ranks.tensors(call)
+    job, (x, out) = call.job(), call.tensors(comm.rank)
     expected = call.result(comm.rank, out)
     ranks.poison_slots()
     scatter(ranks.lane, job, x, 0)
@@ -469,7 +361,7 @@ def _disagree(comm: Communicator) -> None:
         odd = comm.rank == number % 3
         ours = replace(call, op=op) if odd else call
         changed = ours.job().signature if number < 2 else signature if odd else (0, 1, 2, 3)
-        job, (x, out) = replace(ours.job(), signature=changed), ranks.tensors(ours)  # type: ignore[arg-type]
+        job, (x, out) = replace(ours.job(), signature=changed), ours.tensors(comm.rank)  # type: ignore[arg-type]
         epoch = ranks.epoch
         ranks.launch(ours, job, x, out)
         assert ranks.status == MISMATCHED and ranks.epoch == epoch + 1, number
@@ -492,7 +384,7 @@ def _a_silent_rank(comm: Communicator, leg: int) -> None:
     # Ranks of a busy machine may come this much later than each other to their giving up.
     ranks.timeout, ranks.grace = (0.4, 2.0)
     call = Call(ALL_REDUCE, (300, 300, 300), gap=1)
-    job, (x, out) = call.job(), ranks.tensors(call)
+    job, (x, out) = call.job(), call.tensors(comm.rank)
     if comm.rank == 2:
         if leg == SECOND_LEG:
             scatter(ranks.lane, job, x, 0)
@@ -514,7 +406,7 @@ def _a_silent_rank(comm: Communicator, leg: int) -> None:
         ranks.timeout = 20.0
         for op in OPS:
             again = replace(call, op=op)
-            x, out = ranks.tensors(again)
+            x, out = again.tensors(comm.rank)
             ranks.launch(again, again.job(), x, out)
             assert out.isnan().any()
         assert ranks.epoch == epoch and ranks.status == TIMED_OUT and time.monotonic() - started < 10

@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+from thinwire.commands.sizes import add_sizes, check_sizes
 from thinwire.errors import ArgumentError
 
 SUMMARY = "what an ExpertParallel will hold, send and take"
@@ -15,29 +16,10 @@ Says of an ExpertParallel, before there is one, the memory that each rank holds,
 how long the legs take by a model of a latency and a bandwidth. Times are predictions: of the link that is named, or,
 with --fit, of what `thinwire bench --json` measured. Starts no rank and needs no GPU."""
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    sizes = parser.add_argument_group("sizes, as ExpertParallel's arguments")
-    for name, text in (
-        ("--ranks", "of the group"),
-        ("--experts", "in all"),
-        ("--top-k", "experts of a token"),
-        ("--hidden", "elements of a token"),
-        ("--max-tokens", "of a rank; what it dispatches, too"),
-    ):
-        sizes.add_argument(name, type=int, required=True, metavar="N", help=text)
-    sizes.add_argument("--wire", help="of dispatch (default THINWIRE_WIRE, or int8)")
-    sizes.add_argument("--combine-wire", help="of combine (default --wire)")
-    sizes.add_argument("--grad-wire", default="none", help="of both legs of backward (none)")
-    sizes.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="the tokens' (bfloat16)")
-    sizes.add_argument("--transport", default="auto", help="auto, direct or staged (auto)")
-    sizes.add_argument("--lanes", type=int, default=1, metavar="N", help="rounds open at once (1)")
-    sizes.add_argument("--align", type=int, default=1, metavar="N", help="of an expert's rows (1)")
-    sizes.add_argument("--integrity", default="none", help="the communicator's: none or checksum (none)")
-    sizes.add_argument("--heap", default="cuda", help="cuda; posix or threads for CPU ranks (cuda)")
+    add_sizes(parser)
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--link", help="between the GPUs of a host, such as nvlink4; or pcie5")
     machine.add_argument("--alpha", type=float, metavar="US", help="in place of the link's: microseconds of a leg")
@@ -54,10 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the plan."""
     from thinwire.planning.model import chosen_model
 
-    for name in ("ranks", "experts", "top_k", "hidden", "max_tokens", "lanes", "align", "hosts"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ArgumentError(f"{name} is {value}, expected an int of at least 1")
+    check_sizes(options, "hosts")
     model = chosen_model(
         options.link, options.alpha, options.beta, options.efficiency, options.hosts, options.inter_link
     )

@@ -1,0 +1,1 @@
+"""Compiles kernels ahead of time: `thinwire warmup`."""

@@ -1,0 +1,71 @@
+"""GPUs to compile for, whether they are here or not."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from thinwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+
+def find_target(arch: str) -> GPUTarget:
+    """What Triton calls a GPU of this architecture.
+
+    Args:
+        arch: "sm_90" and so on; with PyTorch for ROCm "gfx942" and so on.
+
+    Raises:
+        ArgumentError: another name, or one of the maker that this PyTorch is not for.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    on_amd = torch.version.hip is not None
+    if found := re.fullmatch(r"sm_(\d{2,3})a?", arch):
+        if on_amd:
+            raise ArgumentError(f"arch is {arch!r}, and this PyTorch is for ROCm: expected one such as gfx942")
+        return GPUTarget("cuda", int(found[1]), 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
+        if not on_amd:
+            raise ArgumentError(f"arch is {arch!r}, and this PyTorch is not for ROCm: expected one such as sm_90")
+        return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    raise ArgumentError(f"arch is {arch!r}, expected one such as {'gfx942' if on_amd else 'sm_90'}")
+
+
+def archs_here() -> list[str]:
+    """Of this machine's GPUs, each once.
+
+    Raises:
+        ArgumentError: it has none.
+    """
+    if not torch.cuda.is_available():
+        raise ArgumentError("this machine has no GPU to compile for: name an arch, such as sm_90 for an H100")
+    devices = range(torch.cuda.device_count())
+    if torch.version.hip is not None:
+        found = [torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] for device in devices]
+    else:
+        found = ["sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices]
+    return list(dict.fromkeys(found))
+
+
+class AbsentDriver:
+    """What Triton asks of a driver before it launches, answered for a GPU that need not be here."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU to compile for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """One that nothing is launched on."""
+        return 0

@@ -1,0 +1,51 @@
+"""Direct collectives on compiled kernels, all ranks at once: what plain torch gives, and no race.
+
+Rows are few, so that a call is several epochs; several programs, so that one waits for the peers and the others for it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="compiling kernels needs Triton")
+
+import torch
+
+from tests.collective_calls import Call
+from tests.ptx.collectives import Collectives
+from tests.ptx.device import Device
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+PROGRAMS = 3
+
+
+def _run(world: int, calls: list[Call], seed: int = 0, checksums: bool = False) -> None:
+    device = Device(ranks=world, races=True, seed=seed, warps="any order")
+    with device.patch(queued=True):
+        collectives = Collectives.of(device, world, checksums=checksums)
+        for call in calls:
+            collectives.queue(call)
+        device.run_queued()
+    collectives.check()
+    assert not device.races.found
+
+
+def _calls(world: int) -> list[Call]:
+    """One of each, of parts that differ; of the last, the fourth is empty."""
+    counts = (300, 257, 128, 0)[:world]
+    return [
+        Call(ALL_REDUCE, counts, num_programs=PROGRAMS),
+        Call(REDUCE_SCATTER, counts[::-1], wire="int4", gap=3, dtype=torch.bfloat16, num_programs=PROGRAMS, seed=1),
+        Call(ALL_GATHER, counts[::-1], gather_wire="none", num_programs=PROGRAMS, seed=2),
+        Call(ALL_REDUCE, counts[::-1], in_place=True, num_programs=2, seed=3),
+    ]
+
+
+def test_collectives_of_two_ranks_without_a_race() -> None:
+    _run(2, _calls(2))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "checksums"), [(4, False), (2, True), (3, True)])
+def test_collectives_without_a_race(world: int, checksums: bool) -> None:
+    _run(world, _calls(world), 1, checksums)
