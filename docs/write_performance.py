@@ -32,10 +32,10 @@ hardware is in `python -m benchmarks.machine_code --help`.
 
 _NOT_LEAN = """\
 Two things are not as lean as they could be. Rows that do not begin on 16-byte boundaries, as of 5121 elements, are read
-element by element, 16 of a row side by side in a thread: `quantize` asks for {unaligned:.0f} sectors of 32 bytes for each 128
-bytes, where 4 would do, most of which the first-level cache has. Of aligned rows it asks for {aligned:.1f}, each half by
-itself, since a thread takes the 16 columns that it then stores together. And `sum_home` loads four of a token's sums at
-once, not all: with the registers that 32 warps leave, eight do not fit for every format and GPU.
+element by element, 16 of a row side by side in a thread: for each 128 bytes `quantize` asks for {unaligned:.0f} sectors
+of 32 bytes where 4 would do, most of which the first-level cache has. Of aligned rows it asks for {aligned:.1f}, each
+half by itself, since a thread takes the 16 columns that it then stores together. And `sum_home` loads four of a token's
+sums at once, not all: with the registers that 32 warps leave, eight do not fit for every format and GPU.
 """
 
 
