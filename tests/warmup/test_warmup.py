@@ -22,6 +22,8 @@ import torch
 import triton
 
 import thinwire as tw
+from benchmarks import gpu
+from tests.gpu.warm import configurations
 from tests.rounds import make_lanes
 from tests.speeds import exhaustive_but
 from tests.stub_driver import stub_driver
@@ -259,3 +261,11 @@ def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
     assert [each.returncode for each in done] == [0, 0], done[0].stderr
     found = re.search(r"of any sizes: 0 compiled and (\d+) found there", done[1].stdout)
     assert found is not None and int(found[1]) == len(cpu_kernels()) > 20
+
+
+@pytest.mark.exhaustive
+def test_what_tests_and_benchmarks_on_gpus_launch_is_known_without_one() -> None:
+    wanted = [*configurations(), *gpu.configurations("bench2"), *gpu.configurations("bench8")]
+    assert len(wanted) == 7 + 2 * 10 and not gpu.configurations("codec")
+    for configuration in (wanted[0], wanted[6], wanted[-1]):
+        assert len(run_ranks(_collected, 1, configuration)[0]) > 20
