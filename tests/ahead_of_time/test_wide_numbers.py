@@ -13,9 +13,7 @@ from tests.ahead_of_time.matrix import COLLECTIVE_ROWS, Case, launch_of
 from thinwire.fused.collective import collective_layout
 
 #: Kernels that take times, counts or displacements.
-KERNELS = (
-    "wait_dispatch", "wait_headers", "wait_room", "wait_first_leg", "wait_second_leg", "note", "scatter",
-)  # fmt: skip
+KERNELS = ("wait_dispatch", "wait_headers", "wait_room", "wait_first_leg", "wait_second_leg", "note", "scatter")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

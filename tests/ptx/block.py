@@ -46,7 +46,9 @@ class Block:
         self._barrier_sites = np.zeros(size, np.int64)
         self._counts_needed: dict[int, int] = {}
         self._arrived: Counter[int] = Counter()  # threads that did not wait, by barrier
-        self._priorities = list(range(size // 32))
+        # The four warps of a `wgmma` go together.
+        self._unit = 128 if any(instruction.name == "wgmma" for instruction in self._code) else 32
+        self._priorities = list(range(size // self._unit))
 
     @property
     def counts(self) -> Counter[str]:
@@ -80,11 +82,9 @@ class Block:
                 f"{self._code[int(self._barrier_sites[waiting[0]])].site}"
             )
         if self._order is not None:
-            ready = running.reshape(-1, 32).any(1)
-            warp = max(np.flatnonzero(ready).tolist(), key=self._priorities.__getitem__)
-            only = np.zeros(len(running), bool)
-            only[32 * warp : 32 * warp + 32] = True
-            running &= only
+            ready = running.reshape(-1, self._unit).any(1)
+            first = max(np.flatnonzero(ready).tolist(), key=self._priorities.__getitem__)
+            running &= np.arange(len(running)) // self._unit == first
         places = self._places[running]
         at = int(places.min())
         others = places[places > at]

@@ -166,7 +166,13 @@ class Device:
         launches, self._queue = self._queue, []
         self._run(launches)
 
-    def _look_at_clock(self) -> int:
+    def begin_queued(self) -> Iterator[None]:
+        """What is queued of the current rank, to be run turn by turn by who takes them; without races."""
+        launches, self._queue = self._queue, []
+        return self._stream(self.rank, [launch for _, launch in launches])
+
+    def look_at_clock(self) -> int:
+        """What the global timer says, in nanoseconds."""
         self._now += self.clock_step
         return self._now
 
@@ -205,7 +211,7 @@ class Device:
                 place = number % width, number // width % height, number // width // height
                 state = State(
                     launch.program, launch.arguments, place, launch.grid, self.memory, launch.shared_bytes, self.races,
-                    clocks[number] if clocks else None, self._look_at_clock,
+                    clocks[number] if clocks else None, self.look_at_clock,
                 )  # fmt: skip
                 blocks.append(Block(state, self._random if self._any_order else None))
             running = [block.run() for block in blocks]

@@ -48,7 +48,9 @@ class Mutation:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.was} " + (f"becomes {self.becomes}" if self.becomes else "is taken out")
+        return f"{self.place}: {' '.join(self.was.split())} " + (
+            f"becomes {self.becomes}" if self.becomes else "is taken out"
+        )
 
 
 def mutations_of(ptx: str) -> Iterator[Mutation]:
@@ -60,13 +62,17 @@ def mutations_of(ptx: str) -> Iterator[Mutation]:
             continue
         if not (site := _SITE.search(text)):
             continue
-        was = " ".join(site[0].split())
-        if was.startswith(("bar.", "fence.")):
+        if site[0].startswith(("bar.", "fence.")):
             yield Mutation(number, line, site[0], "", place)
         else:
             for becomes in _weaker(site[0]):
                 yield Mutation(number, line, site[0], becomes, place)
         number += 1
+
+
+def is_site(instruction: str) -> bool:
+    """Whether an instruction is one that `mutations_of` counts."""
+    return _SITE.search(instruction) is not None
 
 
 def _weaker(instruction: str) -> Iterator[str]:
