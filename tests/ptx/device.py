@@ -10,8 +10,8 @@ A device runs a rank's launches one after the other, and those of different rank
     device.run_queued()
     assert not device.races.found
 
-Compiled kernels come from Triton's own cache, in `TRITON_CACHE_DIR`, by the source of the kernel and of all it calls, the
-types, constants and alignment of its arguments, the options, the GPU, and Triton itself.
+Compiled kernels come from Triton's own cache, in `TRITON_CACHE_DIR`, by the source of the kernel and of all that it
+calls, the types, constants and alignment of its arguments, the options, the GPU, and Triton itself.
 
 What this cannot tell: what the assembler makes of the PTX, whatever takes time, and the schedules that were not drawn.
 Kernels of a rank follow each other as on one stream; memory is consistent for all at once, so that a missing order is a
