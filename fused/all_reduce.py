@@ -2,7 +2,7 @@
 
 A reduce-scatter and an all-gather, each leg in a wire format of its own: `gather_wire="none"` gathers the sums in the
 tensor's dtype, `"int8"` quantises them once more, and a rank's own share with the rest: ranks would disagree otherwise.
-On the direct transport the kernel that sums also sends, so three launches do all of it.
+On the direct transport the kernel that sums also sends, so three kernels, and two that wait, do all of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def all_reduce(
             sends small messages exactly, on both legs.
         gather_wire: the format of the second leg, in which the sums travel; None means `wire`. "none" is about a third
             more accurate, and the second leg takes 16 bits an element.
-        comm, transport, async_op: see `all_gather`. On CUDA, direct is three launches for each chunk of as many
+        comm, transport, async_op: see `all_gather`. On CUDA, direct is five launches for each chunk of as many
             elements as the slots hold. Staged, an asynchronous call returns when the first leg is over.
 
         grad_wire: the format of both legs of what travels in backward; "none" sends gradients as they are. See

@@ -9,7 +9,6 @@ outputs are filled with NaN, the next call or `check` raises it, and the memory 
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -47,7 +46,7 @@ from thinwire.wire import WireFormat
 
 _KEY = "collectives"
 _SLOTS = 2  # of a ring: the second leg's, by parity
-#: Of a slot, and of all of a rank's memory; on a GPU three launches should not cost more than what they move.
+#: Of a slot, and of all of a rank's memory; on a GPU launches should not cost more than what they move.
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
@@ -73,7 +72,6 @@ def open_collectives(
             layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda", comm.integrity != "none")
         except CapacityError as error:
             return Refusal(_KEY, str(error))
-        num_programs = _num_programs(comm)
 
         def make(memory: SymmetricMemory) -> DirectCollectives:
             kernels: ModuleType
@@ -81,9 +79,7 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(
-                memory, layout, comm.rank, comm.timeout, kernels, num_programs, voters(comm), comm._recorder
-            )
+            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, voters(comm), comm._recorder)
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
@@ -116,23 +112,11 @@ def collective_layout(
     return ExchangeLayout.of(world, slot_bytes, _SLOTS, checksums)
 
 
-def _num_programs(comm: Communicator) -> int | None:
-    """Programs of a launch: None, as many as are good, unless ranks share a GPU and could keep each other out of it."""
-    if comm.device.type != "cuda":
-        return None
-    from thinwire.triton_kernels.exchange import programs_on_shared_gpu
-
-    own = [platform.node(), str(torch.cuda.get_device_properties(comm.device).uuid)]
-    ranks = comm.all_gather_data(own, (str, str)).count(own)
-    return programs_on_shared_gpu(comm.device, ranks) if ranks > 1 else None
-
-
 class DirectCollectives(ExchangeTransport):
     """The memory, the kernels and the state of one communicator's direct collectives, at one rank.
 
     Args:
         kernels: the module with the launchers.
-        num_programs: of each launch on a GPU; None means enough to fill it.
         recorder: whose traces are told of phases.
     """
 
@@ -145,13 +129,12 @@ class DirectCollectives(ExchangeTransport):
         rank: int,
         timeout: float,
         kernels: ModuleType,
-        num_programs: int | None = None,
         voters: Exchange | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
         super().__init__(_KEY, memory, layout, rank, timeout, voters)
         self._phase = _no_phase if recorder is None else recorder.phase
-        self._kernels, self._num_programs = kernels, num_programs
+        self._kernels = kernels
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
 
@@ -235,29 +218,26 @@ class DirectCollectives(ExchangeTransport):
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, programs, times = self._kernels, self._num_programs, (self.wait_seconds, self.grace)
+        kernels, times = self._kernels, (self.wait_seconds, self.grace)
         self._phase("quantise and store")
         if job.op == ALL_GATHER:
-            kernels.send_to_all(lane, job, x, chunk, programs)
+            kernels.send_to_all(lane, job, x, chunk)
         else:
-            kernels.scatter(lane, job, x, chunk, programs)
+            kernels.scatter(lane, job, x, chunk)
             self._phase("wait for peers, and sum")
-            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
+            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
             if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
             self._phase("wait for peers, and unpack")
-            kernels.gather_recv(lane, job, out, chunk, *times, programs)
+            kernels.gather_recv(lane, job, out, chunk, *times)
 
     def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
-        aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
-
         def launch() -> None:
             # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
-            room = out.new_empty(17)
-            self._launch(self._idle, replace(job, most_rows=0), x, room[:16] if aligned[1] else room[1:], 0)
+            self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0)
 
-        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype, *aligned), launch)
+        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""

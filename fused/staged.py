@@ -1,6 +1,6 @@
 """The staged transport: records are packed into a buffer, travel point to point, and land in slot order.
 
-A pair's records travel in pieces of about `PIECE_BYTES`, cut alike by both sides; a piece is packed while the one
+A pair's records travel in pieces of about `piece_bytes`, cut alike by both sides; a piece is packed while the one
 before travels. Every rank posts its pieces in ascending order and waits only after it has posted all of them, so no
 rank can wait for one that waits for it.
 
@@ -21,8 +21,18 @@ from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.integrity import Rows
 from thinwire.fused.counts import dense_segments
 
-#: Bytes of one piece of one pair's records.
-PIECE_BYTES = 1 << 20
+#: Bytes of one piece of one pair's records. Over NCCL each piece costs launches on every rank, which take as long as
+#: NVLink needs for a few MiB.
+PIECE_BYTES, NCCL_PIECE_BYTES = 1 << 20, 8 << 20
+
+
+def piece_bytes(backend: str) -> int:
+    """Bytes of one piece of one pair's records over the backend of a process group, the same on all its ranks.
+
+    >>> piece_bytes("gloo"), piece_bytes("nccl")
+    (1048576, 8388608)
+    """
+    return NCCL_PIECE_BYTES if backend == "nccl" else PIECE_BYTES
 
 
 @dataclass
@@ -59,11 +69,11 @@ class StagedExchange:
                 of every rank's share (fewer where a share ends before), in order of ranks.
             label, sizes: what the records are, and how much they hold; see `Communicator.post`. Records are padded, so
                 those of different sizes may have as many bytes.
-            piece_rows: of a piece of a pair's records; None: about PIECE_BYTES.
+            piece_rows: of a piece of a pair's records; None: about `piece_bytes`.
         """
         recorder, slots = comm._recorder, dense_segments(recv_counts)
         received = torch.empty(sum(recv_counts), record_bytes, dtype=torch.uint8, device=comm.device)
-        piece_rows = piece_rows or max(1, PIECE_BYTES // record_bytes)
+        piece_rows = piece_rows or max(1, piece_bytes(comm._exchange.backend) // record_bytes)
         pieces = []
         for start in range(0, max(*recv_counts, *(send_counts or [0])), piece_rows):
             stop = start + piece_rows

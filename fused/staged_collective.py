@@ -15,7 +15,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import split_parts
-from thinwire.fused.staged import PIECE_BYTES, StagedExchange
+from thinwire.fused.staged import StagedExchange, piece_bytes
 from thinwire.wire import WireFormat
 
 
@@ -150,7 +150,7 @@ class GatherLeg(_Rows):
             pack, most_bytes = self._packs_sums(own, max(counts)), max(most_bytes, own.record_bytes)
         else:
             pack = functools.partial(self.pack, own)
-        self.slots, step = dense_segments(counts), max(1, PIECE_BYTES // most_bytes)
+        self.slots, step = dense_segments(counts), max(1, piece_bytes(comm._exchange.backend) // most_bytes)
         self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, f"gather: {call}", step)
 
     def _packs_sums(self, leg: ScatterLeg, most_rows: int) -> Callable[[int, int, torch.Tensor], None]:

@@ -15,7 +15,7 @@ from tests.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
+from thinwire.triton_kernels.round_layout import COMBINE, CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat
@@ -73,14 +73,18 @@ def make_lanes(
 
 
 def poison(lanes: list[Lane]) -> None:
-    """Overwrites everything that no rank may read in the next round without having been sent it in that round."""
+    """Overwrites everything that no rank may read in the next round without having been sent it in that round.
+
+    Of what routing writes, that is what it left filled; it counts on the rest.
+    """
     for lane in lanes:
         lane.buffer[lane.layout.IDS :] = POISON
         if lane.expert_counts.shape[0] == 0:
             continue  # a rank without experts routes nothing: its positions stay -1
-        lane.positions.fill_(2**40)
+        tokens, rows = lane.control[[CONTROL_TOKENS, CONTROL_ROWS]].tolist()
+        lane.positions.view(lane.layout.WORLD, lane.layout.MAX_TOKENS, -1)[:, :tokens] = 2**40
         lane.weights.fill_(float("nan"))
-        lane.index.fill_(2**40)
+        lane.index[:rows] = 2**40
 
 
 def run_round(

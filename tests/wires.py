@@ -25,11 +25,12 @@ def integer_view(x: torch.Tensor) -> torch.Tensor:
     return x.view({4: torch.int32, 2: torch.int16}[x.dtype.itemsize])
 
 
-def assert_same_bits(name: str, expected: torch.Tensor, got: torch.Tensor) -> None:
-    """Equal to the last bit; any NaN equals any NaN."""
+def assert_same_bits(name: str, expected: torch.Tensor, got: torch.Tensor, any_nan: bool = True) -> None:
+    """Equal to the last bit; any NaN equals any NaN, but not among bfloat16 without `any_nan`."""
     assert expected.shape == got.shape and expected.dtype == got.dtype, (name, expected.shape, got.shape)
     differs = integer_view(expected) != integer_view(got)
-    differs &= ~(expected.isnan() & got.isnan())
+    if any_nan or expected.dtype != torch.bfloat16:
+        differs &= ~(expected.isnan() & got.isnan())
     assert not differs.any(), f"{name}: {int(differs.sum())} elements differ, first at {differs.nonzero()[0].tolist()}"
 
 

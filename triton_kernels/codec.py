@@ -6,10 +6,11 @@ compiled Triton, interpreted Triton, numba and torch agree to the last bit (the 
 * The largest magnitude is an integer maximum over bit patterns. `tl.max` on floats drops NaN.
 * Rounding half to even is done by adding 12582912.0 = 1.5 * 2**23: the sum's unit in the last place is 1, so the adder
   itself rounds, and the low bits of the sum's pattern are q in two's complement. `.to(tl.int8)` truncates instead.
-* bfloat16 is made and read with integer arithmetic. The interpreter's own cast to bfloat16 truncates.
+* bfloat16 is made by an instruction that is named, or with integer arithmetic. The interpreter's own cast truncates.
 * 1/s is `tl.div_rn`; a plain `/` compiles to an approximation. Launchers pass `enable_fp_fusion=False`, since a fused
   multiply-add would round once where the other backends round twice.
 * e4m3 is encoded and decoded with integer arithmetic: hardware casts differ between GPU generations.
+* On NVIDIA GPUs `thinwire.triton_kernels.hardware` has the same in fewer instructions.
 
 The clamp of the definition needs no instruction: s is at most half a unit in the last place of its dtype below
 amax/qmax, so |x / s| <= qmax * (1 + 2**-8) * (1 + 2**-22), less than qmax + 1/2 for 127 and 7, and below 464, where
@@ -22,9 +23,9 @@ import torch
 from einops import rearrange, repeat
 
 from thinwire.octets import as_bytes
+from thinwire.triton_kernels import hardware
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
-    BF16_NAN_BITS,
     INFINITY_BITS,
     ROUND_MAGIC,
     SIGNLESS,
@@ -36,8 +37,10 @@ from thinwire.triton_kernels.floats import (
     widened,
 )
 from thinwire.triton_kernels.record import FP8, INT4, NONE
+from thinwire.triton_kernels.rows import tile_columns
 from thinwire.wire import WireFormat
 
+_SCALE_NAN_BITS = tl.constexpr(0x7FC0)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 
 
@@ -47,8 +50,14 @@ _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 
 @triton.jit
 def group_amax(x):
-    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups]."""
-    return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
+    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups].
+
+    That of a group with a NaN is some NaN's.
+    """
+    if hardware.capability() >= 80:
+        return tl.reduce(tl.abs(x), 1, hardware.larger_or_nan).to(tl.int32, bitcast=True)
+    else:
+        return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
 
 
 @triton.jit
@@ -66,14 +75,19 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
     else:
         short = bfloat16_bits(s)
         s = (short << 16).to(tl.float32, bitcast=True)
-        scale_bits = tl.where(live, short, tl.where(finite, 0, BF16_NAN_BITS))
+        scale_bits = tl.where(live, short, tl.where(finite, 0, _SCALE_NAN_BITS))
     inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
     v = x * inverse[:, None]
+    kept = tl.where(live, -1, 0)[:, None] + tl.zeros(v.shape, tl.int32)
+    if LAYOUT.KIND == FP8 and hardware.capability() >= 89:
+        return hardware.encode_e4m3(v, kept), scale_bits
     if LAYOUT.KIND == FP8:
         q = encode_e4m3(v)
     else:
         q = (v + ROUND_MAGIC).to(tl.int32, bitcast=True)
-    q = tl.where(live[:, None], q, 0)
+    if LAYOUT.KIND != INT4 and hardware.capability() >= 80:
+        return hardware.low_octets(q, kept), scale_bits
+    q = q & kept
     if LAYOUT.KIND == INT4:
         pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
         even, odd = tl.split(pairs)
@@ -85,20 +99,18 @@ def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
 def decode_tile(payload, LAYOUT: tl.constexpr):
     """Payload int8 [groups, bytes] to unscaled float32 [groups, group]."""
     if LAYOUT.KIND == FP8:
-        return decode_e4m3(payload)
+        return hardware.decode_e4m3(payload) if hardware.capability() >= 80 else decode_e4m3(payload)
     elif LAYOUT.KIND == INT4:
-        wide = payload.to(tl.int32)
-        pairs = tl.join((wide << 28) >> 28, wide >> 4)
-        return tl.reshape(pairs, (payload.shape[0], payload.shape[1] * 2)).to(tl.float32)
+        if hardware.capability() >= 80:
+            even, odd = hardware.decode_int4(payload)
+        else:
+            wide = payload.to(tl.int32)
+            even, odd = ((wide << 28) >> 28).to(tl.float32), (wide >> 4).to(tl.float32)
+        return tl.reshape(tl.join(even, odd), (payload.shape[0], payload.shape[1] * 2))
+    elif hardware.capability() >= 80:
+        return hardware.decode_int8(payload)
     else:
         return payload.to(tl.float32)
-
-
-@triton.jit
-def tile_columns(tile, LAYOUT: tl.constexpr):
-    """Column numbers of one tile, int32 [TILE_GROUPS, GROUP]."""
-    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    return groups[:, None] * LAYOUT.GROUP + tl.arange(0, LAYOUT.GROUP)[None, :]
 
 
 @triton.jit
@@ -147,30 +159,32 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False):
+def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False, there=True):
     """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and nothing.
 
-    `base` points, as int8, to where the record begins. What is past the row's end is zero. ONCE: all that uses a scale
-    uses one and the same load of it. A load of fewer elements than there are threads the compiler repeats for each use
-    of it, and in each warp; so these are of as many.
+    `base` points, as int8, to where the record begins. What is past the row's end is zero, and all of it where the
+    record is not `there`, which is not read then. ONCE: all that uses a scale uses one and the same load of it. A load
+    of fewer elements than there are threads the compiler repeats for each use of it, and in each warp; so these are of
+    as many.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        return tl.load(elements + columns, mask=columns < LAYOUT.HIDDEN, other=0.0), None
+        return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), None
     else:
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-        payload = tl.load(base + offsets, mask=offsets < LAYOUT.SCALES_OFFSET, other=0)
+        payload = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.SCALES_OFFSET, False), other=0)
         places = groups
         if ONCE:
             places = groups[:, None] + tl.arange(0, LAYOUT.GROUP // 8)[None, :] * 0
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            loaded = tl.load(scales + places * 0)
+            loaded = tl.load(scales + places * 0, mask=tl.where(there, places >= 0, False), other=0)
         else:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            loaded = tl.load(scales + places, mask=places < LAYOUT.NUM_GROUPS, other=0).to(tl.int32)
+            mask = tl.where(there, places < LAYOUT.NUM_GROUPS, False)
+            loaded = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
         return payload, tl.max(loaded, axis=1) if ONCE else loaded
 
 
@@ -217,11 +231,11 @@ def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
+        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
         if LAYOUT.KIND == NONE:
-            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
             tl.store(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, mask=columns < LAYOUT.ELEMENTS)
         else:
-            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+            x = widened(elements)
             store_record_tile(base, x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
 
@@ -326,10 +340,13 @@ def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype
 
 
 def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """float32 to `dtype`, half to even; `saturate` keeps what is not NaN finite."""
+    """float32 to `dtype`, half to even; `saturate` keeps what is not NaN finite. A bfloat16's NaN becomes 0x7FFF."""
     if saturate:
         largest = torch.finfo(dtype).max
         y = y.clamp(-largest, largest)
+    if dtype == torch.bfloat16:
+        nan = torch.tensor(0x7FFF, dtype=torch.int16, device=y.device).view(dtype)
+        return torch.where(y.isnan(), nan, y.to(dtype))
     return y.to(dtype)
 
 

@@ -1,15 +1,15 @@
 """All-reduce, reduce-scatter and all-gather over peers' memory: the kernels, which quantise, move and sum rows.
 
-Memory is that of `thinwire.triton_kernels.exchange_layout`; how a kernel waits is in
-`thinwire.triton_kernels.exchange`. An all-reduce of one chunk is three launches::
+Memory is that of `thinwire.triton_kernels.exchange_layout`. An all-reduce of one chunk is five launches::
 
-    scatter    row i of part p -> the owner of p, as a record             first flag
-    reduce     wait; sum over ranks of the dequantised rows of my part,
-               encoded once -> every rank                                 second flag
-    gather_recv  wait; out[part p][row i] = dequantise(record from p)
+    scatter      row i of part p -> the owner of p, as a record           first flag
+    reduce       wait; then sum over ranks of the dequantised rows of
+                 my part, encoded once -> every rank                      second flag
+    gather_recv  wait; then out[part p][row i] = dequantise(record from p)
 
 A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `send_to_all`, which
-encodes each own row once and stores it at every rank, and `gather_recv`.
+encodes each own row once and stores it at every rank, and `gather_recv`. A wait is a kernel of one warp, so that the
+registers of what follows are free for others until it can run.
 
 Sums are explicit float32 loops from +0.0 in ascending rank, so they do not depend on timing, grid or backend; and as an
 owner's sums are encoded once, all ranks decode the same bytes and hold the same bits after an all-reduce.
@@ -35,23 +35,25 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import await_leg, begin_epoch, half_offset, num_waiting_programs_for
+from thinwire.triton_kernels.exchange import begin_epoch, half_offset, wait_leg
 from thinwire.triton_kernels.exchange_checksum import arrive_whole, first_unfit, note_corruption, put_sums, slot_seed
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
 _FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
+_ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels, of any number of programs. `rows` is how many the longest part has in the chunk.
+# Kernels, of any number of programs but for the one that waits. `rows` is how many the longest part has in the chunk.
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def send_kernel(
     x_ptr,
     parts_ptr,
@@ -103,6 +105,27 @@ def send_kernel(
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
+def wait_kernel(
+    buffer_ptrs,
+    control_ptr,
+    report_ptr,
+    rank,
+    signature_0: tl.int64,
+    signature_1: tl.int64,
+    signature_2: tl.int64,
+    signature_3: tl.int64,
+    timeout_ns: tl.int64,
+    grace_ns: tl.int64,
+    LEG: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+):
+    """Until every rank has signalled a leg, or the memory is poisoned. One program of one warp."""
+    signature = (signature_0, signature_1, signature_2, signature_3)
+    wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def reduce_kernel(
     out_ptr,
     parts_ptr,
@@ -113,12 +136,6 @@ def reduce_kernel(
     rank,
     chunk,
     rows,
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    timeout_ns: tl.int64,
-    grace_ns: tl.int64,
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -126,23 +143,20 @@ def reduce_kernel(
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
-    """Waits for the first leg; sums of the own part's rows into the tensor at `out_ptr`.
+    """Sums of the own part's rows into the tensor at `out_ptr`.
 
     Or, where there is a GATHER, as such records to everyone, and then the second flag.
     """
     world: tl.constexpr = EXCHANGE.WORLD
-    signature = (signature_0, signature_1, signature_2, signature_3)
-    running = await_leg(
-        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
-    )
+    running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
     if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
         epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
-            length, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
-            if length > 0:
-                length = tl.minimum(length, LAYOUT.HIDDEN)
+            left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+            if left > 0:
+                length = row_length(left, LAYOUT)
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
                 intact = running
                 if running:
@@ -177,7 +191,7 @@ def reduce_kernel(
                         publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
 def gather_recv_kernel(
     out_ptr,
     parts_ptr,
@@ -188,24 +202,15 @@ def gather_recv_kernel(
     rank,
     chunk,
     rows,
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    timeout_ns: tl.int64,
-    grace_ns: tl.int64,
     LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
-    """Waits for the leg that gathers; rows of all parts into the tensor at `out_ptr`."""
+    """Rows of all parts, as they came in a leg, into the tensor at `out_ptr`."""
     world: tl.constexpr = EXCHANGE.WORLD
-    signature = (signature_0, signature_1, signature_2, signature_3)
-    running = await_leg(
-        buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
-    )
+    running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
     epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
@@ -215,7 +220,7 @@ def gather_recv_kernel(
         if length > 0:
             recv_row(
                 buffer_ptr.to(tl.int64), record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT), out_ptr + start,
-                tl.minimum(length, LAYOUT.HIDDEN), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
+                row_length(length, LAYOUT), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
                 EXCHANGE, LAYOUT,
             )  # fmt: skip
         item += tl.num_programs(0)
@@ -292,6 +297,14 @@ def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_progra
     _send(end, job, x, chunk, True, num_programs)
 
 
+def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> None:
+    with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
+        wait_kernel[(1,)](
+            end.buffer_ptrs, end.control, end.report, end.rank, *job.signature, int(timeout * 1e9), int(grace * 1e9),
+            LEG=leg, EXCHANGE=end.layout, LAUNCH=Launch.of(end.layout, end.buffer.device), num_warps=1,
+        )  # fmt: skip
+
+
 def reduce(
     end: Endpoint,
     job: Job,
@@ -311,19 +324,18 @@ def reduce(
             in `job.gather_wire` (`none` rounds it as above), stored at every rank, and the second flag follows.
         timeout: seconds until the exchange is given up.
         grace: seconds that peers then get to say that they are stuck as well.
-        num_programs: programs of the launch; None means two a multiprocessor. Where ranks share a GPU, see
-            `thinwire.triton_kernels.exchange.programs_on_shared_gpu`.
+        num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.
     """
     rows, device = job.rows_in_chunk(chunk), end.buffer.device
-    programs = num_waiting_programs_for(rows, device, num_programs)
+    programs = num_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
     options |= register_limit(device, options["num_warps"], 1 if end.layout.SUMS else 2)
+    _wait(end, job, FIRST_LEG, timeout, grace)
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         reduce_kernel[(programs,)](
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
-            rows, *job.signature, int(timeout * 1e9), int(grace * 1e9), LEG=FIRST_LEG,
-            LAYOUT=layout, GATHER=gathered if out is None else None, **options,
+            rows, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered if out is None else None, **options,
         )  # fmt: skip
 
 
@@ -344,11 +356,12 @@ def gather_recv(
         out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN in poisoned memory.
     """
     layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
-    programs = num_waiting_programs_for(rows * end.layout.WORLD, out.device, num_programs)
+    programs = num_programs_for(rows * end.layout.WORLD, out.device, num_programs)
+    leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
+    _wait(end, job, leg, timeout, grace)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         gather_recv_kernel[(programs,)](
             out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
-            rows, *job.signature, int(timeout * 1e9), int(grace * 1e9),
-            LEG=FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, LAYOUT=layout,
-            **_options(end, job, layout.num_warps), **register_limit(out.device, layout.num_warps),
+            rows, LEG=leg, LAYOUT=layout, **_options(end, job, layout.num_warps),
+            **register_limit(out.device, layout.num_warps),
         )  # fmt: skip

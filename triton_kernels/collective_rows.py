@@ -6,25 +6,23 @@ A program has one row at a time. A part's last row may be short: it travels as a
 from __future__ import annotations
 
 from thinwire.triton_kernels.codec import (
-    dequantize_row,
     encode_tile,
     fill_row,
     group_amax,
     load_encoded_tile,
     load_record_tile,
-    row_amax_bits,
     scaled_tile,
     store_encoded_tile,
     store_record_tail,
-    tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, slot_offset
 from thinwire.triton_kernels.exchange_checksum import fits, note_corruption, slot_seed
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG
-from thinwire.triton_kernels.floats import LARGEST_FLOAT32, load_float32, rounded, saturated, store_float32
+from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, saturated, store_float32, widened
 from thinwire.triton_kernels.record import NONE
-from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row, tile_sums
+from thinwire.triton_kernels.record_checksum import tile_sums
+from thinwire.triton_kernels.rows import load_row_tile, row_length, store_row_tile, tile_columns
 
 _FIRST_LEG = tl.constexpr(FIRST_LEG)
 
@@ -89,12 +87,16 @@ def send_row(
     """
     a = tl.zeros((), tl.int64)
     b = tl.zeros((), tl.int64)
-    row_amax = row_amax_bits(x_row, tl.minimum(length, LAYOUT.HIDDEN), LAYOUT)
+    there = row_length(length, LAYOUT)
+    row_amax = tl.zeros((1,), tl.int32)
+    if LAYOUT.TWO_PASSES:
+        for tile in range(LAYOUT.NUM_TILES):
+            x = widened(load_row_tile(x_row, there, tile, LAYOUT))
+            row_amax = tl.maximum(row_amax, group_amax(x))
     for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        there = columns < tl.minimum(length, LAYOUT.HIDDEN)
+        elements = load_row_tile(x_row, there, tile, LAYOUT)
         if LAYOUT.KIND == NONE:
-            elements = tl.load(x_row + columns, mask=there, other=0.0)
+            columns = tile_columns(tile, LAYOUT)
             if SUMMED:
                 more_a, more_b = tile_sums(elements, None, tile, LAYOUT)
                 a += more_a
@@ -105,7 +107,7 @@ def send_row(
                 tl.store(record + columns, elements, mask=columns < LAYOUT.ELEMENTS)
                 target = next_peer(target, WORLD)
         else:
-            x = load_float32(x_row + columns, there)
+            x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
             if SUMMED:
                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
@@ -213,8 +215,8 @@ def recv_sum(
     a, b = tl.full((LAUNCH.BLOCK,), 0, tl.int64), tl.full((LAUNCH.BLOCK,), 0, tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
         total, a, b = sum_tile(first_record, tile, a, b, EXCHANGE, LAYOUT)
-        columns = tile_columns(tile, LAYOUT)
-        store_float32(out_row + columns, total, columns < length, LAYOUT.KIND != NONE)
+        row = rounded(total, out_row.dtype.element_ty, LAYOUT.KIND != NONE)
+        store_row_tile(out_row, row, length, tile, LAYOUT)
     return a, b
 
 
@@ -231,14 +233,24 @@ def recv_row(
     record = tl.multiple_of((base + offset).to(tl.pointer_type(tl.int8)), 16)
     intact = running
     if running:
+        a = tl.full((), 0, tl.int64)
+        b = tl.full((), 0, tl.int64)
+        for tile in range(LAYOUT.NUM_TILES):
+            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, EXCHANGE.SUMS > 0)
+            if EXCHANGE.SUMS > 0:
+                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
+                a += more_a
+                b += more_b
+            if LAYOUT.KIND == NONE:
+                elements = payload
+            else:
+                elements = rounded(scaled_tile(payload, scale_bits, LAYOUT), out_row.dtype.element_ty, True)
+            store_row_tile(out_row, elements, length, tile, LAYOUT)
         if EXCHANGE.SUMS > 0:
-            a, b = dequantize_and_sum_row(record, out_row, length, LAYOUT)
             seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), source, number)
             intact = fits(base, offset, seed, row, a, b, EXCHANGE)
             if not intact:
                 note_corruption(control_ptr, report_ptr, source, first, each, EXCHANGE)
                 tl.debug_barrier()  # the row's stores may be other threads'
-        else:
-            dequantize_row(record, out_row, length, LAYOUT)
     if not intact:
         fill_row(out_row, length, float("nan"), LAYOUT)

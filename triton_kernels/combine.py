@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.checksum import element_terms
-from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, load_record_tile, scaled_tile, tile_columns
+from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.dispatch import first_mentions, owner_of, top_k_block
+from thinwire.triton_kernels.dispatch import owner_of, top_k_block
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
@@ -61,10 +61,20 @@ def owners_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def destinations_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The ranks that a record's token went to, each once, -1 elsewhere: int32 [K_BLOCK]. From this rank's planes."""
-    ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
-    return first_mentions(owners_of(base, slot, ROUND, K_BLOCK), ids_row, ROUND, K_BLOCK)
+def ranks_below(owners, ranks, ROUND: tl.constexpr):
+    """How many different ranks below each of `ranks` are among `owners` [K_BLOCK]: int32 of the shape of `ranks`."""
+    count = ranks * 0
+    for first in range(0, ROUND.WORLD, 32):
+        bits = tl.full(owners.shape, 1, tl.uint32) << (owners & 31)
+        bits = tl.reduce_or(tl.where(owners >= first, tl.where(owners < first + 32, bits, 0), 0), 0)
+        lower = (tl.full(ranks.shape, 1, tl.uint32) << (ranks & 31)) - 1
+        bits = tl.where(ranks < first, 0, tl.where(ranks < first + 32, bits & lower, bits))
+        # The sum of the bits: pairs of them, fours, eights, and all four of those.
+        bits -= (bits >> 1) & 0x55555555
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        count += ((bits * 0x01010101) >> 24).to(tl.int32)
+    return count
 
 
 @triton.jit
@@ -118,8 +128,7 @@ def send_sums_kernel(
             slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
             positions = positions_ptr + slot * ROUND.TOP_K
             if tl.load(positions) >= 0:
-                destinations = destinations_of(base, slot, ROUND, K_BLOCK)
-                ordinal = tl.sum(tl.where(destinations >= 0, tl.where(destinations < rank, 1, 0), 0))
+                ordinal = ranks_below(owners_of(base, slot, ROUND, K_BLOCK), rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 place = token.to(tl.int64) * ROUND.SLOTS + ordinal
                 home = tl.load(buffer_ptrs + source)
@@ -175,6 +184,7 @@ def sum_home_kernel(
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    FLIGHT: tl.constexpr,  # sums that are loaded before the first of them is added
     LAUNCH: tl.constexpr,
 ):
     """Adds up what came home. Any number of programs."""
@@ -193,38 +203,41 @@ def sum_home_kernel(
             grads_row = weight_grads_ptr + token.to(tl.int64) * ROUND.TOP_K + ks
             tl.store(grads_row, tl.full((K_BLOCK,), float("nan"), tl.float32), mask=ks < ROUND.TOP_K)
         if running:
-            destinations = destinations_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+            owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+            there = owners >= 0
+            told = tl.load(signal_words(base, lines, ROUND.HAS_SUMS, owners, ROUND), mask=there, other=0)
+            ordinals = ranks_below(owners, owners, ROUND)
+            came = tl.reduce_or(tl.where(told != 0, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
             if ROUND.CHECKSUMS:
                 js = tl.arange(0, K_BLOCK)
-                sources = tl.full((K_BLOCK,), -1, tl.int32)  # of the sums that are added up
+                # Of the sums that are added up.
+                sources = tl.where(told != 0, owners, -1)[:, None]
+                sources = tl.max(tl.where(ordinals[:, None] == js[None, :], sources, -1), axis=0)
                 a = tl.zeros((K_BLOCK,), tl.int64)
                 b = tl.zeros((K_BLOCK,), tl.int64)
             for tile in range(LAYOUT.NUM_TILES):
                 columns = tile_columns(tile, LAYOUT)
                 total = tl.zeros(columns.shape, tl.float32)
-                last = rank * 0 - 1
-                for j in range(ROUND.SLOTS):
-                    last = tl.min(tl.where(destinations > last, destinations, ROUND.WORLD))
-                    if last < ROUND.WORLD:
-                        if tl.load(signal_words(base, lines, ROUND.HAS_SUMS, last, ROUND)) != 0:
-                            record = buffer_ptr + (ROUND.SUMS + (slots + j) * ROUND.SUM_BYTES)
-                            record = tl.multiple_of(record, 16)
+                for first in range(0, ROUND.SLOTS, FLIGHT):
+                    loaded = ()
+                    for j in tl.static_range(FLIGHT):
+                        record = tl.multiple_of(buffer_ptr + (ROUND.SUMS + (slots + first + j) * ROUND.SUM_BYTES), 16)
+                        is_there = ((came >> (first + j)) & 1) > 0
+                        tiles = load_encoded_tile(record, tile, LAYOUT, ROUND.CHECKSUMS > 0, is_there)
+                        loaded += (tiles,)  # type: ignore[assignment]
+                    for j in tl.static_range(FLIGHT):
+                        if ((came >> (first + j)) & 1) > 0:
+                            payload, scale_bits = loaded[j]  # type: ignore[var-annotated]
+                            total = total + scaled_tile(payload, scale_bits, LAYOUT)
                             if ROUND.CHECKSUMS:
-                                payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, True)
                                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
-                                a, b = a + tl.where(js == j, more_a, 0), b + tl.where(js == j, more_b, 0)
-                                sources = tl.where(js == j, last, sources)
-                                total = total + scaled_tile(payload, scale_bits, LAYOUT)
-                            else:
-                                total = total + load_record_tile(record, tile, LAYOUT)
+                                here = js == first + j
+                                a, b = a + tl.where(here, more_a, 0), b + tl.where(here, more_b, 0)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
             if ROUND.WEIGHT_GRADS:
-                owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
-                there = owners >= 0
-                told = tl.load(signal_words(base, lines, ROUND.HAS_SUMS, owners, ROUND), mask=there, other=0)
-                came = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
-                grads = tl.load(came.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
+                grads_there = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
+                grads = tl.load(grads_there.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
                 grads = tl.where(told != 0, grads, 0.0)
             if ROUND.CHECKSUMS:
                 if ROUND.WEIGHT_GRADS:
@@ -259,6 +272,16 @@ def sum_home_kernel(
 # Launchers
 
 
+def _register_limit(lane: Lane, rows: torch.Tensor) -> dict[str, int]:
+    """64 registers a thread, so that programs of 32 warps share a multiprocessor, where that is enough.
+
+    It is not with checksums, with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for
+    rows that do not begin on 16 bytes each; nor need it be for records.
+    """
+    few = rows.element_size() == 2 and rows.shape[1] % 8 == 0 and lane.combine_wire.name != "int4"
+    return register_limit(rows.device, least=64 if few and not lane.layout.CHECKSUMS else 128)
+
+
 def send_sums(
     lane: Lane,
     expert_out: torch.Tensor,
@@ -290,7 +313,7 @@ def send_sums(
             lane_to_end(lane)[1], check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout,
             K_BLOCK=top_k_block(lane), ENCODED=encoded, AS_THEY_ARE=as_they_are, LAUNCH=Launch.of(lane.layout, device),
             num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout),
-            enable_fp_fusion=False, **register_limit(device),
+            enable_fp_fusion=False, **_register_limit(lane, expert_out),
         )  # fmt: skip
 
 
@@ -308,10 +331,11 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
         return
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
     programs = num_programs_for(out.shape[0], out.device, None)
+    warps = 2 * layout.num_warps if lane.layout.CHECKSUMS else sum_warps(lane.combine_wire, layout)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         sum_home_kernel[(programs,)](
             lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
             *lane_to_end(lane)[:2], weight_grads, ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
-            LAUNCH=Launch.of(lane.layout, out.device), enable_fp_fusion=False, **register_limit(out.device),
-            num_warps=layout.num_warps * (2 if lane.layout.CHECKSUMS else 1),
+            FLIGHT=1 if lane.layout.CHECKSUMS else 4, LAUNCH=Launch.of(lane.layout, out.device),
+            num_warps=warps, enable_fp_fusion=False, **_register_limit(lane, out),
         )  # fmt: skip

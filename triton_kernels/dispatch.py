@@ -20,7 +20,7 @@ from thinwire.triton_kernels.codec import (
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.floats import load_float32
+from thinwire.triton_kernels.floats import widened
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -53,26 +53,32 @@ _PLANE_TOKENS = 32
 
 @triton.jit
 def owner_of(ids, ROUND: tl.constexpr):
-    """The rank that owns each expert; -1 where an id is no expert's."""
+    """The rank that owns each expert, int32; -1 where an id is no expert's."""
     base: tl.constexpr = ROUND.NUM_EXPERTS // ROUND.WORLD
     rest: tl.constexpr = ROUND.NUM_EXPERTS % ROUND.WORLD
-    divisor: tl.constexpr = base if base > 0 else 1
-    split: tl.constexpr = rest * (base + 1)  # experts of the ranks that own one more
     known = tl.where(ids < 0, False, ids < ROUND.NUM_EXPERTS)
-    ids = tl.where(known, ids, 0).to(tl.int32)  # a division of 64 bits is a long one
-    owner = tl.where(ids < split, ids // (base + 1), rest + (ids - split) // divisor)
-    return tl.where(known, owner, -1)
+    ids = tl.where(known, ids, 0).to(tl.uint32)  # a division of 64 bits is a long one
+    if rest == 0:  # without a choice between two divisions, which would be one by a number that is not known
+        owner = ids // base
+    else:
+        split: tl.constexpr = rest * (base + 1)  # experts of the ranks that own one more
+        divisor: tl.constexpr = base if base > 0 else 1
+        owner = tl.where(ids < split, ids // (base + 1), rest + (ids - split) // divisor)
+    return tl.where(known, owner.to(tl.int32), -1)
 
 
 @triton.jit
-def first_mentions(owners, ids_row, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
-    """`owners` [K_BLOCK] of a token's ids with every mention of a rank but the first made -1."""
-    ks = tl.arange(0, K_BLOCK)
-    for k in range(ROUND.TOP_K - 1):
-        owner = owner_of(tl.load(ids_row + k), ROUND)
-        repeated = tl.where(owners == owner, 1, 0) * tl.where(ks > k, 1, 0)
-        owners = tl.where(repeated > 0, -1, owners)
-    return owners
+def next_destination(owners, turn, rank, ROUND: tl.constexpr):
+    """Of the ranks among a token's `owners` [K_BLOCK], the one behind the `turn`-th round the ranks from `rank` on.
+
+    Returns its turn and itself; the turn is WORLD where there is none. So each rank comes once, however often it is
+    among the owners, and of all ranks that send at a time no two begin with the same one.
+    """
+    turns = owners - rank - 1
+    turns = tl.where(owners < 0, ROUND.WORLD, tl.where(turns < 0, turns + ROUND.WORLD, turns))
+    turn = tl.min(tl.where(turns > turn, turns, ROUND.WORLD))
+    peer = turn + rank + 1
+    return turn, tl.where(peer >= ROUND.WORLD, peer - ROUND.WORLD, peer)
 
 
 @triton.jit
@@ -116,20 +122,17 @@ def send_plane(
 
 @triton.jit
 def send_record(
-    x_row, buffer_ptrs, epoch, rank, slot, destinations, ROUND: tl.constexpr, LAYOUT: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    x_row, buffer_ptrs, epoch, rank, slot, owners, ROUND: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """One row to each rank among `destinations` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
-    ks = tl.arange(0, K_BLOCK)
+    """One row to each rank among `owners` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
     if ROUND.CHECKSUMS:
         a, b = seed_words(RECORD, epoch, rank, slot)
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        if LAYOUT.KIND == NONE:
-            elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
-        else:
-            x = load_float32(x_row + columns, columns < LAYOUT.HIDDEN)
+        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+        if LAYOUT.KIND != NONE:
+            x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
         if ROUND.CHECKSUMS:
             if LAYOUT.KIND == NONE:
@@ -137,9 +140,10 @@ def send_record(
             else:
                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
             a, b = a + more_a, b + more_b
-        for k in range(ROUND.TOP_K):
-            peer = tl.max(tl.where(ks == k, destinations, -1))
-            if peer >= 0:
+        turn = rank * 0 - 1
+        for _ in range(ROUND.SLOTS):
+            turn, peer = next_destination(owners, turn, rank, ROUND)
+            if turn < ROUND.WORLD:
                 record = tl.load(buffer_ptrs + peer) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
                 record = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 16)
                 if LAYOUT.KIND == NONE:
@@ -187,10 +191,9 @@ def send_tokens_kernel(
         while token < num_tokens:
             ids_row = ids_ptr + token.to(tl.int64) * ROUND.TOP_K
             owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
-            destinations = first_mentions(owners, ids_row, ROUND, K_BLOCK)
             slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
-            send_record(x_row, buffer_ptrs, seed_epoch, rank, slot, destinations, ROUND, LAYOUT, K_BLOCK)
+            send_record(x_row, buffer_ptrs, seed_epoch, rank, slot, owners, ROUND, LAYOUT)
             token += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             epoch = advance(control_ptr + ROUND.EPOCH, 1)

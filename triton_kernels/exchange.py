@@ -1,21 +1,15 @@
-"""What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a grid of programs waits.
+"""What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a leg is waited for.
 
-`docs/protocol.md`, "The exchange", has the argument, and "Waiting in a grid" why the first program to come waits for
-all ranks. The epoch lives in device memory and is advanced by the last program of the kernel that opens it, so that
-CUDA graphs of a call can be replayed.
+`docs/protocol.md`, "The exchange", has the argument. The epoch lives in device memory and is advanced by the last
+program of the kernel that opens it, so that CUDA graphs of a call can be replayed.
 """
 
 from __future__ import annotations
-
-import torch
 
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange_checksum import end_exchange, header_sums, note_corruption, put_header_sums
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SIGNATURE_WORDS
 from thinwire.triton_kernels.signal import (
-    agreed,
-    num_multiprocessors,
-    num_programs_for,
     poison,
     publish,
     signal_words,
@@ -116,7 +110,7 @@ def first_misfit(base, lines, headers, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl
     wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_SUMS, EXCHANGE, LAUNCH)
     wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_SUMS + 2, EXCHANGE, LAUNCH))
     first = tl.min(tl.where(wrong & known, peers, LAUNCH.BLOCK))
-    return first, agreed(first == LAUNCH.BLOCK)
+    return first, first == LAUNCH.BLOCK
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,9 +123,6 @@ def begin_epoch(
 ):  # fmt: skip
     """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
     tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
-    for leg in tl.static_range(2):
-        tl.store(control_ptr + EXCHANGE.FIRST_SEEN + leg, epoch - 1)
-        tl.store(control_ptr + EXCHANGE.FIRST_TAKEN + leg, epoch - 1)
     # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
     # `docs/protocol.md`.
     own = tl.load(signal_words(tl.load(buffer_ptrs + rank), EXCHANGE.TAILS, 0, rank, EXCHANGE))
@@ -142,87 +133,36 @@ def begin_epoch(
 
 
 @triton.jit
-def wait_alone(
-    base, buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns, grace_ns,
+def wait_leg(
+    buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
     LEG: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Until every rank has signalled a leg; the first compares what the ranks are doing. One program."""
-    if LEG == _FIRST_LEG:
-        lines = header_lines(epoch, EXCHANGE)
-    else:
-        lines = EXCHANGE.TAILS + (epoch & 0).to(tl.int64)
-    status = wait_or_give_up(
-        base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH, True
-    )
-    if LEG == _FIRST_LEG:
-        if status == EXCHANGE.RUNNING:
-            headers = load_headers(base, lines, EXCHANGE, LAUNCH)
-            wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
-            if EXCHANGE.SUMS > 0:
-                source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
-                if not fit:
-                    note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
-                    end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, LEG, EXCHANGE, LAUNCH)
-                wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
-            if agreed(tl.sum(wrong) > 0):  # each warp has loaded headers of its own
-                peers = tl.arange(0, LAUNCH.BLOCK)
-                tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
-                status = status * 0 + EXCHANGE.MISMATCHED
-    if status != EXCHANGE.RUNNING:
-        poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)
+    """Until every rank has signalled a leg of the open epoch, or it is given up; in poisoned memory not at all.
 
-
-@triton.jit
-def await_leg(
-    buffer_ptr, buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
-    LEG: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
-):  # fmt: skip
-    """Until every rank has signalled a leg of the open epoch, or it is given up. Returns whether the kernels run.
-
-    Every program calls it, and all get the same. In poisoned memory it returns at once.
+    After the first leg it compares what the ranks are doing. One program of one warp.
     """
-    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
-    taken = tl.atomic_xchg(control_ptr + EXCHANGE.FIRST_TAKEN + LEG, epoch, sem="relaxed", scope="gpu")
-    seen_ptr = control_ptr + EXCHANGE.FIRST_SEEN + LEG
-    if taken != epoch:
-        # Nobody else changes the status meanwhile, and nobody else reads it: threads of a program that found different
-        # values would go different ways, and wait for each other at different barriers.
-        if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-            wait_alone(
-                buffer_ptr.to(tl.int64), buffer_ptrs, control_ptr, report_ptr, rank, epoch, signature, timeout_ns,
-                grace_ns, LEG, EXCHANGE, LAUNCH,
-            )  # fmt: skip
-        tl.debug_barrier()
-        if LAUNCH.PLATFORM == "hip":
-            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="sys")
+    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+        base, epoch = tl.load(buffer_ptrs + rank), tl.load(control_ptr + EXCHANGE.EPOCH)
+        if LEG == _FIRST_LEG:
+            lines = header_lines(epoch, EXCHANGE)
         else:
-            tl.atomic_xchg(seen_ptr, epoch, sem="release", scope="gpu")
-    else:
-        seen = epoch - 1
-        while seen != epoch:
-            if LAUNCH.PLATFORM == "hip":
-                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="sys")
-            else:
-                seen = tl.atomic_add(seen_ptr, 0, sem="acquire", scope="gpu")
-    tl.debug_barrier()
-    return tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Grids
-
-
-def programs_on_shared_gpu(device: torch.device, ranks: int) -> int:
-    """The most programs of a kernel that waits, where `ranks` ranks of the group have kernels on one GPU.
-
-    All ranks' together are at most half as many as there are multiprocessors. A program fits on a multiprocessor, so
-    they leave half of them to the kernels that are waited for.
-    """
-    return max(1, num_multiprocessors(device) // (2 * ranks))
-
-
-def num_waiting_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
-    """The grid for `work` independent rows of a kernel that waits: as the caller says, else two a multiprocessor."""
-    if num_programs is None and device.type == "cuda":
-        num_programs = 2 * num_multiprocessors(device)  # what waits should leave room for the user's own kernels
-    return num_programs_for(work, device, num_programs)
+            lines = tl.full((), EXCHANGE.TAILS, tl.int64)
+        status = wait_or_give_up(
+            base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
+        )
+        if LEG == _FIRST_LEG:
+            if status == EXCHANGE.RUNNING:
+                headers = load_headers(base, lines, EXCHANGE, LAUNCH)
+                wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
+                if EXCHANGE.SUMS > 0:
+                    source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
+                    if not fit:
+                        note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
+                        end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, LEG, EXCHANGE, LAUNCH)
+                    wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
+                if tl.sum(wrong) > 0:
+                    peers = tl.arange(0, LAUNCH.BLOCK)
+                    tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
+                    status = status * 0 + EXCHANGE.MISMATCHED
+        if status != EXCHANGE.RUNNING:
+            poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)

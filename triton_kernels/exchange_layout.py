@@ -57,11 +57,9 @@ CHECKED_BYTES, _LEAST_CHECKED = 4096, 256
 # header.
 REPORT_SOURCE, REPORT_FIRST, REPORT_ROWS = 3, 4, 6
 
-# int32 words of the control block, beside those of `thinwire.triton_kernels.signal`, two each, for the two legs: the
-# epoch whose flags this rank has seen, or given up on, and the one for which some program waits.
-CONTROL_FIRST_SEEN, CONTROL_FIRST_TAKEN = 5, 7
-# Whether a program has found what does not fit its sums.
-CONTROL_FOUND = 9
+# int32 word of the control block, beside those of `thinwire.triton_kernels.signal`: whether a program has found what
+# does not fit its sums.
+CONTROL_FOUND = 5
 
 _ALIGNMENT = 128
 
@@ -86,8 +84,6 @@ class ExchangeLayout(SignalLayout):
     HEADER_PIECES: int = HEADER_PIECES
     HEADER_COUNT: int = HEADER_COUNT
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
-    FIRST_SEEN: int = CONTROL_FIRST_SEEN
-    FIRST_TAKEN: int = CONTROL_FIRST_TAKEN
     FOUND: int = CONTROL_FOUND
     HEADER_SUMS: int = HEADER_SUMS
     CORRUPTED: int = CORRUPTED

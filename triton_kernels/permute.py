@@ -2,10 +2,14 @@
 
 Rows are sorted by expert, then source rank, then token. Three launches, none of which needs more than its own part:
 
-1. *count*: for each chunk of record slots, how many of them go to each expert of this rank;
+1. *count*: for each chunk of a source's tokens, how many of them go to each expert of this rank;
 2. *prefix*: for each expert, how many of its rows the chunks before one hold;
 3. *place*: each record's row is where its expert begins, plus the rows of earlier chunks, plus those before it in its
    own chunk.
+
+Chunks are numbered by what came, and programs take as many as there are, since a CUDA graph's grid is fixed; of
+positions and index only what the last routing filled is cleared. So it costs what this round and the last one brought,
+and not what there is room for.
 
 No program waits for another and nothing is added atomically, so the order never depends on timing. What peers wrote is
 only compared: an id that is not one of this rank's experts matches nothing, whatever it is.
@@ -29,40 +33,60 @@ from thinwire.triton_kernels.round_checksum import (
     seed_words,
 )
 from thinwire.triton_kernels.round_layout import Lane
-from thinwire.triton_kernels.signal import Launch, agreed, num_programs_for, signal_words
+from thinwire.triton_kernels.signal import Launch, agreed, num_programs_for, register_limit, signal_words
 
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
 
 
 @triton.jit
-def chunk_members(
-    base, control_ptr, first_expert, num_local, chunk, block, ROUND: tl.constexpr, CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Which slots of a chunk go to which experts of a block: int32 0 or 1 [CHUNK, EXPERTS].
-
-    Returns it with the slots [CHUNK], their ids' addresses, whether each holds a token, and the experts' ids.
-    """
-    slots = chunk * CHUNK + tl.arange(0, CHUNK)
-    source = slots // ROUND.MAX_TOKENS
-    known = slots < ROUND.WORLD * ROUND.MAX_TOKENS
-    tokens = tl.load(signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, source, ROUND), mask=known, other=0)
-    active = tl.where(known, tl.where(slots % ROUND.MAX_TOKENS < tokens, 1, 0), 0)
+def received_tokens(base, control_ptr, sources, ROUND: tl.constexpr):
+    """How many tokens came from each of `sources`, int32; 0 past the last rank, and on a poisoned lane."""
+    lines = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, sources, ROUND)
+    tokens = tl.load(lines, mask=sources < ROUND.WORLD, other=0)
     if tl.load(control_ptr + ROUND.STATUS) != ROUND.RUNNING:
-        active = active * 0
+        tokens = tokens * 0
+    return tl.minimum(tl.maximum(tokens, 0), ROUND.MAX_TOKENS)
+
+
+@triton.jit
+def received_chunks(base, control_ptr, ROUND: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr):
+    """Tokens of each source, and how many chunks of tokens there are up to its last one: int32 [RANKS]."""
+    tokens = received_tokens(base, control_ptr, tl.arange(0, RANKS), ROUND)
+    return tokens, tl.cumsum((tokens + (CHUNK - 1)) // CHUNK, axis=0)
+
+
+@triton.jit
+def chunk_slots(tokens, ends, number, ROUND: tl.constexpr, CHUNK: tl.constexpr):
+    """Slots of chunk `number` of what came, int64 [CHUNK], where their ids are in a buffer, and which hold a token.
+
+    `tokens` and `ends` are those of `received_chunks`. Past the last chunk no slot holds one.
+    """
+    source = tl.sum(tl.where(ends <= number, 1, 0))
+    begin = tl.max(tl.where(ends <= number, ends, 0))
+    chosen = (number - begin) * CHUNK + tl.arange(0, CHUNK)
+    slots = (source * ROUND.MAX_TOKENS + chosen).to(tl.int64)
+    sent = tl.sum(tl.where(tl.arange(0, ends.shape[0]) == source, tokens, 0))
+    return slots, ROUND.IDS + slots * (ROUND.TOP_K * 4), chosen < sent
+
+
+@triton.jit
+def block_experts(first_expert, num_local, block, EXPERTS: tl.constexpr):
+    """Ids of a block of this rank's experts; past the last one -2, which nothing matches."""
     experts = block * EXPERTS + tl.arange(0, EXPERTS)
-    # Past this rank's last expert nothing matches.
-    experts = tl.where(experts < num_local, first_expert + experts, -2)
-    addresses = base + ROUND.IDS + slots.to(tl.int64) * (ROUND.TOP_K * 4)
-    member = tl.zeros((CHUNK, EXPERTS), tl.int32)
-    for k in range(ROUND.TOP_K):
-        ids = tl.load((addresses + 4 * k).to(tl.pointer_type(tl.int32)), mask=active > 0, other=-1)
-        member = tl.where(ids[:, None] == experts[None, :], 1, member)
-    return member, slots, addresses, active, experts
+    return tl.where(experts < num_local, first_expert + experts, -2)
 
 
-@triton.jit(do_not_specialize=["first_expert", "num_local", "num_rows"])
+@triton.jit
+def clear_positions(positions_ptr, slots, mask, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """Writes -1 to all positions of slots."""
+    ks = tl.arange(0, K_BLOCK)
+    nothing = tl.full((slots.shape[0], K_BLOCK), -1, tl.int64)
+    there = tl.where(ks[None, :] < ROUND.TOP_K, mask[:, None], False)
+    tl.store(positions_ptr + slots[:, None] * ROUND.TOP_K + ks[None, :], nothing, mask=there)
+
+
+@triton.jit(do_not_specialize=["first_expert", "num_local"])
 def count_kernel(
     buffer_ptr,
     control_ptr,
@@ -70,44 +94,65 @@ def count_kernel(
     num_local,
     scratch_ptr,  # int32 [chunks, num_local]
     index_ptr,
-    num_rows,
     positions_ptr,
     ROUND: tl.constexpr,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
-    """Step 1, and everything that step 3 does not write is set to -1. Program (chunk, block of experts)."""
-    chunk, block = tl.program_id(0), tl.program_id(1)
+    """Step 1; and what the last routing wrote and step 3 does not is set to -1. Program (any, block of experts)."""
+    block = tl.program_id(1)
     base = buffer_ptr.to(tl.int64)
-    member, slots, addresses, active, experts = chunk_members(
-        base, control_ptr, first_expert, num_local, chunk, block, ROUND, CHUNK, EXPERTS
-    )
-    columns = block * EXPERTS + tl.arange(0, EXPERTS)
-    tl.store(scratch_ptr + chunk * num_local + columns, tl.sum(member, axis=0), mask=columns < num_local)
-    if block == 0:
-        ks = tl.arange(0, K_BLOCK)
-        mask = tl.where(ks[None, :] < ROUND.TOP_K, slots[:, None] < ROUND.WORLD * ROUND.MAX_TOKENS, False)
-        nothing = tl.full((CHUNK, K_BLOCK), -1, tl.int64)
-        tl.store(positions_ptr + slots[:, None].to(tl.int64) * ROUND.TOP_K + ks[None, :], nothing, mask=mask)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    start = (chunk * tl.num_programs(1) + block) * CHUNK * K_BLOCK
-    while start < num_rows:
+    tokens, ends = received_chunks(base, control_ptr, ROUND, CHUNK, RANKS)
+    experts = block_experts(first_expert, num_local, block, EXPERTS)
+    chunk = tl.program_id(0)
+    while chunk < tl.max(ends):
+        slots, places, active = chunk_slots(tokens, ends, chunk, ROUND, CHUNK)
+        member = tl.zeros((CHUNK, EXPERTS), tl.int32)
+        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=4):
+            ids = tl.load((base + places + 4 * k).to(tl.pointer_type(tl.int32)), mask=active, other=-1)
+            member = tl.where(ids[:, None] == experts[None, :], 1, member)
+        columns = block * EXPERTS + tl.arange(0, EXPERTS)
+        tl.store(scratch_ptr + chunk * num_local + columns, tl.sum(member, axis=0), mask=columns < num_local)
+        if block == 0:
+            clear_positions(positions_ptr, slots, active, ROUND, K_BLOCK)
+        chunk += tl.num_programs(0)
+    filled = tl.load(control_ptr + ROUND.ROUTED_TOKENS)
+    start = (tl.program_id(0) * tl.num_programs(1) + block) * CHUNK
+    while start < filled * ROUND.WORLD:
+        numbers = start + tl.arange(0, CHUNK)
+        sources = numbers // filled
+        stale = numbers % filled >= received_tokens(base, control_ptr, sources, ROUND)
+        stale_slots = (sources * ROUND.MAX_TOKENS + numbers % filled).to(tl.int64)
+        clear_positions(positions_ptr, stale_slots, stale & (sources < ROUND.WORLD), ROUND, K_BLOCK)
+        start += tl.num_programs(0) * tl.num_programs(1) * CHUNK
+    filled_rows = tl.load(control_ptr + ROUND.ROUTED_ROWS)
+    start = (tl.program_id(0) * tl.num_programs(1) + block) * CHUNK * K_BLOCK
+    while start < filled_rows:
         rows = start + tl.arange(0, CHUNK * K_BLOCK)
-        tl.store(index_ptr + rows, tl.full((CHUNK * K_BLOCK,), -1, tl.int64), mask=rows < num_rows)
-        start += programs * CHUNK * K_BLOCK
+        tl.store(index_ptr + rows, tl.full((CHUNK * K_BLOCK,), -1, tl.int64), mask=rows < filled_rows)
+        start += tl.num_programs(0) * tl.num_programs(1) * CHUNK * K_BLOCK
 
 
-@triton.jit(do_not_specialize=["num_local", "num_chunks"])
+@triton.jit(do_not_specialize=["num_local"])
 def prefix_kernel(
+    buffer_ptr,
+    control_ptr,
     scratch_ptr,
     num_local,
-    num_chunks,
     expert_counts_ptr,
+    ROUND: tl.constexpr,
+    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
     """Step 2, in place, and each expert's count. Program (block of experts)."""
+    tokens, ends = received_chunks(buffer_ptr.to(tl.int64), control_ptr, ROUND, CHUNK, RANKS)
+    num_chunks = tl.max(ends)
+    if tl.program_id(0) == 0:
+        tl.store(control_ptr + ROUND.ROUTED_TOKENS, tl.max(tokens))
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     start = num_chunks * 0
@@ -147,41 +192,51 @@ def place_kernel(
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALL_EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
-    """Step 3. Program (chunk, block of experts)."""
-    chunk, block = tl.program_id(0), tl.program_id(1)
+    """Step 3. Program (any, block of experts)."""
+    block = tl.program_id(1)
     every = tl.arange(0, ALL_EXPERTS)
-    earlier = tl.where(every < block * EXPERTS, padded_counts(expert_counts_ptr, every, num_local, ALIGN), 0)
+    all_padded = padded_counts(expert_counts_ptr, every, num_local, ALIGN)
+    earlier = tl.sum(tl.where(every < block * EXPERTS, all_padded, 0))
     columns = block * EXPERTS + tl.arange(0, EXPERTS)
     padded = padded_counts(expert_counts_ptr, columns, num_local, ALIGN)
-    ends = tl.cumsum(padded, axis=0) + tl.sum(earlier)
-    offsets = ends - padded
-    if chunk == 0:
-        tl.store(expert_offsets_ptr + 1 + columns, ends, mask=columns < num_local)
+    expert_ends = tl.cumsum(padded, axis=0) + earlier
+    offsets = expert_ends - padded
+    if tl.program_id(0) == 0:
+        tl.store(expert_offsets_ptr + 1 + columns, expert_ends, mask=columns < num_local)
         if block == 0:
-            tl.store(expert_offsets_ptr, tl.sum(earlier))
+            tl.store(expert_offsets_ptr, earlier)
+            tl.store(control_ptr + ROUND.ROUTED_ROWS, tl.minimum(tl.sum(all_padded), num_rows).to(tl.int32))
     base = buffer_ptr.to(tl.int64)
-    member, slots, addresses, active, experts = chunk_members(
-        base, control_ptr, first_expert, num_local, chunk, block, ROUND, CHUNK, EXPERTS
-    )
-    before = tl.load(scratch_ptr + chunk * num_local + columns, mask=columns < num_local, other=0)
-    rows = offsets[None, :] + before[None, :] + (tl.cumsum(member, axis=0) - member)
-    # Among a token's experts on this rank, which one is this?
-    ordinal = tl.zeros((CHUNK, EXPERTS), tl.int64)
-    weight = tl.zeros((CHUNK, EXPERTS), tl.float32)
-    for k in range(ROUND.TOP_K):
-        ids = tl.load((addresses + 4 * k).to(tl.pointer_type(tl.int32)), mask=active > 0, other=-1)
-        plane = addresses + (ROUND.WEIGHTS - ROUND.IDS) + 4 * k
-        weight_k = tl.load(plane.to(tl.pointer_type(tl.float32)), mask=active > 0, other=0.0)
-        local = tl.where(ids >= first_expert, 1, 0)
-        ordinal += tl.where(ids[:, None] < experts[None, :], local[:, None], 0)
-        weight = tl.where(ids[:, None] == experts[None, :], weight_k[:, None], weight)
-    # A peer that was given up may write while this reads, so that what matched before has an ordinal past all places.
-    mask = tl.where(member > 0, tl.where(ordinal < ROUND.TOP_K, rows < num_rows, False), False)
-    tl.store(index_ptr + rows, slots[:, None].to(tl.int64) + tl.zeros((CHUNK, EXPERTS), tl.int64), mask=mask)
-    entries = slots[:, None].to(tl.int64) * ROUND.TOP_K + ordinal
-    tl.store(positions_ptr + entries, rows, mask=mask)
-    tl.store(weights_ptr + entries, weight, mask=mask)
+    tokens, ends = received_chunks(base, control_ptr, ROUND, CHUNK, RANKS)
+    experts = block_experts(first_expert, num_local, block, EXPERTS)
+    chunk = tl.program_id(0)
+    while chunk < tl.max(ends):
+        slots, places, active = chunk_slots(tokens, ends, chunk, ROUND, CHUNK)
+        addresses = base + places
+        member = tl.zeros((CHUNK, EXPERTS), tl.int32)
+        ordinal = tl.zeros((CHUNK, EXPERTS), tl.int32)  # of an expert among those of the token's on this rank
+        weight = tl.zeros((CHUNK, EXPERTS), tl.float32)
+        # Each id is read once: a peer that was given up may write while this reads, and ordinals stay below TOP_K. With
+        # more of them at a time this would spill.
+        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=2):
+            ids = tl.load((addresses + 4 * k).to(tl.pointer_type(tl.int32)), mask=active, other=-1)
+            plane = addresses + (ROUND.WEIGHTS - ROUND.IDS) + 4 * k
+            weight_k = tl.load(plane.to(tl.pointer_type(tl.float32)), mask=active, other=0.0)
+            is_expert = ids[:, None] == experts[None, :]
+            member = tl.where(is_expert, 1, member)
+            weight = tl.where(is_expert, weight_k[:, None], weight)
+            local = tl.where(ids >= first_expert, 1, 0)
+            ordinal += tl.where(ids[:, None] < experts[None, :], local[:, None], 0)
+        before = tl.load(scratch_ptr + chunk * num_local + columns, mask=columns < num_local, other=0)
+        rows = offsets[None, :] + before[None, :] + (tl.cumsum(member, axis=0) - member)
+        mask = tl.where(member > 0, rows < num_rows, False)
+        tl.store(index_ptr + rows, slots[:, None] + tl.zeros((CHUNK, EXPERTS), tl.int64), mask=mask)
+        entries = slots[:, None] * ROUND.TOP_K + ordinal
+        tl.store(positions_ptr + entries, rows, mask=mask)
+        tl.store(weights_ptr + entries, weight, mask=mask)
+        chunk += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "num_local", "capacity"])
@@ -206,11 +261,12 @@ def gather_kernel(
     """Rows of the experts' input out of the records; zero past the last one. Any number of programs."""
     running = is_running(control_ptr, ROUND)
     row = tl.program_id(0)
+    used = tl.load(expert_offsets_ptr + num_local)
     if row == 0:
-        used = tl.load(expert_offsets_ptr + num_local)
         tl.store(overflow_ptr, tl.where(used > capacity, 1, 0).to(tl.int8))
+    used = tl.minimum(used, num_rows)  # users see the offsets, too
     while row < capacity:
-        record = tl.load(index_ptr + row, mask=row < num_rows, other=-1)
+        record = tl.load(index_ptr + row, mask=row < used, other=-1)
         out_row = out_ptr + row.to(tl.int64) * out_row_stride
         if running:
             # Users see the index, and may have written into it.
@@ -250,8 +306,9 @@ def route(lane: Lane) -> None:
         return  # nothing can arrive, and what there is is empty
     chunks, blocks = lane.scratch.shape[0], -(-num_local // _EXPERT_BLOCK)
     k_block = 1 << max(0, layout.TOP_K - 1).bit_length()
-    first_expert = layout.first_expert(lane.rank)
+    first_expert, ranks = layout.first_expert(lane.rank), 1 << (layout.WORLD - 1).bit_length()
     buffer = lane.buffer.view(torch.int8)
+    programs = num_programs_for(chunks, buffer.device, None)
     with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
         if chunks and layout.CHECKSUMS:
             check_planes_kernel[(chunks,)](
@@ -259,18 +316,20 @@ def route(lane: Lane) -> None:
                 K_BLOCK=k_block, LAUNCH=Launch.of(layout, buffer.device), num_warps=4,
             )  # fmt: skip
         if chunks:
-            count_kernel[(chunks, blocks)](
-                buffer, lane.control, first_expert, num_local, lane.scratch, lane.index, lane.index.shape[0],
-                lane.positions, ROUND=layout, CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, K_BLOCK=k_block, num_warps=4,
+            count_kernel[(programs, blocks)](
+                buffer, lane.control, first_expert, num_local, lane.scratch, lane.index, lane.positions, ROUND=layout,
+                CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, K_BLOCK=k_block, RANKS=ranks, num_warps=8,
+                **register_limit(buffer.device, 8),
             )  # fmt: skip
         prefix_kernel[(blocks,)](
-            lane.scratch, num_local, chunks, lane.expert_counts, CHUNKS=_PREFIX_CHUNKS, EXPERTS=_EXPERT_BLOCK,
-            num_warps=4,
+            buffer, lane.control, lane.scratch, num_local, lane.expert_counts, ROUND=layout, CHUNK=lane.CHUNK,
+            CHUNKS=_PREFIX_CHUNKS, EXPERTS=_EXPERT_BLOCK, RANKS=ranks, num_warps=4,
         )  # fmt: skip
-        place_kernel[(max(1, chunks), blocks)](
+        place_kernel[(programs, blocks)](
             buffer, lane.control, first_expert, num_local, lane.scratch, lane.expert_counts, lane.expert_offsets,
             lane.index, lane.index.shape[0], lane.positions, lane.weights, ALIGN=lane.align, ROUND=layout,
-            CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, ALL_EXPERTS=1 << max(0, num_local - 1).bit_length(), num_warps=4,
+            CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, ALL_EXPERTS=1 << max(0, num_local - 1).bit_length(),
+            RANKS=ranks, num_warps=8, **register_limit(buffer.device, 8),
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from thinwire.triton_kernels.exchange_checksum import (
     put_sums,
     slot_seed,
 )
+from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import advance, arrive, publish, store_signal_number, store_signal_words
 
 # Rows of an endpoint's table, and of its counters.
@@ -258,7 +259,7 @@ def recv_rows_kernel(
             offset = slot - base + unit.to(tl.int64) * LAYOUT.ROW_BYTES
             each: tl.constexpr = LAYOUT.HIDDEN if FLAT else 1
             if FLAT:
-                length = tl.minimum(count - row * LAYOUT.HIDDEN, LAYOUT.HIDDEN)
+                length = row_length(count - row * LAYOUT.HIDDEN, LAYOUT)
                 out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
             else:
                 length = LAYOUT.HIDDEN

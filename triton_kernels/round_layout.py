@@ -35,7 +35,7 @@ REFUSED = -(2**31)  # for a number of tokens: the source was given some that it 
 SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
-CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the CPU's last routing left filled
+CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the last routing left filled
 REPORT_BAD_IDS = 3
 REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW = 4, 5, 6  # with CORRUPTED: what of which rank, and which of its tokens
 
@@ -79,6 +79,8 @@ class RoundLayout(SignalLayout):
     TOKENS: int = SIGNAL_TOKENS
     DTYPE: int = SIGNAL_DTYPE
     HAS_SUMS: int = SIGNAL_HAS_SUMS
+    ROUTED_TOKENS: int = CONTROL_TOKENS
+    ROUTED_ROWS: int = CONTROL_ROWS
     BAD_IDS: int = REPORT_BAD_IDS
     CORRUPTED: int = CORRUPTED
     CHECKED: int = REPORT_CHECKED
@@ -210,7 +212,7 @@ class Lane:
     scratch: torch.Tensor
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
-    #: Records that one program routes.
+    #: Records, of one source, that one program routes.
     CHUNK = 64
 
     @classmethod
@@ -247,7 +249,7 @@ class Lane:
             "expert_offsets": ((local + 1,), torch.int64, 0),
             "positions": ((slots, layout.TOP_K), torch.int64, -1),
             "weights": ((slots, layout.TOP_K), torch.float32, 0),
-            "scratch": ((-(-slots // cls.CHUNK), local), torch.int32, 0),
+            "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // cls.CHUNK), local), torch.int32, 0),
         }
 
     @classmethod

@@ -134,8 +134,9 @@ else:
 def agreed(condition):
     """A condition as the program's first thread finds it.
 
-    Warps read a clock one after the other. One might leave a loop that another stays in, and they would wait for each
-    other at different barriers. The other threads' votes are not counted, so the sum is made of the first one's.
+    Warps read a word one after the other, and another program may change it meanwhile: some would go one way and some
+    another, and wait for each other at different barriers. The other threads' votes are not counted, so the sum is made
+    of the first one's.
     """
     threads = tl.arange(0, _MOST_THREADS)
     return tl.sum(tl.where(threads == 0, tl.where(condition, 1, 0), 0)) > 0
@@ -281,12 +282,8 @@ def give_up(
     PHASE: tl.constexpr,
     LAYOUT: tl.constexpr,
     LAUNCH: tl.constexpr,
-    WARPS: tl.constexpr = False,
 ):
-    """Reports to the peers, gives them the grace time, and writes down who is to blame.
-
-    WARPS: the program has several.
-    """
+    """Reports to the peers, gives them the grace time, and writes down who is to blame."""
     peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < LAYOUT.WORLD
     missing = behind(base, lines, targets, LAYOUT, LAUNCH)
@@ -300,8 +297,6 @@ def give_up(
     silent = 1
     while silent > 0:
         over = clock_ns(LAUNCH) > limit
-        if WARPS:
-            over = agreed(over)
         said = load_flags(base, LAYOUT.STUCK, LAYOUT, LAUNCH)
         blamed = tl.where(said == 0, behind(base, lines, targets, LAYOUT, LAUNCH), 0)
         silent = tl.sum(blamed)
@@ -325,11 +320,10 @@ def wait_for_all(
     timeout_ns,
     LAYOUT: tl.constexpr,
     LAUNCH: tl.constexpr,
-    WARPS: tl.constexpr = False,
 ):
     """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. Returns how many are.
 
-    WARPS: the program has several.
+    One program of one warp, as threads of several would not read the clock alike.
     """
     limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
     late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
@@ -337,8 +331,6 @@ def wait_for_all(
     while waiting > 0:
         # Whatever ends the wait, the clock or a report, is read before the flags: see `docs/protocol.md`, "Waits end".
         over = clock_ns(LAUNCH) > limit
-        if WARPS:
-            over = agreed(over)
         stuck = load_flags(base, LAYOUT.STUCK, LAYOUT, LAUNCH)
         late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
         waiting = late
@@ -365,16 +357,15 @@ def wait_or_give_up(
     PHASE: tl.constexpr,
     LAYOUT: tl.constexpr,
     LAUNCH: tl.constexpr,
-    WARPS: tl.constexpr = False,
 ):
     """Waits for all, and gives up on those that are missing then. Returns the status of it, RUNNING or TIMED_OUT."""
     limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
-    late = wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT, LAUNCH, WARPS)
+    late = wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT, LAUNCH)
     if late > 0:
         # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
         # rank that is late by less than the timeout is then not named.
         patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
-        give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, patience, PHASE, LAYOUT, LAUNCH, WARPS)
+        give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, patience, PHASE, LAYOUT, LAUNCH)
     return tl.where(late > 0, LAYOUT.TIMED_OUT, LAYOUT.RUNNING)
 
 
@@ -407,13 +398,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2) -> dict[str, int]:
+def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2, least: int = 128) -> dict[str, int]:
     """A launch option for kernels that hold a whole tile in registers, of at most 16 warps.
 
     Left alone, NVIDIA's assembler now and then gives such a kernel 32 or 64 registers a thread, and spills a few bytes.
-    With what it gets here so many programs of so many warps still share a multiprocessor; but 16 warps take one.
+    With what it gets here so many programs of so many warps still share a multiprocessor, if the `least` it must have
+    lets them.
     """
-    limit = min(255, max(128, 65536 // (32 * num_warps * programs)))
+    limit = min(255, max(least, 65536 // (32 * num_warps * programs)))
     return {} if _platform_of(device) == "hip" else {"maxnreg": limit}
 
 

@@ -269,7 +269,7 @@ def pack_weighted_sums_reference(
     rows = torch.cat((expert_out.to(total.dtype), total.new_zeros(1, hidden)))
     for k in range(positions.shape[1]):
         total = _add_present(total, weights[:, k, None] * rows[positions[:, k]], positions[:, k])
-    return quantize_reference(total if wire.quantized else total.to(dtype), wire)
+    return quantize_reference(total if wire.quantized else round_reference(total, dtype, saturate=False), wire)
 
 
 def sum_records_reference(

@@ -82,7 +82,8 @@ def specialise(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, A
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0 and specialised:
+            wide = specialised and not parameter.do_not_specialize_on_alignment
+            if value.data_ptr() % 16 == 0 and wide:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             narrow = "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -122,17 +123,14 @@ class Signals:
 
     `system_fences` counts full fences at system scope in the machine code; a release costs one. `after_barrier` says
     whether a barrier stands between the last store and each release at system scope; `arrivals` and `acquires` count
-    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `releases` and
-    `looks` count what programs of one launch tell each other: exchanges with release order on the GPU, and reads with
-    acquire order on it. `exchanges` counts those at system scope, which would ask a link for atomics.
+    atomic adds with acquire and release order on the GPU, and reads with acquire order at system scope. `exchanges`
+    counts those at system scope, which would ask a link for atomics.
     """
 
     system_fences: int
     after_barrier: bool
     arrivals: int
     acquires: int
-    releases: int
-    looks: int
     exchanges: int
 
 
@@ -146,7 +144,7 @@ def inspect_signals(compiled: Any) -> Signals:
     barriers = [match.start() for match in re.finditer(r"\bbar(?:rier)?\.\S*sync", ptx)]
     # A fence and the store behind it are one release: the second of the two needs no barrier of its own.
     releases = [match.start() for match in _RELEASE.finditer(ptx)]
-    machine_code = _cuobjdump(compiled.asm["cubin"], "-sass")
+    machine_code = cuobjdump(compiled.asm["cubin"], "-sass")
     return Signals(
         system_fences=len(re.findall(r"\bMEMBAR\.\w+\.SYS\b", machine_code)),
         after_barrier=bool(releases)
@@ -156,8 +154,6 @@ def inspect_signals(compiled: Any) -> Signals:
         ),
         arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
         acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
-        releases=len(re.findall(r"atom\.global\.gpu\.release\.exch", ptx)),
-        looks=len(re.findall(r"(?:ld|atom)\.global\.gpu\.acquire", ptx)),
         exchanges=len(re.findall(r"(?:atom|red)\.global\.sys\.\w+\.(?:exch|cas)", ptx)),
     )
 
@@ -167,7 +163,8 @@ def inspect(compiled: Any, target: str) -> Report:
     return _inspect_cuda(compiled) if target.startswith("sm_") else _inspect_amd(compiled)
 
 
-def _cuobjdump(cubin: bytes, *flags: str) -> str:
+def cuobjdump(cubin: bytes, *flags: str) -> str:
+    """What the tool, which Triton brings along, prints of a kernel's machine code."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -177,7 +174,7 @@ def _cuobjdump(cubin: bytes, *flags: str) -> str:
 
 def _inspect_cuda(compiled: Any) -> Report:
     ptx = compiled.asm["ptx"]
-    usage = _cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
+    usage = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
     local = sum(int(bytes_) for bytes_ in re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage))
 
     def widest(operation: str) -> int:

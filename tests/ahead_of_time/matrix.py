@@ -62,18 +62,23 @@ READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_ro
 COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
-CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, "checksums", "note", "wait_headers", "wait_room", "wait_pieces", *COPIERS)
+LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
+CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "checksums", "note")
+CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Kernels that have no floats, but AMD divides integers with them; of the last, with checksums.
 DIVIDERS = ("note", "recv_bytes")
 #: Kernels that signal peers once.
-PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS, *COLLECTIVE_KERNELS)
-#: Of them, those that wait, too, and may have to tell that they gave up: the peers by a flag, the host by a status.
-WAITERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
+PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS)
+PUBLISHERS += ("scatter", "send_to_all", "reduce_and_send_to_all")
+#: Of the collectives, those that read records.
+RECEIVERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
+#: Kernels that with checksums may find that a row does not fit, and tell it.
+FINDERS = ("send_sums", "recv_rows", "recv_bytes", *RECEIVERS)
 #: With checksums, of rounds and of the direct all-to-all-v; `check_planes` is there with them alone.
 CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
-CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS, *COLLECTIVE_KERNELS)
+CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS, *COLLECTIVE_KERNELS, *LEG_WAITS)
 #: Of them, those that take scales out of records.
-SCALE_READERS = ("gather", "sum_home", "recv_rows", *WAITERS)
+SCALE_READERS = ("gather", "sum_home", "recv_rows", *RECEIVERS)
 CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
@@ -199,14 +204,16 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
         op=ops.get(case.kernel, ALL_REDUCE), signature=(1, 2, 3, 2**40), parts=parts, most_rows=4, row=case.hidden,
         wire=wire, gather_wire=wire, dtype=x.dtype, rows_per_chunk=4,
     )  # fmt: skip
-    function, arguments = {
-        "scatter": (collective.scatter, (lane, job, x, 0)),
-        "send_to_all": (collective.send_to_all, (lane, job, x, 0)),
-        "reduce": (collective.reduce, (lane, job, x, 0, 30.0, 1.0)),
-        "reduce_and_send_to_all": (collective.reduce, (lane, job, None, 0, 30.0, 1.0)),
-        "gather_recv": (collective.gather_recv, (lane, job, x, 0, 30.0, 1.0)),
+    times = 30.0, 1.0
+    return {
+        "scatter": (collective.scatter, (lane, job, x, 0), 0),
+        "send_to_all": (collective.send_to_all, (lane, job, x, 0), 0),
+        "wait_first_leg": (collective.reduce, (lane, job, None, 0, *times), 0),
+        "reduce": (collective.reduce, (lane, job, x, 0, *times), 1),
+        "reduce_and_send_to_all": (collective.reduce, (lane, job, None, 0, *times), 1),
+        "wait_second_leg": (collective.gather_recv, (lane, job, x, 0, *times), 0),
+        "gather_recv": (collective.gather_recv, (lane, job, x, 0, *times), 1),
     }[case.kernel]
-    return function, arguments, 0
 
 
 def _expert_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
@@ -226,7 +233,7 @@ def _expert_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     if case.kernel in EXPERT_KERNELS:
         return _expert_launcher(case)
-    if case.kernel in COLLECTIVE_KERNELS:
+    if case.kernel in (*COLLECTIVE_KERNELS, *LEG_WAITS):
         return _collective_launcher(case)
     if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, "check_planes"):
         return _round_launcher(case)
@@ -253,15 +260,15 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
     return function, arguments, 0
 
 
-def recorded_case(case: Case) -> Launch:
-    """What one case launches."""
+def launch_of(case: Case) -> Launch:
+    """The launch of one case, as its launcher makes it."""
     function, arguments, number = _launcher(case)
     return record_launches(function, *arguments)[number]
 
 
 def compiled_case(case: Case) -> Any:
     """Compiles one case."""
-    return compile_launch(recorded_case(case), case.target)
+    return compile_launch(launch_of(case), case.target)
 
 
 def compile_case(case: Case) -> Report:
@@ -269,25 +276,24 @@ def compile_case(case: Case) -> Report:
     return inspect(compiled_case(case), case.target)
 
 
+def signals_peers(case: Case) -> bool:
+    """Whether the kernel of a case does, but to give up."""
+    return case.kernel in PUBLISHERS or (case.checksums and case.kernel in FINDERS)
+
+
 def check_signals(case: Case) -> list[str]:
-    """What is wrong with the signals of one of PUBLISHERS on an NVIDIA GPU; empty when nothing is."""
+    """What is wrong with the signals of a kernel that `signals_peers`, on an NVIDIA GPU; empty when nothing is."""
     signals = inspect_signals(compiled_case(case))
     faults = []
-    waits = case.kernel in WAITERS
-    # Who may find that something does not fit tells the peers and the host as well.
-    publications = 2 * waits + (case.kernel not in ("reduce", "gather_recv"))
-    publications += 2 * (case.checksums and case.kernel in ("send_sums", "recv_rows", "recv_bytes", *WAITERS))
-    publications += 2 * (case.checksums and case.kernel in ("reduce", "reduce_and_send_to_all"))  # headers, too
+    # Who finds that something does not fit tells the peers and the host as well.
+    publications = (case.kernel in PUBLISHERS) + 2 * (case.checksums and case.kernel in FINDERS)
     if signals.system_fences != publications:
         faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
-    if (signals.releases, signals.looks) != (waits, waits):
-        faults.append(f"{signals.releases} releases and {signals.looks} acquires between programs, expected {waits}")
     if signals.exchanges:
         faults.append(f"{signals.exchanges} atomic exchanges with peers or the host")
     if not signals.after_barrier:
         faults.append("no barrier between the stores and the release")
-    silent = () if case.checksums else ("reduce", "gather_recv")
-    if signals.arrivals != (case.kernel not in ("close_round", *silent)):
+    if signals.arrivals != (case.kernel != "close_round"):
         faults.append(f"{signals.arrivals} arrivals with acquire and release order")
     return faults
 
@@ -343,8 +349,8 @@ def check(case: Case, report: Report) -> list[str]:
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
     narrow_payload = case.wire == "int4" and case.target.startswith("gfx") and case.kernel in READERS
-    # With checksums sums are added up by twice the threads.
-    narrow_payload |= case.checksums and case.kernel == "sum_home"
+    # Sums are added up by twice the threads, of which AMD has 64 in a wavefront.
+    narrow_payload |= case.kernel == "sum_home" and (case.checksums or case.target.startswith("gfx"))
     # So are rows that are records, by wavefronts of 64; as they are, they are a reader's.
     of_records = case.rows == "records" or (case.rows == "as they are" and case.wire == "int4")
     narrow_payload |= of_records and case.target.startswith("gfx")
@@ -357,21 +363,21 @@ def check(case: Case, report: Report) -> list[str]:
 
 
 def _check_collective(case: Case, report: Report) -> list[str]:
-    """Widths of records' accesses. Parts of tensors begin at any element, and are read and written one by one."""
+    """Widths of the accesses to records, and to rows of tensors that begin on 16-byte boundaries."""
     faults = []
     amd = case.target.startswith("gfx")
     # A sum is made by twice the threads, of which AMD has 64 in a wavefront: 8 columns are a thread's there.
-    narrowest = 8 if amd and (case.wire == "int4" or case.kernel == "reduce_and_send_to_all") else 16
-    if case.kernel in WAITERS and report.load_bytes < narrowest:
-        faults.append(f"loads of records of {report.load_bytes} bytes")
-    if case.kernel not in ("reduce", "gather_recv") and report.store_bytes < narrowest:
-        faults.append(f"stores of records of {report.store_bytes} bytes")
+    narrowest = 8 if amd and (case.wire == "int4" or case.kernel.startswith("reduce")) else 16
+    if report.load_bytes < (narrowest if case.kernel in RECEIVERS else 16):
+        faults.append(f"loads of {report.load_bytes} bytes")
+    if report.store_bytes < (16 if case.kernel in ("reduce", "gather_recv") else narrowest):
+        faults.append(f"stores of {report.store_bytes} bytes")
     return faults
 
 
 def _row(case: Case) -> tuple[Case, Report, list[str]]:
     report = compile_case(case)
-    signals = check_signals(case) if case.kernel in PUBLISHERS and case.target.startswith("sm_") else []
+    signals = check_signals(case) if signals_peers(case) and case.target.startswith("sm_") else []
     reads_scales = case.kernel in SCALE_READERS and case.wire not in ("none", "int8:row")
     scales = check_scales(case) if case.checksums and reads_scales and case.target.startswith("sm_") else []
     products = check_tensor_cores(case) if case.kernel in EXPERT_KERNELS else []

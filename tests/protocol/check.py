@@ -103,7 +103,6 @@ _CORRUPTION = [
     Case("corruption", "each reports what it found", "BROKEN_NO_EXCHANGE", "source==row"),
     Case("corruption", "arrival without order", "BROKEN_RELAXED_ARRIVAL", "source"),
     Case("corruption", "who finds something ends it at once", "BROKEN_EARLY_STATUS", "runs["),
-    Case("corruption", "seen before it has ended", "BROKEN_SEEN_FIRST", "runs["),
     Case("corruption", "published all the same", "BROKEN_PUBLISHES", "!(unfit["),
 ]
 

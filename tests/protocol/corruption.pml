@@ -1,10 +1,11 @@
 /* How the programs of one launch tell what does not fit its checksums, when several of them may find something at once.
  *
- * Two programs of two threads each wait for a leg, read rows, and arrive; the last one publishes what was made of them.
- * A header, or a row that a program has read, may not fit. Then one program's words are reported to the host, the peer
- * is told that this rank is stuck instead of being sent anything, and the status keeps the next launch from running.
- * Threads of a program read the status one after the other, and must read the same: they would wait for each other at
- * different barriers. A word of the report is at first only on its way, as in publish.pml.
+ * A kernel of one program waits for a leg and looks at headers. Then two programs of two threads each read rows, and
+ * arrive; the last one publishes what was made of them. A header, or a row that a program has read, may not fit. Then
+ * one program's words are reported to the host, the peer is told that this rank is stuck instead of being sent anything,
+ * and the status keeps the next launch from running. Threads of a program read the status one after the other, and must
+ * read the same: they would wait for each other at different barriers. A word of the report is at first only on its way,
+ * as in publish.pml.
  *
  * BROKEN_...: the protocol with one rule broken; the search must find an error. GOAL_...: a state that the search must
  * reach, written as an assertion that it does not.
@@ -20,7 +21,7 @@ byte on_its_way[2 * PROGRAMS]; /* a word of the report that a program stored, wh
 byte word[2]; /* of the report, in the host's memory */
 bool told; /* report[REPORT_STATUS], which the host looks at */
 bool running = true, found; /* control[CONTROL_STATUS], control[CONTROL_FOUND] */
-byte taken, seen, arrivals; /* control: FIRST_TAKEN, FIRST_SEEN, ARRIVALS */
+byte arrivals; /* control[CONTROL_ARRIVALS] */
 byte at_barrier[PROGRAMS]; /* threads that have come to the program's barrier, in all launches */
 bool runs[ALL]; /* what each thread has read of the status */
 byte launched, ended; /* launches begun by the stream; threads that have ended, in all launches */
@@ -45,13 +46,6 @@ active proctype memory() {
     :: d_step { on_its_way[2] -> word[0] = on_its_way[2]; on_its_way[2] = 0 }
     :: d_step { on_its_way[3] -> word[1] = on_its_way[3]; on_its_way[3] = 0 }
     :: atomic { OVER && LANDED(0) && LANDED(1) -> break }
-    od
-}
-
-active proctype stream() { /* a kernel begins when the one before it has ended */
-    do
-    :: launched < LAUNCHES && ended == launched * ALL -> launched++
-    :: launched == LAUNCHES -> break
     od
 }
 
@@ -80,33 +74,27 @@ inline note(program, what) { /* triton_kernels/exchange_checksum.py note_corrupt
     fi
 }
 
+active proctype stream() { /* a kernel begins when the one before it has ended */
+    byte launch;
+    bool first;
+    do
+    :: launched < LAUNCHES && ended == launched * ALL ->
+        launch = launched + 1;
+        if
+        :: running -> note(0, HEADER); end_exchange(0) /* triton_kernels/exchange.py wait_leg: a header does not fit */
+        :: true
+        fi;
+        launched++
+    :: launched == LAUNCHES -> break
+    od
+}
+
 inline run_thread(program, thread) {
     do
     :: launch < LAUNCHES ->
         launched > launch;
         launch++;
-        if
-        :: thread == 0 -> /* triton_kernels/exchange.py await_leg: the first program to come waits for all ranks */
-            atomic { first = (taken != launch); taken = launch };
-            if
-            :: first ->
-#ifdef BROKEN_SEEN_FIRST
-                seen = launch;
-#endif
-                if
-                :: running -> note(program, HEADER); end_exchange(program) /* triton_kernels/exchange.py wait_alone */
-                :: true
-                fi;
-                seen = launch
-            :: else
-            fi
-        :: else
-        fi;
-        seen >= launch;
         runs[program * THREADS + thread] = running;
-        at_barrier[program]++;
-        at_barrier[program] >= THREADS * launch;
-        assert(runs[program * THREADS] == runs[program * THREADS + 1]);
         if
         :: thread == 0 && runs[program * THREADS] ->
             if
@@ -121,7 +109,14 @@ inline run_thread(program, thread) {
                 fi
 #endif
             :: true
-            fi;
+            fi
+        :: else
+        fi;
+        at_barrier[program]++; /* triton_kernels/signal.py arrive: a barrier */
+        at_barrier[program] >= THREADS * launch;
+        assert(runs[program * THREADS] == runs[program * THREADS + 1]);
+        if
+        :: thread == 0 && runs[program * THREADS] ->
 #ifndef BROKEN_RELAXED_ARRIVAL
             LANDED(program);
 #endif

@@ -377,7 +377,7 @@ inline publish_epochs_tail() { /* triton_kernels/signal.py publish */
     tail[AT(rank, rank)] = FLAG(epoch)
 }
 
-inline wait_tails() { /* triton_kernels/exchange.py await_leg */
+inline wait_tails() { /* triton_kernels/exchange.py wait_leg */
     REACHED(tail[AT(rank, RIGHT)], epoch);
 #if RANKS > 2
     REACHED(tail[AT(rank, LEFT)], epoch)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tests.ptx.accesses import ACCESSES
+from tests.ptx.bits import BITS
 from tests.ptx.errors import PtxError
 from tests.ptx.floats import FLOATS
 from tests.ptx.integers import INTEGERS
@@ -23,7 +24,7 @@ from tests.ptx.program import Instruction
 from tests.ptx.state import Mask, State, Step
 from tests.ptx.warps import WARPS
 
-INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | WARPS | PRODUCTS | ACCESSES
+INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | BITS | WARPS | PRODUCTS | ACCESSES
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 _PREEMPTED = 1 / 16  # how often an access lets another warp run
 
@@ -46,7 +47,9 @@ class Block:
         self._barrier_sites = np.zeros(size, np.int64)
         self._counts_needed: dict[int, int] = {}
         self._arrived: Counter[int] = Counter()  # threads that did not wait, by barrier
-        self._priorities = list(range(size // 32))
+        # The four warps of a `wgmma` go together.
+        self._unit = 128 if any(instruction.name == "wgmma" for instruction in self._code) else 32
+        self._priorities = list(range(size // self._unit))
 
     @property
     def counts(self) -> Counter[str]:
@@ -80,11 +83,9 @@ class Block:
                 f"{self._code[int(self._barrier_sites[waiting[0]])].site}"
             )
         if self._order is not None:
-            ready = running.reshape(-1, 32).any(1)
-            warp = max(np.flatnonzero(ready).tolist(), key=self._priorities.__getitem__)
-            only = np.zeros(len(running), bool)
-            only[32 * warp : 32 * warp + 32] = True
-            running &= only
+            ready = running.reshape(-1, self._unit).any(1)
+            first = max(np.flatnonzero(ready).tolist(), key=self._priorities.__getitem__)
+            running &= np.arange(len(running)) // self._unit == first
         places = self._places[running]
         at = int(places.min())
         others = places[places > at]

@@ -153,10 +153,10 @@ def _matrices(stores: bool) -> Builder:
                     row, column = lane // 4, 2 * (lane % 4) + half
                     if transposed:
                         row, column = column, row
-                    starts = rows[first + 8 * number + row].astype(np.int64)
+                    starts = rows[(first + 8 * number + row)[chosen]].astype(np.int64)
                     if (starts % 16).any():
                         raise PtxError(f"misaligned row of {instruction.text}")
-                    places = (starts + 2 * column)[chosen]
+                    places = starts + 2 * column[chosen]
                     offsets = state.shared.offsets(places, 2, instruction.name)
                     values = (fragment >> np.uint32(16 * half)).astype(np.uint16)[chosen]
                     if state.races is not None and state.clocks is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from thinwire._rank_thread import require_queues
 from thinwire.bench.machine import commit, in_words, machine
 from thinwire.bench.options import DEFAULT_RANKS, ROUND, Settings
 from thinwire.bench.session import THREADS, Results, run_session
@@ -68,6 +69,8 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
     else:
         # Ranks that have no GPU of their own share the first one.
         mode = "thread" if device == "cuda" and torch.cuda.device_count() < ranks else "process"
+        if mode == "thread":
+            require_queues(ranks)  # before CUDA is asked what it runs on
         launcher = "processes of one host" if mode == "process" else "threads of one process"
         described = _described(torch.device(device))
         _print_head(described, ranks, launcher)

@@ -233,6 +233,6 @@ def store_floats(builder: Any, values: Any, address: Any, element: int, *, finit
         rounded = builder.lshr(bfloat16_bits(builder, values), filled(integers(32, lanes), 16))
         if not finite:
             is_nan = builder.fcmp_unordered("uno", values, values)
-            rounded = builder.select(is_nan, filled(rounded.type, 0x7FC0), rounded)
+            rounded = builder.select(is_nan, filled(rounded.type, 0x7FFF), rounded)
         values = builder.trunc(rounded, integers(16, lanes))
     store(builder, values, address, BITS[element] // 8)
