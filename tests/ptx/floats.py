@@ -72,11 +72,15 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _extreme(greatest: bool) -> Builder:
-    """`min` and `max`: -0.0 is below +0.0; of one NaN the other operand, with .NaN a NaN."""
+    """`min` and `max`: -0.0 is below +0.0; of one NaN the other operand, with .NaN a NaN.
+
+    With .xorsign.abs they are of magnitudes, and the sign is that of the product.
+    """
 
     def build(state: State, instruction: Instruction) -> Step:
         kind = instruction.type
-        _plain(instruction, ("NaN",))
+        _plain(instruction, ("NaN", "xorsign", "abs"))
+        of_magnitudes = "xorsign" in instruction.opcode
         name = kind.removesuffix("x2")
         if name == "f64" or len(instruction.operands) != 3:
             raise PtxError(f"not built: {instruction.text}")
@@ -86,9 +90,13 @@ def _extreme(greatest: bool) -> Builder:
 
         def chosen() -> np.ndarray:
             a, b = (np.ascontiguousarray(each).view(form.unsigned).reshape(state.size, -1) for each in bits)
+            sign = (a ^ b) & form.unsigned(1 << (form.bits - 1))
+            if of_magnitudes:
+                a, b = (each & form.unsigned((1 << (form.bits - 1)) - 1) for each in (a, b))
             x, y = widen(a, name), widen(b, name)
             first = (x > y) | ((x == y) & ~np.signbit(x)) if greatest else (x < y) | ((x == y) & np.signbit(x))
             result = np.where(first | np.isnan(y), a, b)
+            result = result | sign if of_magnitudes else result
             no_number = np.isnan(x) | np.isnan(y) if of_nan else np.isnan(x) & np.isnan(y)
             return _whole(np.where(no_number, form.unsigned(form.nan), result), raw)
 

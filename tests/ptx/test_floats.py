@@ -175,6 +175,17 @@ def test_extremes_order_zeros_by_their_sign(name: str, of_nan: bool) -> None:
             assert same(row, math.nan if nan else pick(numbers, key=_ordered)), (opcode, pair)
 
 
+def test_extremes_of_magnitudes_have_the_sign_of_the_product() -> None:
+    some = [0.0, -0.0, 1.0, -1.5, 3.0, math.inf, -math.inf, math.nan]
+    pairs = list(itertools.product(some, some))
+    columns = [_bits([pair[side] for pair in pairs], "f32") for side in range(2)]
+    for operation, pick in (("min", min), ("max", max)):
+        got = evaluate(f"{operation}.NaN.xorsign.abs.f32 {{d}}, {{a}}, {{b}};", *columns)
+        for row, (x, y) in zip(_numbers(got, "f32"), pairs, strict=True):
+            expected = math.copysign(pick(abs(x), abs(y)), math.copysign(1, x) * math.copysign(1, y))
+            assert same(row, math.nan if math.isnan(x) or math.isnan(y) else expected), (operation, x, y)
+
+
 @pytest.mark.parametrize("name", ["f32", "f16x2", "bf16x2", "f16"])
 def test_signs_are_bits(name: str) -> None:
     form = name.removesuffix("x2")
