@@ -20,9 +20,9 @@ TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ahead_of_time" /
 @pytest.mark.parametrize(
     ("scenario", "step"),
     [
-        ("all-to-all-v", 32),
-        pytest.param("collectives", 7, marks=pytest.mark.exhaustive),
-        pytest.param("round", 7, marks=pytest.mark.exhaustive),
+        ("collectives", 15),
+        pytest.param("all-to-all-v", 15, marks=pytest.mark.exhaustive),
+        pytest.param("round", 9, marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_piece_of_synchronisation_something_breaks(scenario: str, step: int) -> None:
