@@ -143,7 +143,8 @@ class DirectRounds(DirectLanes):
             # A row like those of `out`, which itself may still be read.
             room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
             row = out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
-            self.kernels.sum_home(idle, row, None if of_tokens is None else torch.empty_like(of_tokens[:1]))
+            grads = None if of_tokens is None else of_tokens.new_empty(1, of_tokens.shape[1])
+            self.kernels.sum_home(idle, row, grads)
 
         if self.on_gpu:
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)

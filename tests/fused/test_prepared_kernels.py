@@ -247,3 +247,12 @@ def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins
     for finish in (end, other_end):
         finish()
     assert device.seconds_of_waits() == [rounds.timeout + 120, rounds.timeout]
+
+
+def test_gradients_of_no_tokens_are_prepared_too(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    _begin(rounds, 0, 0)()
+    grads = torch.zeros_like(rounds.lanes[0].weights), torch.empty(0, 2)
+    rounds.begin_combine(0, torch.zeros(TOKENS, HIDDEN), torch.float32, torch.empty(0, HIDDEN), grads)()
+    assert "sum_home_kernel" in {launch.kernel.__name__ for launch in device.prepared}
+    assert [launch.kernel.__name__ for launch in device.launched][-2:] == ["send_sums_kernel", "wait_kernel"]
