@@ -113,6 +113,7 @@ class DirectRounds(DirectLanes):
         """Ends the open round without sums from this rank."""
         self._make_up(lane)
         if self._open[lane]:
+            self.take_turn(lane)
             self._unfinished[lane] = COMBINE
             self.kernels.close_round(self.lanes[lane])
             self._end_leg(lane, COMBINE)

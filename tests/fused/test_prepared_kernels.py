@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -238,6 +239,17 @@ def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_
     device.stream, device.capturing = second, False
     call(torch.bfloat16, 0)
     assert not captured.waited and second.waited == [first]
+
+
+def test_a_round_that_is_closed_on_another_stream_comes_behind_its_dispatch(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    first, second = device.stream, Stream()
+    _begin(rounds, 0, TOKENS)()
+    device.stream = second
+    waited: list[int] = []
+    rounds.kernels = replace(rounds.kernels, close_round=lambda lane: waited.append(len(second.waited)))
+    rounds.close_round(0)
+    assert waited == [1] and second.waited == [first]
 
 
 def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins(lanes_on_a_device: Any) -> None:
