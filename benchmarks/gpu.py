@@ -1,13 +1,14 @@
 """Every benchmark that runs on a GPU, one after the other, each in a process of its own: `python -m benchmarks.gpu`.
 
 What each printed and the JSON it wrote go to one folder, with a summary of what ran and how it ended. One that fails
-does not keep the others from running, and makes the exit status 1.
+does not keep the others from running, and makes the exit status 1. The kernels of `thinwire bench` are compiled before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,13 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
+from thinwire.bench.options import Settings
+from thinwire.cli import make_parser
+from thinwire.moe.config import ParallelSettings
+from thinwire.progress import Progress
+from thinwire.warmup.compile import compile_ahead
+from thinwire.warmup.configuration import Configuration
+from thinwire.warmup.target import archs_here
 
 _SIZES = ("-b", "1K", "-e", "64M", "--tokens", "1,16,128,1024,8192", "--hidden", "7168", "--experts", "256")
 #: Name of the result, and the module with its arguments.
@@ -24,6 +32,30 @@ BENCHMARKS = {
     "bench2": ("thinwire", "bench", "--ranks", "2", *_SIZES),
     "bench8": ("thinwire", "bench", "--ranks", "8", *_SIZES),
 }
+
+
+def configurations(name: str) -> list[Configuration]:
+    """What a benchmark launches, if it is `thinwire bench`."""
+    module, *arguments = BENCHMARKS[name]
+    if module != "thinwire":
+        return []
+    settings = Settings.of(make_parser().parse_args(arguments))
+    assert settings.ranks is not None
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return [
+        Configuration(
+            ParallelSettings.of(
+                settings.experts, settings.top_k, settings.hidden, tokens, wire=wire, combine_wire=None,
+                grad_wire=None, transport="direct", lanes=1, align=1, num_programs=None, timeout=None, dtype=dtype,
+            ),
+            settings.ranks,
+            dtype,
+            collectives=True,
+            all_to_all_v=True,
+        )
+        for wire in settings.wires
+        for tokens in settings.tokens
+    ]  # fmt: skip
 
 
 def run(name: str, folder: Path, timeout: float) -> dict[str, object]:
@@ -54,6 +86,9 @@ def main() -> int:
     described = timing.machine(device)
     timing.print_machine(described)
     options.out.mkdir(parents=True, exist_ok=True)
+    with Progress(sys.stderr, time.monotonic()) as progress:
+        wanted = [configuration for name in options.only for configuration in configurations(name)]
+        compile_ahead(wanted, archs_here(), len(os.sched_getaffinity(0)), progress.report)
     results = {name: run(name, options.out, options.timeout) for name in options.only}
     (options.out / "summary.json").write_text(json.dumps({"machine": described, "results": results}, indent=1) + "\n")
     torch.cuda.synchronize()

@@ -82,6 +82,7 @@ class DirectLanes(DirectTransport, Rounds):
             torch.cuda.current_stream(self.device).synchronize()  # what was filled here is used on any stream
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
+        self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
         self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._open = [False] * config.lanes
         # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
@@ -154,7 +155,7 @@ class DirectLanes(DirectTransport, Rounds):
         if self._failed is not None:
             self._tell_all_lanes()
             raise self._end_of(self._failed)
-        report = self._reports[lane]
+        report = self._words[lane]
         if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
         if report[REPORT_BAD_IDS]:
@@ -165,7 +166,7 @@ class DirectLanes(DirectTransport, Rounds):
             )
 
     def _look_for_end(self) -> None:
-        for lane, report in enumerate(self._reports):
+        for lane, report in enumerate(self._words):
             if report[signal.REPORT_STATUS] in (signal.TIMED_OUT, signal.CORRUPTED):
                 if self.capturing:
                     raise self._end_of(lane)  # what follows would become a part of the graph
@@ -223,7 +224,7 @@ class DirectLanes(DirectTransport, Rounds):
         stuck_on_us = [rank for rank in everyone if said[rank] == 2]
         epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
         if ranks:
-            reason = f"no answer from {name_ranks(ranks)} within {self.timeout:g} s"
+            reason = f"no answer from {name_ranks(ranks)} within {self.wait_seconds:g} s"
         elif stuck_on_us:
             reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:

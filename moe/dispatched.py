@@ -137,7 +137,7 @@ class Dispatched(Received):
         given = tuple(expert_out.shape)
         known = (self._num_records, self._record_capacity) if weighted else (self._num_rows, self._capacity)
         accepted = [rows for rows in known if rows is not None]
-        if not accepted and not (rows.is_cuda and self._rounds.name == "direct"):
+        if not accepted and not self._rounds.on_gpu:
             accepted = [self._read_num_records() if weighted else self._read_num_rows()]
         right_shape = len(given) == 2 and given[1] == config.hidden_size
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
@@ -176,7 +176,7 @@ class Dispatched(Received):
     def _tell_traffic(self, leg: str) -> None:
         """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
         config = self._rounds.config
-        if config.comm._recorder.track is not None and not (self.rows.is_cuda and self._rounds.name == "direct"):
+        if config.comm._recorder.track is not None and not self._rounds.on_gpu:
             config.comm._recorder.sent(self.dispatch_traffic if leg == "dispatch" else self.combine_traffic)
 
     def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
@@ -232,6 +232,7 @@ class Rounds:
     """The rounds of one transport, which was chosen for a reason."""
 
     name: str  # the transport's
+    on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
 
     def __init__(self, config: ParallelConfig, reason: str) -> None:
         self.config = config
@@ -317,7 +318,7 @@ class Rounds:
         if x.dtype not in dtypes or x.dim() != 2 or x.shape[1] != config.hidden_size:
             accepted = config.describe_dtypes() if config.dtype is None else config.dtype
             raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
-        grows = config.grows and not (x.is_cuda and self.name == "direct")
+        grows = config.grows and not self.on_gpu
         if x.shape[0] > (MOST_TOKENS if grows else config.max_tokens):
             hint = "; on CUDA lanes do not grow by themselves: ensure_capacity makes room" if config.grows else ""
             raise CapacityError(
@@ -334,7 +335,7 @@ class Rounds:
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
             )
         # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
-        if topk_ids.numel() and not (topk_ids.is_cuda and self.name == "direct"):
+        if topk_ids.numel() and not self.on_gpu:
             lowest, highest = (int(bound) for bound in topk_ids.aminmax())
             if lowest < -1 or highest >= config.num_experts:
                 raise RoutingError(

@@ -141,13 +141,14 @@ def stub_driver(capability: int = 90, multiprocessors: int = 132) -> Iterator[St
         stack.enter_context(mock.patch.object(triton.knobs.nvidia, "libcuda_path", folder))
         for name, stand_in in _torch_cuda(stub, capability, multiprocessors).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(signal, "_platform_of", lambda device: "cuda"))
         stack.enter_context(mock.patch.object(signal, "num_multiprocessors", lambda device: multiprocessors))
         signal._launch.cache_clear()
         stack.callback(signal._launch.cache_clear)
-        driver = CudaDriver()
-        driver.get_current_stream = lambda device: stub.stream  # torch's own is a call of C
-        triton.runtime.driver.set_active(driver)
+        raw_stream = "_cuda_getCurrentRawStream"  # which torch has where it is made for CUDA
+        stack.enter_context(mock.patch.object(torch._C, raw_stream, lambda device: stub.stream, create=True))
+        triton.runtime.driver.set_active(CudaDriver())
         hooks = triton.knobs.runtime.kernel_load_end_hook
         hooks.add(stub.describe)
         stack.callback(hooks.remove, stub.describe)
@@ -156,14 +157,22 @@ def stub_driver(capability: int = 90, multiprocessors: int = 132) -> Iterator[St
 
 def _torch_cuda(stub: StubDriver, capability: int, multiprocessors: int) -> dict[str, Any]:
     properties = SimpleNamespace(multi_processor_count=multiprocessors, uuid="none", name="none")
-    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+
+    def stream(device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            cuda_stream=stub.stream,
+            synchronize=lambda: None,
+            wait_stream=lambda other: None,
+            wait_event=lambda event: None,
+        )
+
     return {
         "current_device": lambda: stub.device,
-        "current_stream": lambda device=None: stream,
+        "current_stream": stream,
         "get_device_capability": lambda device=None: divmod(capability, 10),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: stub.capturing,
-        "Stream": lambda device=None: stream,
+        "Stream": stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,
     }

@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from typing import Any
 # What test modules import at their tops.
 import hypothesis.strategies  # noqa: F401
 import pytest  # noqa: F401
-import torch
 
 import thinwire
-from thinwire.comm.integrity import Rows, checksums
+from thinwire.warmup.cpu import call_every_kernel, cpu_kernels
 
 __all__ = ["load_kernels", "loaded_kernels"]
 
@@ -43,23 +41,9 @@ def _import_everything() -> None:
                     raise
 
 
-def _kernels() -> list[Any]:
-    """The functions of thinwire that numba keeps compiled on disk."""
-    from numba.core.caching import FunctionCache
-    from numba.core.registry import CPUDispatcher
-
-    found = {}
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("thinwire."):
-            for value in vars(module).values():
-                if isinstance(value, CPUDispatcher) and isinstance(value._cache, FunctionCache):
-                    found[value.py_func] = value
-    return list(found.values())
-
-
 def loaded_kernels() -> list[str]:
     """The kernels that this process has machine code of."""
-    return [f"{kernel.py_func.__module__}.{kernel.__name__}" for kernel in _kernels() if kernel.overloads]
+    return [f"{kernel.py_func.__module__}.{kernel.__name__}" for kernel in cpu_kernels() if kernel.overloads]
 
 
 def load_kernels() -> list[str]:
@@ -67,7 +51,7 @@ def load_kernels() -> list[str]:
     from numba.core.types import Omitted
 
     missing = []
-    for kernel in _kernels():
+    for kernel in cpu_kernels():
         # A signature ends with the fingerprint of the sources; the index keeps those of older sources too.
         index = kernel._cache._cache_file._load_index()
         current = kernel._cache._index_key
@@ -79,30 +63,6 @@ def load_kernels() -> list[str]:
         if not kernel.overloads:
             missing.append(f"{kernel.py_func.__module__}.{kernel.__name__}")
     return missing
-
-
-def _call_everything() -> None:
-    """Calls of the library that between them call every kernel."""
-    generator = torch.Generator().manual_seed(0)
-
-    def rank_main(comm: thinwire.Communicator) -> None:
-        x = torch.randn(8, 64, generator=generator)
-        in_int8 = thinwire.Int8Experts(thinwire.GroupedExperts(2, 64, 64))
-        thinwire.dequantize(thinwire.quantize(x, "int8"))
-        for transport in ("direct", "staged"):
-            thinwire.all_reduce(x, wire="int8", comm=comm, transport=transport)
-            thinwire.all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
-            with thinwire.ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
-                ids = torch.tensor([[0, 3]]).expand(8, 2).contiguous()
-                for used in (True, False):
-                    dispatched = experts.dispatch(x, ids, torch.ones(8, 2))
-                    if used:
-                        experts.combine(in_int8(dispatched) + dispatched.tokens, dispatched)
-                    else:
-                        dispatched.abandon()
-
-    checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
-    thinwire.testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 
 
 def _in_a_child(function: Any) -> None:
@@ -131,7 +91,7 @@ def _warm_up() -> None:
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if load_kernels():
-            _in_a_child(_call_everything)
+            _in_a_child(call_every_kernel)
             load_kernels()
 
 

@@ -19,8 +19,9 @@ import torch
 from thinwire.triton_kernels.checksum import element_terms
 from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.dispatch import owner_of, top_k_block
+from thinwire.triton_kernels.dispatch import owner_of
 from thinwire.triton_kernels.floats import store_float32
+from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -31,18 +32,18 @@ from thinwire.triton_kernels.round_checksum import (
     differ,
     end_lane,
     is_running,
-    lane_to_end,
     lines_fit,
     planes_differ,
     put,
     put_line_sums,
     seed_words,
 )
+from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
-    Launch,
     agreed,
     arrive,
+    most_programs,
     num_programs_for,
     publish,
     register_limit,
@@ -89,6 +90,7 @@ def tail_terms(grads, ks, LAYOUT: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def send_sums_kernel(
     expert_out_ptr,
+    weight_grads_ptr,  # float32 [slots, top_k], of which each id's is read; only where lanes carry some
     expert_out_row_stride,
     num_rows,
     buffer_ptr,
@@ -97,8 +99,7 @@ def send_sums_kernel(
     positions_ptr,
     weights_ptr,
     rank,
-    report_ptr,  # as `lane_to_end` has it
-    weight_grads_ptr,  # float32 [slots, top_k], of which each id's is read; only where lanes carry some
+    report_ptr,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -172,15 +173,15 @@ def send_sums_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def sum_home_kernel(
-    buffer_ptr,
-    control_ptr,
-    rank,
     out_ptr,
+    weight_grads_ptr,  # float32 [tokens, top_k], written whole; only where lanes carry some
     out_row_stride,
     num_tokens,
-    buffer_ptrs,  # this and the next as `lane_to_end` has them
+    buffer_ptr,
+    buffer_ptrs,
+    control_ptr,
     report_ptr,
-    weight_grads_ptr,  # float32 [tokens, top_k], written whole; only where lanes carry some
+    rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -272,14 +273,14 @@ def sum_home_kernel(
 # Launchers
 
 
-def _register_limit(lane: Lane, rows: torch.Tensor) -> dict[str, int]:
+def _register_limit(lane: Lane, dtype: torch.dtype) -> dict[str, int]:
     """64 registers a thread, so that programs of 32 warps share a multiprocessor, where that is enough.
 
     It is not with checksums, with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for
     rows that do not begin on 16 bytes each; nor need it be for records.
     """
-    few = rows.element_size() == 2 and rows.shape[1] % 8 == 0 and lane.combine_wire.name != "int4"
-    return register_limit(rows.device, least=64 if few and not lane.layout.CHECKSUMS else 128)
+    few = dtype.itemsize == 2 and lane.layout.HIDDEN % 8 == 0 and lane.combine_wire.name != "int4"
+    return register_limit(lane.buffer.device, least=64 if few and not lane.layout.CHECKSUMS else 128)
 
 
 def send_sums(
@@ -303,18 +304,22 @@ def send_sums(
             of this rank's experts are stored at their tokens' homes, exactly.
         as_they_are: each sum is the record at its first position, which is neither weighted nor quantised again.
     """
-    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
-    device, encoded = expert_out.device, expert_out.dtype == torch.uint8
-    programs = num_programs_for(lane.positions.shape[0], device, num_programs)
-    with torch.cuda.device_of(expert_out):  # Triton launches on the current device
-        send_sums_kernel[(programs,)](
-            expert_out.view(torch.int8) if encoded else expert_out, expert_out.stride(0), expert_out.shape[0],
-            lane.buffer.view(torch.int8), lane.buffer_ptrs, lane.control, lane.positions, lane.weights, lane.rank,
-            lane_to_end(lane)[1], check_weight_grads(lane, weight_grads), ROUND=lane.layout, LAYOUT=layout,
-            K_BLOCK=top_k_block(lane), ENCODED=encoded, AS_THEY_ARE=as_they_are, LAUNCH=Launch.of(lane.layout, device),
-            num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout),
-            enable_fp_fusion=False, **_register_limit(lane, expert_out),
-        )  # fmt: skip
+    launch, programs = kept(lane, _sum_sending, dtype, expert_out.dtype, as_they_are, num_programs)
+    rows = expert_out.view(torch.int8) if expert_out.dtype == torch.uint8 else expert_out
+    launch(programs, 1, (rows, check_weight_grads(lane, weight_grads)), (rows.stride(0),), (rows.shape[0],))
+
+
+def _sum_sending(
+    lane: Lane, dtype: torch.dtype, row_dtype: torch.dtype, as_they_are: bool, num_programs: int | None
+) -> tuple[Launcher, int]:
+    layout, device = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    launch = round_launcher(
+        lane, send_sums_kernel, {"LAYOUT": layout, "ENCODED": row_dtype == torch.uint8, "AS_THEY_ARE": as_they_are},
+        ("expert_out_ptr", "weight_grads_ptr"), ("expert_out_row_stride",), ("num_rows",),
+        num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
+        **_register_limit(lane, row_dtype),
+    )  # fmt: skip
+    return launch, num_programs_for(lane.positions.shape[0], device, num_programs)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:
@@ -329,13 +334,17 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     weight_grads = check_home_grads(lane, out, weight_grads)
     if out.shape[0] == 0:
         return
-    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, out.dtype)
-    programs = num_programs_for(out.shape[0], out.device, None)
-    warps = 2 * layout.num_warps if lane.layout.CHECKSUMS else sum_warps(lane.combine_wire, layout)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        sum_home_kernel[(programs,)](
-            lane.buffer.view(torch.int8), lane.control, lane.rank, out, out.stride(0), out.shape[0],
-            *lane_to_end(lane)[:2], weight_grads, ROUND=lane.layout, LAYOUT=layout, K_BLOCK=top_k_block(lane),
-            FLIGHT=1 if lane.layout.CHECKSUMS else 4, LAUNCH=Launch.of(lane.layout, out.device),
-            num_warps=warps, enable_fp_fusion=False, **_register_limit(lane, out),
-        )  # fmt: skip
+    launch, most = kept(lane, _home_summing, out.dtype)
+    tokens = out.shape[0]
+    launch(min(tokens, most), 1, (out, weight_grads), (out.stride(0),), (tokens,))
+
+
+def _home_summing(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
+    layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
+    launch = round_launcher(
+        lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 1 if lane.layout.CHECKSUMS else 4},
+        ("out_ptr", "weight_grads_ptr"), ("out_row_stride",), ("num_tokens",),
+        num_warps=2 * layout.num_warps if lane.layout.CHECKSUMS else sum_warps(lane.combine_wire, layout),
+        enable_fp_fusion=False, **_register_limit(lane, dtype),
+    )  # fmt: skip
+    return launch, most_programs(lane.buffer.device)

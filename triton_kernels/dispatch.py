@@ -21,6 +21,7 @@ from thinwire.triton_kernels.codec import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import widened
+from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.record_checksum import tile_sums
 from thinwire.triton_kernels.round_checksum import (
@@ -33,12 +34,12 @@ from thinwire.triton_kernels.round_checksum import (
     put_line_sums,
     seed_words,
 )
+from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_BITS, DTYPE_CODES, REFUSED, Lane
 from thinwire.triton_kernels.signal import (
-    Launch,
     advance,
     arrive,
-    num_programs_for,
+    most_programs,
     poison,
     publish,
     register_limit,
@@ -160,15 +161,15 @@ def send_record(
 @triton.jit(do_not_specialize=["rank", "num_tokens", "dtype_code"])
 def send_tokens_kernel(
     x_ptr,
-    x_row_stride,
     ids_ptr,  # int32 or int64 [num_tokens, top_k], contiguous
     weights_ptr,  # float [num_tokens, top_k], contiguous
+    x_row_stride,
+    num_tokens,
+    dtype_code,
     buffer_ptrs,
     control_ptr,
     report_ptr,
     rank,
-    num_tokens,
-    dtype_code,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     PLANE_TOKENS: tl.constexpr,
@@ -267,11 +268,6 @@ def wait_kernel(
 # Launchers
 
 
-def top_k_block(lane: Lane) -> int:
-    """Lanes of a vector that holds all experts of a token."""
-    return 1 << max(0, lane.layout.TOP_K - 1).bit_length()
-
-
 def send_tokens(
     lane: Lane,
     x: torch.Tensor,
@@ -315,42 +311,31 @@ def _send_tokens(
     num_programs: int | None,
     tag: int,
 ) -> None:
-    layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, x.dtype)
-    programs = num_programs_for(x.shape[0], x.device, num_programs)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        send_tokens_kernel[(programs,)](
-            x,
-            x.stride(0),
-            topk_ids.contiguous(),
-            topk_weights.contiguous(),
-            lane.buffer_ptrs,
-            lane.control,
-            lane.report,
-            lane.rank,
-            tokens,
-            DTYPE_CODES[x.dtype] | tag << DTYPE_BITS,
-            ROUND=lane.layout,
-            LAYOUT=layout,
-            PLANE_TOKENS=_PLANE_TOKENS,
-            K_BLOCK=top_k_block(lane),
-            LAUNCH=Launch.of(lane.layout, x.device),
-            num_warps=layout.num_warps,
-            **register_limit(x.device),
-            enable_fp_fusion=False,
-        )
+    dtype = x.dtype
+    launch, most = kept(lane, _token_sending, dtype, num_programs)
+    launch(
+        max(1, min(x.shape[0], most)), 1, (x, topk_ids.contiguous(), topk_weights.contiguous()), (x.stride(0),),
+        (tokens, DTYPE_CODES[dtype] | tag << DTYPE_BITS),
+    )  # fmt: skip
+
+
+def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> tuple[Launcher, int]:
+    layout, device = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    launch = round_launcher(
+        lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": _PLANE_TOKENS},
+        ("x_ptr", "ids_ptr", "weights_ptr"), ("x_row_stride",), ("num_tokens", "dtype_code"),
+        num_warps=layout.num_warps, enable_fp_fusion=False, **register_limit(device),
+    )  # fmt: skip
+    return launch, most_programs(device, num_programs)
 
 
 def close_round(lane: Lane) -> None:
     """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none."""
-    with torch.cuda.device_of(lane.buffer):
-        close_round_kernel[(1,)](
-            lane.buffer_ptrs,
-            lane.control,
-            lane.rank,
-            ROUND=lane.layout,
-            LAUNCH=Launch.of(lane.layout, lane.buffer.device),
-            num_warps=1,
-        )
+    kept(lane, _closing)(1)
+
+
+def _closing(lane: Lane) -> Launcher:
+    return round_launcher(lane, close_round_kernel, {}, num_warps=1)
 
 
 def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
@@ -363,17 +348,9 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     """
     if phase not in (DISPATCH, COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
-    with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
-        wait_kernel[(1,)](
-            lane.buffer.view(torch.int8),
-            lane.buffer_ptrs,
-            lane.control,
-            lane.report,
-            lane.rank,
-            int(timeout * 1e9),
-            int(grace * 1e9),
-            PHASE=phase,
-            ROUND=lane.layout,
-            LAUNCH=Launch.of(lane.layout, lane.buffer.device),
-            num_warps=1,
-        )
+    kept(lane, _waiting, phase, timeout, grace)(1)
+
+
+def _waiting(lane: Lane, phase: int, timeout: float, grace: float) -> Launcher:
+    times = {"timeout_ns": int(timeout * 1e9), "grace_ns": int(grace * 1e9)}
+    return round_launcher(lane, wait_kernel, {**times, "PHASE": phase}, num_warps=1)

@@ -26,7 +26,7 @@ else:
         It is the compiler's own target: `tl.target_info` tells of the GPU that is there, and there may be none.
         """
         options = _semantic.builder.options
-        return tl.constexpr(int(re.findall(r"\d+", options.arch)[0]) if options.backend_name == "cuda" else 0)
+        return tl.constexpr(int(re.findall(r"\d+", str(options.arch))[0]) if options.backend_name == "cuda" else 0)
 
 
 @triton.jit

@@ -17,10 +17,13 @@ only compared: an id that is not one of this rank's experts matches nothing, wha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from thinwire.triton_kernels.codec import dequantize_row, fill_row
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row
 from thinwire.triton_kernels.round_checksum import (
@@ -29,11 +32,11 @@ from thinwire.triton_kernels.round_checksum import (
     differ,
     end_lane,
     is_running,
-    lane_to_end,
     seed_words,
 )
+from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane
-from thinwire.triton_kernels.signal import Launch, agreed, num_programs_for, register_limit, signal_words
+from thinwire.triton_kernels.signal import agreed, most_programs, num_programs_for, register_limit, signal_words
 
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
@@ -241,17 +244,17 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "num_local", "capacity"])
 def gather_kernel(
+    out_ptr,
+    overflow_ptr,
+    out_row_stride,
+    capacity,
     buffer_ptr,
     control_ptr,
     index_ptr,
     num_rows,
     expert_offsets_ptr,
     num_local,
-    out_ptr,
-    out_row_stride,
-    capacity,
-    overflow_ptr,
-    buffer_ptrs,  # these three as `lane_to_end` has them
+    buffer_ptrs,
     report_ptr,
     rank,
     ROUND: tl.constexpr,
@@ -300,37 +303,32 @@ def route(lane: Lane) -> None:
 
     To be launched when the dispatch phase has been waited for. A poisoned lane gets no rows.
     """
-    layout = lane.layout
+    for launch, programs, blocks in kept(lane, _routing):
+        launch(programs, blocks)
+
+
+def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
+    """The launches of `route`, with their grids."""
     num_local = lane.expert_counts.shape[0]
     if num_local == 0:
-        return  # nothing can arrive, and what there is is empty
+        return []  # nothing can arrive, and what there is is empty
     chunks, blocks = lane.scratch.shape[0], -(-num_local // _EXPERT_BLOCK)
-    k_block = 1 << max(0, layout.TOP_K - 1).bit_length()
-    first_expert, ranks = layout.first_expert(lane.rank), 1 << (layout.WORLD - 1).bit_length()
-    buffer = lane.buffer.view(torch.int8)
-    programs = num_programs_for(chunks, buffer.device, None)
-    with torch.cuda.device_of(lane.buffer):  # Triton launches on the current device
-        if chunks and layout.CHECKSUMS:
-            check_planes_kernel[(chunks,)](
-                buffer, lane.buffer_ptrs, lane.control, lane.report, lane.rank, ROUND=layout, CHUNK=lane.CHUNK,
-                K_BLOCK=k_block, LAUNCH=Launch.of(layout, buffer.device), num_warps=4,
-            )  # fmt: skip
-        if chunks:
-            count_kernel[(programs, blocks)](
-                buffer, lane.control, first_expert, num_local, lane.scratch, lane.index, lane.positions, ROUND=layout,
-                CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, K_BLOCK=k_block, RANKS=ranks, num_warps=8,
-                **register_limit(buffer.device, 8),
-            )  # fmt: skip
-        prefix_kernel[(blocks,)](
-            buffer, lane.control, lane.scratch, num_local, lane.expert_counts, ROUND=layout, CHUNK=lane.CHUNK,
-            CHUNKS=_PREFIX_CHUNKS, EXPERTS=_EXPERT_BLOCK, RANKS=ranks, num_warps=4,
-        )  # fmt: skip
-        place_kernel[(programs, blocks)](
-            buffer, lane.control, first_expert, num_local, lane.scratch, lane.expert_counts, lane.expert_offsets,
-            lane.index, lane.index.shape[0], lane.positions, lane.weights, ALIGN=lane.align, ROUND=layout,
-            CHUNK=lane.CHUNK, EXPERTS=_EXPERT_BLOCK, ALL_EXPERTS=1 << max(0, num_local - 1).bit_length(),
-            RANKS=ranks, num_warps=8, **register_limit(buffer.device, 8),
-        )  # fmt: skip
+    programs = num_programs_for(chunks, lane.buffer.device, None)
+    constants = {
+        "EXPERTS": _EXPERT_BLOCK, "CHUNKS": _PREFIX_CHUNKS, "ALL_EXPERTS": 1 << max(0, num_local - 1).bit_length(),
+        "RANKS": 1 << (lane.layout.WORLD - 1).bit_length(),
+    }  # fmt: skip
+    few: dict[str, Any] = {"num_warps": 4}
+    many: dict[str, Any] = {"num_warps": 8, **register_limit(lane.buffer.device, 8)}
+    launches = [(prefix_kernel, few, blocks, 1), (place_kernel, many, programs, blocks)]
+    if chunks:
+        launches.insert(0, (count_kernel, many, programs, blocks))
+        if lane.layout.CHECKSUMS:
+            launches.insert(0, (check_planes_kernel, few, chunks, 1))
+    return [
+        (round_launcher(lane, kernel, constants, **options), programs, blocks)
+        for kernel, options, programs, blocks in launches
+    ]
 
 
 def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
@@ -341,12 +339,15 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
         out: [capacity, hidden] in the tokens' dtype, contiguous rows, written whole.
         overflow: bool [], whether there are more rows than `capacity`.
     """
-    layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, out.dtype)
-    programs = num_programs_for(out.shape[0], out.device, None)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        gather_kernel[(programs,)](
-            lane.buffer.view(torch.int8), lane.control, lane.index, lane.index.shape[0], lane.expert_offsets,
-            lane.expert_counts.shape[0], out, out.stride(0), out.shape[0], overflow.view(torch.int8),
-            *lane_to_end(lane), ROUND=lane.layout, LAYOUT=layout, LAUNCH=Launch.of(lane.layout, out.device),
-            num_warps=layout.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch, most = kept(lane, _gathering, out.dtype)
+    rows = out.shape[0]
+    launch(max(1, min(rows, most)), 1, (out, overflow.view(torch.int8)), (out.stride(0),), (rows,))
+
+
+def _gathering(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
+    layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype)
+    launch = round_launcher(
+        lane, gather_kernel, {"LAYOUT": layout}, ("out_ptr", "overflow_ptr"), ("out_row_stride",), ("capacity",),
+        num_warps=layout.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return launch, most_programs(lane.buffer.device, None)

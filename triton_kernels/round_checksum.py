@@ -10,8 +10,6 @@ reads is one program's finding, and a line has one writer. `docs/protocol.md` sa
 
 from __future__ import annotations
 
-import torch
-
 from thinwire.triton_kernels.checksum import element_terms, mix, row_seed
 from thinwire.triton_kernels.checksum_seed import seed_of
 from thinwire.triton_kernels.compat import tl, triton
@@ -23,7 +21,6 @@ from thinwire.triton_kernels.round_layout import (
     CHECKED_SUM,
     COMBINE,
     DISPATCH,
-    Lane,
 )
 from thinwire.triton_kernels.signal import agreed, poison, publish, signal_words, store_signal_words
 
@@ -192,12 +189,3 @@ def end_lane(lane, KIND: tl.constexpr, source, row, ROUND: tl.constexpr, LAUNCH:
         tl.store(report_ptr + ROUND.SOURCE, source)
         tl.store(report_ptr + ROUND.ROW, row)
         poison(control_ptr, report_ptr, ROUND.CORRUPTED, epoch, phase, ROUND, LAUNCH)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launchers
-
-
-def lane_to_end(lane: Lane) -> tuple[torch.Tensor, torch.Tensor, int] | tuple[None, None, None]:
-    """`buffer_ptrs`, `report` and rank for a kernel that may end the lane; None takes an argument out of a kernel."""
-    return (lane.buffer_ptrs, lane.report, lane.rank) if lane.layout.CHECKSUMS else (None, None, None)

@@ -410,11 +410,16 @@ def register_limit(device: torch.device, num_warps: int = 16, programs: int = 2,
 
 
 def num_programs_for(work: int, device: torch.device, num_programs: int | None) -> int:
-    """The grid for `work` independent rows: as the caller says, else four programs a multiprocessor, at least one.
+    """The grid for `work` independent rows: `most_programs`, or fewer, but at least one.
 
     A program takes many rows where there are more rows than programs.
     """
-    if num_programs is None:
-        # The interpreter runs programs one after the other; a few still show that the grid does not matter.
-        num_programs = 4 * num_multiprocessors(device) if device.type == "cuda" else 3
-    return max(1, min(work, num_programs))
+    return max(1, min(work, most_programs(device, num_programs)))
+
+
+def most_programs(device: torch.device, num_programs: int | None = None) -> int:
+    """Programs of a launch at most: as the caller says, else four a multiprocessor, which fill a GPU."""
+    if num_programs is not None:
+        return num_programs
+    # The interpreter runs programs one after the other; a few still show that the grid does not matter.
+    return 4 * num_multiprocessors(device) if device.type == "cuda" else 3

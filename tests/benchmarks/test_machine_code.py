@@ -11,7 +11,9 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
 from benchmarks import machine_code
 from benchmarks.machine_code import GPUS, pipe_cycles, resident_warps
+from tests.ahead_of_time.matrix import Case
 from tests.ahead_of_time.sass import Instruction
+from tests.speeds import exhaustive_but
 
 
 def test_it_runs_and_writes_a_figure_for_every_case(tmp_path: Path) -> None:
@@ -23,6 +25,25 @@ def test_it_runs_and_writes_a_figure_for_every_case(tmp_path: Path) -> None:
         # 2048 columns are 64 threads of 32: so many instructions a thread are as many by 32 an element.
         assert figure["issued"] == figure["instructions"] * 64 / 2048
         assert figure["pipe"] >= figure["issued"] and figure["shuffles"] >= 1
+
+
+#: The most instructions and cycles for each element, and the fewest resident warps, of int8 and 7168 columns.
+LEAN = {
+    "quantize": (10, 11, 32),
+    "dequantize": (8, 9, 64),
+    "gather": (8, 9, 64),
+    "send_tokens": (12, 12, 24),
+    "send_sums": (21, 21, 32),
+    "sum_home": (14, 14, 32),
+}
+
+
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], list(GPUS)))
+@pytest.mark.parametrize("kernel", exhaustive_but(["dequantize"], list(LEAN)))
+def test_kernels_stay_as_lean_as_they_are(kernel: str, target: str) -> None:
+    figures = machine_code.examine(Case(kernel, "int8", 7168, target))
+    instructions, cycles, warps = LEAN[kernel]
+    assert figures["issued"] <= instructions and figures["pipe"] <= cycles and figures["warps"] >= warps, figures
 
 
 def test_a_pipe_of_sixteen_lanes_is_held_for_two_cycles() -> None:

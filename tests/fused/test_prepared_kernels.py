@@ -42,6 +42,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.waited: list[Stream] = []
+        self.cuda_stream = id(self)
 
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other)
@@ -150,6 +151,10 @@ def _device_of(transport: DirectTransport) -> Iterator[Device]:
     with contextlib.ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        raw_stream = "_cuda_getCurrentRawStream"  # which torch has where it is made for CUDA
+        stack.enter_context(
+            mock.patch.object(torch._C, raw_stream, lambda index: device.stream.cuda_stream, create=True)
+        )
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
         stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
         transport.on_gpu = True

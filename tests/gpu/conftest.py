@@ -21,3 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled() -> None:
+    """By several processes at once; a test that needs others compiles them by itself."""
+    from tests.gpu.warm import configurations
+    from thinwire.progress import Report
+    from thinwire.warmup.compile import compile_ahead
+    from thinwire.warmup.target import archs_here
+
+    compile_ahead([*configurations()], archs_here(), len(os.sched_getaffinity(0)), Report(None))

@@ -92,11 +92,9 @@ def _group_product(state: State, instruction: Instruction) -> Step:
         return state.shared.load(places.ravel(), 1).view(np.int8).reshape(places.shape).astype(np.float64)
 
     def step(mask: Mask) -> None:
-        threads = state.chosen(mask).reshape(-1, 128)
-        for group in threads:
-            first = int(group[0])
-            if first % 128 or group[-1] != first + 127:
-                raise PtxError(f"not four whole warps came to {instruction.site}")
+        if mask is not True and (mask.reshape(-1, 128).any(1) != mask.reshape(-1, 128).all(1)).any():
+            raise PtxError(f"not four whole warps came to {instruction.site}")
+        for first in state.chosen(mask)[::128].tolist():
             a = matrix(_places(int(descriptors[0][first]), _ROWS), first)
             b = matrix(_places(int(descriptors[1][first]), columns), first)
             product = (a @ b.T).astype(np.int64)
@@ -106,23 +104,17 @@ def _group_product(state: State, instruction: Instruction) -> Step:
                 total = part + np.where(accumulate[here], target[here].astype(np.int64), 0)
                 target[here] = total.astype(np.int32)  # it wraps
 
-    def checked(mask: Mask) -> None:
-        if mask is not True and (mask.reshape(-1, 128).any(1) != mask.reshape(-1, 128).all(1)).any():
-            raise PtxError(f"not four whole warps came to {instruction.site}")
-        step(mask)
-
-    return checked
+    return step
 
 
 def _read(state: State, places: np.ndarray, first: int, instruction: Instruction) -> None:
     """Tells the detector that the first thread of a group reads a matrix."""
     if state.races is not None and state.clocks is not None:
         offsets = np.unique(places.ravel() // 16 * 16)
-        for offset in offsets:
-            state.races.access(
-                state.shared_shadow, state.clocks, np.array([first]), np.array([offset]), 16, 1, None,
-                instruction.site, None,
-            )  # fmt: skip
+        threads = np.full(len(offsets), first)
+        state.races.access(
+            state.shared_shadow, state.clocks, threads, offsets, 16, 1, None, instruction.site, None
+        )  # fmt: skip
 
 
 def _group(state: State, instruction: Instruction) -> Step:

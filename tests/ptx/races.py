@@ -223,8 +223,8 @@ class Races:
             own = same_warp & single[open_] & (unknown & ~lanes[open_] == 0)
             ordered = (unknown == 0) | own
             wrote = shadow.write[entries]
-            if not ordered.all():
-                conflicts = np.flatnonzero(~ordered & (wrote | write))
+            conflicts = np.flatnonzero(~ordered & (wrote | write))
+            if conflicts.size:
                 there = entries[conflicts]
                 # Several threads hold it, and each stores it.
                 same = (shadow.site[there] == site) & (self._program_of[shadow.warp[there]] == by.number)

@@ -94,6 +94,37 @@ def test_strong_accesses_of_different_sizes_race() -> None:
     assert len(_run(one, "@!%p1 ret; ld.global.b32 %r3, [%rd2];")) == 1
 
 
+def test_strong_accesses_need_each_others_scopes() -> None:
+    one = "@!%p1 ret; st.relaxed.{}.global.b32 [%rd2], 1;"
+    assert _run(one.format("sys"), one.format("sys")) == []
+    assert _run(one.format("gpu"), one.format("sys")) == ["write-write"]
+    assert _run(one.format("gpu"), one.format("gpu")) == ["write-write"]
+    assert _run(one.format("gpu"), one.format("gpu"), ranks=[0, 0]) == []
+
+
+def test_a_strong_access_does_not_hide_a_weak_one_before_it() -> None:
+    writer = "@!%p1 ret; st.global.b32 [%rd1], 1; st.relaxed.sys.global.b32 [%rd1], 2;"
+    writer += "st.relaxed.sys.global.b32 [%rd2], 1;"
+    look = _spin("ld.relaxed.sys.global.b32 {d}, [%rd2];")
+    assert _run(writer, f"@!%p1 ret; {look} ld.relaxed.sys.global.b32 %r4, [%rd1];") == ["write-read"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_behind_a_release_is_not_released(seed: int) -> None:
+    writer = f"@!%p1 ret; st.release.sys.global.b32 [%rd2], 1; {STORE}"
+    reader = f"@!%p1 ret; {_spin('ld.acquire.sys.global.b32 {d}, [%rd2];')}{LOAD}"
+    assert len(_run(writer, reader, seed=seed)) == 1
+
+
+def test_a_compare_that_fails_releases_nothing() -> None:
+    writer = f"@!%p1 ret; {STORE} atom.release.sys.global.cas.b32 %r5, [%rd2], {{}}, 9;"
+    writer += "st.relaxed.sys.global.b32 [%rd2+4], 1;"
+    reader = f"@!%p1 ret; {_spin('ld.relaxed.sys.global.b32 {d}, [%rd2+4];')}"
+    reader += f"ld.acquire.sys.global.b32 %r4, [%rd2]; {LOAD}"
+    assert _run(writer.format(0), reader) == []
+    assert _run(writer.format(77), reader) == ["write-read"]
+
+
 @pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_one_thread_publishes_for_all_behind_a_barrier_alone(barrier: bool, seed: int) -> None:
@@ -164,7 +195,8 @@ def test_a_later_reader_does_not_hide_an_earlier_one() -> None:
 
 def test_threads_that_store_the_same_bits_by_one_instruction_do_not_race() -> None:
     assert _run("st.global.b32 [%rd1], %r2;") == []
-    assert _run("st.global.b32 [%rd1], %r31;") == ["write-write"]
+    assert _run("st.global.b32 [%rd1], %r31;", threads=32) == ["write-write"]
+    assert _run("shr.u32 %r5, %r31, 5; st.global.b32 [%rd1], %r5;") == ["write-write"]
     assert _run("st.global.b32 [%rd1], %r2;", "st.global.b32 [%rd1], %r2;") == ["write-write"]
     assert _run("@%p1 st.global.b32 [%rd1], %r2; @!%p1 st.global.b32 [%rd1], %r2;") == ["write-write"]
 
@@ -208,6 +240,11 @@ def test_an_asynchronous_copy_needs_its_wait_and_a_barrier() -> None:
     assert _run(f"{copy}{other} cp.async.wait_group 0; bar.sync 0; {read}", shared=1024) == []
     assert _run(f"{copy}{other} bar.sync 0; cp.async.wait_group 0; {read}", shared=1024)
     assert _run(f"{copy}{other} cp.async.wait_group 0; {read}", shared=1024)
+    # Nor may it be issued while another thread may still read what it writes.
+    fill = "shl.b32 %r7, %r31, 4; mov.u32 %r6, buffer; add.u32 %r7, %r7, %r6; st.shared.b32 [%r7], 0; bar.sync 0;"
+    done = "bar.sync 0; cp.async.wait_group 0;"
+    assert _run(f"{fill}{other}{read} bar.sync 0; {copy}{done}", shared=1024) == []
+    assert _run(f"{fill}{other}{read}{copy}{done}", shared=1024)
 
 
 def test_a_message_names_the_places_and_the_word() -> None:

@@ -42,6 +42,15 @@ def test_keys_are_the_same_whichever_kernel_comes_first() -> None:
     assert keys[0] == keys[1]
 
 
+def _constants_compared(comm: Communicator) -> int:
+    settle_cache_keys()
+    return sum(len(kernel.used_global_vals) for kernel in KERNELS)
+
+
+def test_launches_compare_no_constants() -> None:
+    assert run_ranks(_constants_compared, 1) == [0]
+
+
 def _hashed(comm: Communicator, door: str) -> list[bool]:
     device: Any = torch.device("cuda")
     if door == "backend":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import torch
 import triton
 
 import thinwire as tw
+from benchmarks import gpu
+from tests.gpu.warm import configurations
 from tests.rounds import make_lanes
 from tests.speeds import exhaustive_but
 from tests.stub_driver import stub_driver
@@ -40,6 +43,7 @@ from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.warmup.collect import _Later, collect
 from thinwire.warmup.configuration import Configuration
+from thinwire.warmup.cpu import cpu_kernels
 from thinwire.warmup.target import find_target
 from thinwire.wire import WireFormat
 
@@ -237,6 +241,9 @@ def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Pa
         (["--arch", "sm_90", "--jobs", "0"], "jobs is 0, expected an int of at least 1"),
         (["--arch", "sm_90", "--ranks", "73", "--transport", "direct"], "takes up to 72 ranks, and here are 73"),
         ([], "no GPU to compile for: name an arch, such as sm_90"),
+        (["--heap", "disk"], "heap is 'disk', expected one of cuda, posix, threads"),
+        (["--heap", "posix", "--arch", "sm_90"], "arch is sm_90 and heap posix, which is of CPU ranks"),
+        (["--arch", "sm_90", "--int8-experts", "64", "--wire", "int4"], "cannot be multiplied in int8"),
     ],
     ids=str,
 )
@@ -245,3 +252,20 @@ def test_what_cannot_be_compiled_is_refused_by_name_before_anything_is(
 ) -> None:
     assert main(["warmup", *SIZES, *options]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.exhaustive
+def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
+    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, "--heap", "posix"]
+    done = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    found = re.search(r"of any sizes: 0 compiled and (\d+) found there", done[1].stdout)
+    assert found is not None and int(found[1]) == len(cpu_kernels()) > 20
+
+
+@pytest.mark.exhaustive
+def test_what_tests_and_benchmarks_on_gpus_launch_is_known_without_one() -> None:
+    wanted = [*configurations(), *gpu.configurations("bench2"), *gpu.configurations("bench8")]
+    assert len(wanted) == 7 + 2 * 10 and not gpu.configurations("codec")
+    for configuration in (wanted[0], wanted[6], wanted[-1]):
+        assert len(run_ranks(_collected, 1, configuration)[0]) > 20

@@ -39,25 +39,47 @@ def run(options: argparse.Namespace) -> int:
     check_sizes(options, "jobs")
     if options.int8_experts < 0:
         raise ArgumentError(f"int8_experts is {options.int8_experts}, expected an int of at least 0")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    on_cpu = options.heap in ("posix", "threads")
+    if not on_cpu and options.heap != "cuda":
+        raise ArgumentError(f"heap is {options.heap!r}, expected one of cuda, posix, threads")
+    if on_cpu and options.arch:
+        raise ArgumentError(f"arch is {' '.join(options.arch)} and heap {options.heap}, which is of CPU ranks")
+    if not on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
         raise ArgumentError("TRITON_INTERPRET is 1, and interpreted kernels are not compiled: unset it")
     began = time.monotonic()
     with Progress(sys.stderr, began) as progress:
         progress.stage("loading torch ...")
-        from thinwire.triton_kernels.compat import HAS_TRITON
-
-        if not HAS_TRITON:
-            raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
-        from thinwire.warmup.compile import cache_folder, compile_ahead
-        from thinwire.warmup.configuration import Configuration
-        from thinwire.warmup.report import describe
-        from thinwire.warmup.target import archs_here
-
-        configuration = Configuration.of(options)
-        archs = list(dict.fromkeys(options.arch)) or archs_here()
-        compiled = compile_ahead([configuration], archs, options.jobs, progress.report)
-    print(describe(configuration, compiled, options.jobs, time.monotonic() - began, cache_folder()))
+        text = _for_cpu(progress, began) if on_cpu else _for_gpus(options, progress, began)
+    print(text)
     return 0
+
+
+def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> str:
+    from thinwire.triton_kernels.compat import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
+    from thinwire.warmup.compile import cache_folder, compile_ahead
+    from thinwire.warmup.configuration import Configuration
+    from thinwire.warmup.report import describe
+    from thinwire.warmup.target import archs_here
+
+    configuration = Configuration.of(options)
+    archs = list(dict.fromkeys(options.arch)) or archs_here()
+    compiled = compile_ahead([configuration], archs, options.jobs, progress.report)
+    return describe(configuration, compiled, options.jobs, time.monotonic() - began, cache_folder())
+
+
+def _for_cpu(progress: Progress, began: float) -> str:
+    from thinwire.triton_kernels.cpu import HAS_NUMBA
+
+    if not HAS_NUMBA:
+        raise TransportUnavailable("kernels for CPU ranks need numba: pip install 'thinwire[cpu]'")
+    from thinwire.warmup.cpu import compile_for_cpu
+    from thinwire.warmup.report import describe_cpu
+
+    progress.stage("numba's kernels, by one process")
+    return describe_cpu(compile_for_cpu(), time.monotonic() - began)
 
 
 def _cores() -> int:

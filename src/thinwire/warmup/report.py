@@ -7,6 +7,7 @@ from pathlib import Path
 
 from thinwire.warmup.compile import Compiled
 from thinwire.warmup.configuration import Configuration
+from thinwire.warmup.cpu import CpuKernels
 
 
 def describe(
@@ -31,3 +32,14 @@ def describe(
         f"{size:.1f} MiB in {folder}",
     ]
     return "\n".join(lines)
+
+
+def describe_cpu(kernels: CpuKernels, seconds: float) -> str:
+    """The same of numba's."""
+    found, compiled = len(kernels.names), len(kernels.compiled)
+    size = sum(path.stat().st_size for folder in kernels.folders for path in folder.iterdir() if path.is_file()) / 2**20
+    where = ", ".join(map(str, kernels.folders)) or "no folder: none can be written, and every process compiles"
+    return (
+        f"kernels for CPU ranks, of any sizes: {compiled} compiled and {found - compiled} found there in {seconds:.1f} "
+        f"s; {size:.1f} MiB in {where}"
+    )

@@ -1,0 +1,154 @@
+"""What a round trip costs the host on a GPU, on a machine without one: dispatch, gather and combine, direct transport.
+
+    python -m benchmarks.bench_launch --json benchmarks/results/cpu/launch.json
+
+The calls are those of the library, with Triton's own launcher below them, and below that the stub of
+`tests.stub_driver` in place of CUDA's driver, which writes launches down. So this is all that Python and Triton do. The
+driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and what of
+torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing. `Triton's`
+are those of the same calls where each launch asks Triton which compiled kernel it is for, as `kernel[grid](...)` does.
+Both run in turn, 0.3 ms at a time, so that most samples are not interrupted on a busy machine.
+
+    launches        of a call
+    us              median time of a call
+    quarter, three quarters    of the samples took less
+    Triton's us     as above
+    ratio           Triton's by ours, within the rounds
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if not __package__:  # run as a file
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
+
+import torch
+
+from benchmarks import timing
+from tests.stub_driver import StubDriver, stub_driver
+from thinwire.comm import Communicator
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels.launch import Launcher
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+
+COLUMNS = {
+    "call": "s", "launches": "d", "us": ".1f", "quarter": ".1f", "three quarters": ".1f", "Triton's us": ".1f",
+    "ratio": ".2f",
+}  # fmt: skip
+#: Microseconds of the host that a round trip may take.
+GOAL = 60
+_SAMPLE_US = 300
+# A small capacity, as sizes do not matter and the CPU's allocator asks the system for large tensors.
+RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY = 8, 256, 8, 7168, 128, 16
+WHOLE = "round trip"
+
+
+def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
+    """The whole round trip, and its launchers."""
+    x, out = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    ids = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
+    weights, rows = torch.rand(TOKENS, TOP_K), torch.randn(CAPACITY, HIDDEN).bfloat16()
+    lane, dropped = ep._rounds.lanes[0], torch.empty((), dtype=torch.bool)
+
+    def whole() -> None:
+        d = ep.dispatch(x, ids, weights)
+        d.gather(CAPACITY)
+        ep.combine(rows, d, out=out)
+
+    return {
+        WHOLE: whole,
+        "send_tokens": lambda: dispatch.send_tokens(lane, x, ids, weights),
+        "wait (dispatch)": lambda: dispatch.wait(lane, DISPATCH, 10.0, 1.0),
+        "route": lambda: permute.route(lane),
+        "gather": lambda: permute.gather(lane, rows, dropped),
+        "send_sums": lambda: combine.send_sums(lane, rows, torch.bfloat16),
+        "wait (combine)": lambda: dispatch.wait(lane, COMBINE, 10.0, 1.0),
+        "sum_home": lambda: combine.sum_home(lane, out),
+    }
+
+
+def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str, Any]] | None:
+    """Figures of each call, at the first rank; the others are there for the first meeting alone."""
+    ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")
+    if comm.rank:
+        return None
+    ep._rounds.on_gpu = True  # from here on the host waits for nothing
+    by_triton = mock.patch.object(Launcher, "__call__", _ask_triton)
+    figures = []
+    for name, call in calls(ep).items():
+        samples: dict[str, list[float]] = {"ours": [], "Triton's": []}
+        for _ in range(3):
+            call()
+        first = stub.num_launches
+        call()
+        launches = stub.num_launches - first
+        own_times = _calls_of_a_sample(call)
+        with by_triton:
+            tritons_times = _calls_of_a_sample(call)
+        for _ in range(repeats):
+            samples["ours"].append(_microseconds(call, own_times))
+            with by_triton:
+                samples["Triton's"].append(_microseconds(call, tritons_times))
+        ours, tritons = samples.values()
+        figures.append(
+            {
+                "call": name,
+                "launches": launches,
+                "us": statistics.median(ours),
+                "quarter": statistics.quantiles(ours, n=4)[0],
+                "three quarters": statistics.quantiles(ours, n=4)[2],
+                "Triton's us": statistics.median(tritons),
+                "ratio": statistics.median(theirs / own for theirs, own in zip(tritons, ours, strict=True)),
+            }
+        )
+    return figures
+
+
+def _ask_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: tuple[Any, ...]) -> None:
+    launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
+
+
+def _calls_of_a_sample(call: Callable[[], object]) -> int:
+    return max(1, int(_SAMPLE_US / min(_microseconds(call, 1) for _ in range(10))))
+
+
+def _microseconds(call: Callable[[], object], times: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(times):
+        call()
+    return (time.perf_counter_ns() - start) / times / 1000
+
+
+def main() -> None:
+    parser = timing.parser(__doc__, repeats=1000)
+    options = parser.parse_args()
+    described = timing.machine(torch.device("cpu"))
+    timing.print_machine(described)
+    # Communicators of the CPU, whose rounds are given the kernels of a GPU.
+    environ = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    gc.disable()  # as timeit does: all that torch and Triton have imported would be looked through now and then
+    with stub_driver() as stub, mock.patch.dict(os.environ, environ):
+        figures = run_ranks(measure, RANKS, stub, options.repeats, mode="thread", timeout=900)[0]
+    assert figures is not None
+    sizes = {
+        "ranks": RANKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "tokens": TOKENS, "capacity": CAPACITY,
+    }  # fmt: skip
+    timing.finish(options, "launch", described, (figures, COLUMNS), figures, sizes=sizes, goal_us=GOAL)
+    whole = figures[0]
+    reached = "reached" if whole["us"] <= GOAL else "not reached"
+    print(f"goal for a round trip: {GOAL} us, {reached}: {whole['us']:.1f} us and {whole['launches']} launches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""numba's kernels for CPU ranks into its cache. They do not depend on sizes: there is one set of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire import testing
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.integrity import Rows, checksums
+from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.codec import dequantize, quantize
+from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.int8_experts import Int8Experts
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.triton_kernels import cpu
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """What numba's cache has after `compile_for_cpu`.
+
+    Attributes:
+        names: of all kernels.
+        compiled: those of them that it did not have before.
+        folders: where it keeps them; none where no folder can be written.
+    """
+
+    names: tuple[str, ...]
+    compiled: tuple[str, ...]
+    folders: tuple[Path, ...]
+
+
+def cpu_kernels() -> list[Any]:
+    """The functions that numba keeps compiled on disk, each once."""
+    from numba.core.caching import FunctionCache
+    from numba.core.registry import CPUDispatcher
+
+    found = {}
+    for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, CPUDispatcher) and isinstance(value._cache, FunctionCache):
+                found[value.py_func] = value
+    return list(found.values())
+
+
+def call_every_kernel() -> None:
+    """Calls of the library, by two ranks that are threads, that between them call every kernel."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rank_main(comm: Communicator) -> None:
+        x = torch.randn(8, 64, generator=generator)
+        in_int8 = Int8Experts(GroupedExperts(2, 64, 64))
+        dequantize(quantize(x, "int8"))
+        for transport in ("direct", "staged"):
+            all_reduce(x, wire="int8", comm=comm, transport=transport)
+            all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
+            with ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
+                ids = torch.tensor([[0, 3]]).expand(8, 2).contiguous()
+                for used in (True, False):
+                    dispatched = experts.dispatch(x, ids, torch.ones(8, 2))
+                    if used:
+                        experts.combine(in_int8(dispatched) + dispatched.tokens, dispatched)
+                    else:
+                        dispatched.abandon()
+
+    checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
+    testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
+
+
+def compile_for_cpu() -> CpuKernels:
+    """Compiles every kernel that numba's cache lacks; in this process, one after the other."""
+    call_every_kernel()
+    kernels = cpu_kernels()
+    return CpuKernels(
+        tuple(kernel.__name__ for kernel in kernels),
+        tuple(kernel.__name__ for kernel in kernels if kernel.stats.cache_misses),
+        tuple(sorted({Path(kernel.stats.cache_path) for kernel in kernels if kernel.stats.cache_path})),
+    )

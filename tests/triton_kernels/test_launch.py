@@ -1,0 +1,175 @@
+"""Launches that do not ask Triton launch what Triton would, on a GPU that is not there (`tests/stub_driver.py`)."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="launching kernels needs Triton")
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import JITFunction
+
+from tests.rounds import make_lanes
+from tests.stub_driver import Launched, StubDriver, stub_driver
+from thinwire.comm.communicator import Communicator
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels.launch import Launcher
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stub is for machines without CUDA's driver"),
+]
+COUNTS = (0, 1, 2, 16, -1, -(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**63 - 1, 2**63)
+STRIDES = (0, 1, 2, 8, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**40 + 1)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8)
+
+
+@triton.jit(do_not_specialize=["first", "second"])
+def copy(x_ptr, other_ptr, stride, first, second, staying_ptr, fixed, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    if other_ptr is not None:
+        tl.store(other_ptr, first)
+    values = tl.load(x_ptr + places * stride, mask=places < first)
+    tl.store(staying_ptr + places + fixed, values.to(tl.int32), mask=places < second)
+
+
+def launcher(staying: torch.Tensor, fixed: int = 3, counts: tuple[str, ...] = ("first", "second")) -> Launcher:
+    given = {"staying_ptr": staying, "fixed": fixed, "BLOCK": 16}
+    return Launcher(copy, ("x_ptr", "other_ptr"), ("stride",), counts, given, staying, True, num_warps=1)
+
+
+def differing(stub: StubDriver, staying: torch.Tensor, launch: Launcher, given: tuple[Any, ...]) -> str | None:
+    """What the driver was told twice by a launcher, and then by Triton, if that was not all the same."""
+    tensors, strides, counts = given
+    first = stub.num_launches
+    launch(2, 1, *given)
+    launch(2, 1, *given)
+    copy[(2, 1)](*tensors, *strides, *counts, staying, 3, BLOCK=16, num_warps=1)
+    one, two, wanted = stub.launched(first)
+    return None if one == two == wanted else f"{given}: {one}, {two}, Triton: {wanted}"
+
+
+def hostile(comm: Communicator) -> list[str]:
+    """Every value of each argument, with the same launcher, in an order in which each kind has been seen before."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 16 :]
+    staying = torch.zeros(16, dtype=torch.int32)
+    xs = [memory[offset:].view(dtype) for dtype in DTYPES for offset in (0, 8, 16) if offset % dtype.itemsize == 0]
+    given = [((x, other), (16,), (1, 16)) for x in xs for other in (None, xs[0], xs[1])]
+    given += [((xs[0], None), (stride,), (5, 5)) for stride in STRIDES]
+    given += [((xs[0], None), (16,), (first, second)) for first in COUNTS for second in (7, 2**40)]
+    given += [((xs[0], None), (16,), (7, second)) for second in COUNTS]
+    with stub_driver() as stub:
+        launch = launcher(staying)
+        found = [differing(stub, staying, launch, values) for values in [*given, *reversed(given)]]
+    return [problem for problem in found if problem is not None]
+
+
+@pytest.mark.exhaustive
+def test_no_kernel_is_launched_with_what_another_was_compiled_for() -> None:
+    assert run_ranks(hostile, 1, timeout=300)[0] == []
+
+
+def few_values(comm: Communicator) -> list[str]:
+    staying, x = torch.zeros(16, dtype=torch.int32), torch.zeros(64)
+    with stub_driver() as stub:
+        launch = launcher(staying)
+        given = [((x[offset:], None), (16,), (1, count)) for offset in (0, 1) for count in (5, 2**40)]
+        found = [differing(stub, staying, launch, values) for values in given]
+    return [problem for problem in found if problem is not None]
+
+
+def test_an_alignment_or_a_width_that_is_new_gets_a_kernel_of_its_own() -> None:
+    assert run_ranks(few_values, 1)[0] == []
+
+
+def asked(comm: Communicator) -> tuple[list[int], list[int], list[Launched]]:
+    """How often Triton was asked: for two launches, for two with a hook, for two where another device is current."""
+    staying, x, times = torch.zeros(16, dtype=torch.int32), torch.zeros(64), []
+    run, hooked = JITFunction.run, []
+
+    def counted(kernel: Any, *args: Any, **named: Any) -> Any:
+        times.append(stub.num_launches)
+        return run(kernel, *args, **named)
+
+    with stub_driver() as stub, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", counted)
+        launch = launcher(staying)
+        first, numbers = stub.num_launches, []
+
+        def twice() -> None:
+            times.clear()
+            for _ in range(2):
+                launch(2, 1, (x, None), (16,), (1, 1))
+            numbers.append(len(times))
+
+        twice()
+        hook = triton.knobs.runtime.launch_enter_hook
+        hook.add(lambda metadata: hooked.append(metadata.get()["stream"]))
+        twice()
+        hook.calls.clear()
+        stub.stream += 1
+        twice()
+        stub.device = 1
+        twice()
+        return numbers, hooked, stub.launched(first)
+
+
+def test_triton_is_asked_once_and_where_there_are_hooks_and_streams_are_the_current_ones() -> None:
+    numbers, hooked, launched = run_ranks(asked, 1)[0]
+    assert numbers == [1, 2, 0, 1]
+    assert len(hooked) == 2
+    streams = [launch.stream - launched[0].stream for launch in launched]
+    assert streams == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [launch.device for launch in launched] == [0] * 6 + [1] * 2
+
+
+def a_round(comm: Communicator) -> tuple[list[Launched], list[Launched], list[Launched]]:
+    """What the driver is told of the kernels of a round: the first time, the second, and by Triton alone."""
+    with stub_driver() as stub:
+        lane = make_lanes(8, 64, 4, 256, 16)[3]
+        x, ids = torch.randn(5, 256).bfloat16(), torch.randint(-1, 64, (5, 4))
+        weights, rows, dropped = torch.rand(5, 4), torch.randn(64, 256).bfloat16(), torch.empty((), dtype=torch.bool)
+
+        def run() -> list[Launched]:
+            first = stub.num_launches
+            dispatch.send_tokens(lane, x, ids, weights, tag=5)
+            dispatch.wait(lane, DISPATCH, 10.0, 1.0)
+            permute.route(lane)
+            permute.gather(lane, rows, dropped)
+            combine.send_sums(lane, rows, torch.bfloat16)
+            dispatch.wait(lane, COMBINE, 10.0, 1.0)
+            combine.sum_home(lane, x)
+            dispatch.close_round(lane)
+            return stub.launched(first)
+
+        ours = run(), run()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Launcher, "__call__", by_triton)
+            return *ours, run()
+
+
+def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any) -> None:
+    launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
+
+
+@pytest.mark.exhaustive
+def test_kernels_of_a_round_are_launched_as_by_triton() -> None:
+    first, second, tritons = run_ranks(a_round, 1, timeout=300)[0]
+    assert len(first) == 10
+    assert first == second == tritons
+
+
+def test_parameters_in_another_order_and_counts_that_are_specialised_on_are_refused() -> None:
+    staying = torch.zeros(16, dtype=torch.int32)
+    with pytest.raises(ValueError, match="first"):
+        launcher(staying, counts=("second", "first"))
+    with pytest.raises(ValueError, match="do_not_specialize"):
+        Launcher(copy, ("x_ptr", "other_ptr"), (), ("stride",), {}, staying, True)

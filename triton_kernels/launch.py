@@ -1,0 +1,149 @@
+"""Launches of kernels whose arguments are mostly the same each time, at the least cost for the host.
+
+Triton finds out at every launch which compiled kernel it is for: it hashes each compile-time constant, writes out all
+options, and compares the constants of the kernel's module with what they were. That is 10 to 50 us. A `Launcher` knows
+which arguments stay, and asks Triton once for each *kind* of those that change.
+
+Why no compiled kernel ever gets arguments that it was not compiled for. What Triton compiles depends on the constants
+and options, on types, and on what it specialises on: whether a pointer is a multiple of 16; of an integer whether it is
+1, whether it is a multiple of 16, and how many bits it takes. Arguments that stay are the same objects and numbers at
+every launch. Those that change have a kind, which tells apart at least as much: of tensors dtypes and alignments; of
+*strides*, which are the integers that Triton specialises on, their values; of *counts*, on which it is told not to,
+their values, if one of them does not fit into 32 bits. So launches of one kind are launches of one compiled kernel, and
+the first of each kind goes through Triton. So does one where somebody has hooks on launches, or the current device is
+another one; and each on AMD, where Triton looks at the sizes of tensors, too, and under the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from thinwire.triton_kernels.compat import triton
+
+_T = TypeVar("_T")
+
+
+class _Keeper(Protocol):
+    @property
+    def kept(self) -> dict[object, Any]: ...
+
+
+_K = TypeVar("_K", bound=_Keeper)
+
+
+def kept(keeper: _K, make: Callable[..., _T], *arguments: object) -> _T:
+    """What `make(keeper, *arguments)` gave the first time, for as long as the lane or endpoint is in use."""
+    key = make, *arguments
+    found: _T | None = keeper.kept.get(key)
+    if found is None:
+        found = keeper.kept[key] = make(keeper, *arguments)
+    return found
+
+
+class Launcher:
+    """A kernel with what is the same at each of its launches.
+
+    Args:
+        kernel: what `triton.jit` made. Its first parameters are `tensors`, `strides` and `counts`, whose arguments
+            change.
+        counts: among its `do_not_specialize`.
+        staying: the arguments of all other parameters by name, among more. Tensors stay where they are.
+        tensor: one on the device of all tensors.
+        direct: whether kernels that Triton has compiled before are launched without asking it again.
+        options: Triton's.
+
+    Raises:
+        ValueError: the kernel's parameters are in another order, or a count is specialised on.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        tensors: Sequence[str],
+        strides: Sequence[str],
+        counts: Sequence[str],
+        staying: Mapping[str, Any],
+        tensor: torch.Tensor,
+        direct: bool,
+        **options: Any,
+    ) -> None:
+        names = kernel.arg_names
+        self._changing = [*tensors, *strides, *counts]
+        number = len(self._changing)
+        if names[:number] != self._changing:
+            raise ValueError(f"{kernel.__name__} takes {names[:number]} first; {self._changing} are what changes")
+        if direct and not {*counts} <= {*(kernel.do_not_specialize or ())}:
+            raise ValueError(f"{kernel.__name__} specialises on one of {counts}: name them in do_not_specialize")
+        self._kernel, self._tensor, self._direct = kernel, tensor, direct
+        self._staying = {name: staying[name] for name in names[number:]}
+        self._options = options
+        self._last_arguments = tuple(map(_address, self._staying.values()))
+        self._compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
+        self._device = -1  # the current one at the last launch through Triton
+
+    def __call__(
+        self,
+        programs: int,
+        blocks: int = 1,
+        tensors: tuple[torch.Tensor | None, ...] = (),
+        strides: tuple[int, ...] = (),
+        counts: tuple[int, ...] = (),
+    ) -> None:
+        """Launches [programs, blocks] on the current stream of the tensors' device."""
+        if not self._direct:
+            self._launch_by_triton(programs, blocks, tensors, strides, counts)
+            return
+        kind: tuple[object, ...] = strides
+        addresses: list[int | None] = []
+        for tensor in tensors:
+            if tensor is None:
+                kind += (None,)
+                addresses.append(None)
+            else:
+                address = tensor.data_ptr()
+                kind += tensor.dtype, address & 15 == 0
+                addresses.append(address)
+        if counts and (max(counts) >= 2**31 or min(counts) < -(2**31)):
+            kind += counts
+        found, driver, hooks = self._compiled.get(kind), triton.runtime.driver.active, triton.knobs.runtime
+        device = driver.get_current_device()
+        if (
+            found is None
+            or device != self._device
+            or hooks.launch_enter_hook.calls
+            or hooks.launch_exit_hook.calls
+            or self._kernel.pre_run_hooks
+        ):
+            compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
+            if compiled is not None:  # as it is where a hook keeps Triton from launching
+                self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        run(
+            programs, blocks, 1, driver.get_current_stream(device), function, metadata, None, None, None, *addresses,
+            *strides, *counts, *self._last_arguments,
+        )  # fmt: skip
+
+    def _launch_by_triton(
+        self,
+        programs: int,
+        blocks: int,
+        tensors: Sequence[torch.Tensor | None],
+        strides: Sequence[int],
+        counts: Sequence[int],
+    ) -> Any:
+        # A bool has another type, and is equal to an integer.
+        changing = dict(zip(self._changing, (*tensors, *map(int, strides), *map(int, counts)), strict=True))
+        with torch.cuda.device_of(self._tensor):  # Triton launches on the current device
+            compiled = self._kernel[(programs, blocks)](**changing, **self._staying, **self._options)
+            if self._direct:
+                self._device = triton.runtime.driver.active.get_current_device()
+        return compiled
+
+
+def _address(value: Any) -> Any:
+    # Pinned memory may have another address on the device, for which Triton asks the driver.
+    return value.data_ptr() if isinstance(value, torch.Tensor) and not value.is_pinned() else value
