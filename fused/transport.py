@@ -377,7 +377,7 @@ class DirectTransport(Attachment):
         epoch = int(self.report[REPORT_EPOCH])
         text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}: "
         if blamed:
-            limit = f"{self.wait_seconds:g} s"
+            limit = f"{self.wait_seconds():g} s"
             text += f"no answer from {name_ranks(blamed)} within {limit}: stuck, gone, or not in this call"
         else:
             text += "nobody is silent any more"
