@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,8 @@ from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.transport import DirectTransport
+from thinwire.moe.direct_gradients import BackwardRounds
+from thinwire.moe.dispatched import Dispatched
 from thinwire.triton_kernels import collective
 
 HIDDEN, TOKENS = 96, 40
@@ -64,13 +67,13 @@ class Device:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         self._into.append(Launch(kernel, arguments, options))
 
-    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None]) -> None:
+    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None], lane: int = 0) -> None:
         def marked() -> None:
             self._into = self.prepared
             launch()
             self._into = self.launched
 
-        _prepare(transport, key, marked)
+        _prepare(transport, key, marked, lane)
 
     def seconds_of_waits(self) -> list[float]:
         """Time limits of the waits of calls, without what was only prepared."""
@@ -135,17 +138,17 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
     yield channel, call
 
 
-@pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
-def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
-    """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
+@contextlib.contextmanager
+def _device_of(transport: DirectTransport) -> Iterator[Device]:
+    """A device for a transport whose tensors are the CPU's."""
     device = Device()
-    with tw.init() as comm, request.param(comm) as (transport, call), contextlib.ExitStack() as stack:
-        stand_ins = {
-            "is_current_stream_capturing": lambda: device.capturing,
-            "current_stream": lambda of=None: device.stream,
-            "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
-            "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
-        }
+    stand_ins = {
+        "is_current_stream_capturing": lambda: device.capturing,
+        "current_stream": lambda of=None: device.stream,
+        "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
+        "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
+    }
+    with contextlib.ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         raw_stream = "_cuda_getCurrentRawStream"  # which torch has where it is made for CUDA
@@ -155,8 +158,31 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
         stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
         transport.on_gpu = True
-        yield device, call
+        yield device
         transport.on_gpu = False
+
+
+@pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
+def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
+    """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
+    with tw.init() as comm, request.param(comm) as (transport, call), _device_of(transport) as device:
+        yield device, call
+
+
+@pytest.fixture
+def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
+    """The device, and two lanes for gradients."""
+    with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep:
+        rounds: Any = ep._open_direct(BackwardRounds)
+        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
+        with _device_of(rounds) as device:
+            yield device, rounds
+        rounds.close()
+
+
+def _begin(rounds: BackwardRounds, lane: int, tokens: int) -> Callable[[], Dispatched]:
+    ids = torch.zeros(tokens, 2, dtype=torch.int64)
+    return rounds.begin(lane, torch.zeros(tokens, HIDDEN), ids, torch.zeros(tokens, 2), 0)
 
 
 def test_whatever_a_call_launches_was_compiled_before(on_a_device: Any) -> None:
@@ -218,3 +244,32 @@ def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_
     device.stream, device.capturing = second, False
     call(torch.bfloat16, 0)
     assert not captured.waited and second.waited == [first]
+
+
+def test_a_round_that_is_closed_on_another_stream_comes_behind_its_dispatch(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    first, second = device.stream, Stream()
+    _begin(rounds, 0, TOKENS)()
+    device.stream = second
+    waited: list[int] = []
+    rounds.kernels = replace(rounds.kernels, close_round=lambda lane: waited.append(len(second.waited)))
+    rounds.close_round(0)
+    assert waited == [1] and second.waited == [first]
+
+
+def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    end = _begin(rounds, 0, TOKENS)
+    other_end = _begin(rounds, 1, TOKENS)
+    for finish in (end, other_end):
+        finish()
+    assert device.seconds_of_waits() == [rounds.timeout + 120, rounds.timeout]
+
+
+def test_gradients_of_no_tokens_are_prepared_too(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    _begin(rounds, 0, 0)()
+    grads = torch.zeros_like(rounds.lanes[0].weights), torch.empty(0, 2)
+    rounds.begin_combine(0, torch.zeros(TOKENS, HIDDEN), torch.float32, torch.empty(0, HIDDEN), grads)()
+    assert "sum_home_kernel" in {launch.kernel.__name__ for launch in device.prepared}
+    assert [launch.kernel.__name__ for launch in device.launched][-2:] == ["send_sums_kernel", "wait_kernel"]
