@@ -239,7 +239,7 @@ def compiled_for(*tensors: torch.Tensor) -> tuple[Hashable, ...]:
     found: list[Hashable] = []
     for tensor in tensors:
         stride = tensor.stride(0)
-        found += tensor.dtype, tensor.data_ptr() & 15 == 0, stride if stride < 2 else stride & 15 == 0
+        found += tensor.dtype, tensor.data_ptr() & 15 == 0, stride == 1, stride & 15 == 0, stride >= 2**31
     return tuple(found)
 
 

@@ -11,7 +11,9 @@ every launch. Those that change have a kind, which tells apart at least as much:
 *strides*, which are the integers that Triton specialises on, their values; of *counts*, on which it is told not to,
 their values, if one of them does not fit into 32 bits. So launches of one kind are launches of one compiled kernel, and
 the first of each kind goes through Triton. So does one where somebody has hooks on launches, or the current device is
-another one; and each on AMD, where Triton looks at the sizes of tensors, too, and under the interpreter.
+another one; and each on AMD, where Triton looks at the sizes of tensors, too, and under the interpreter. What is
+launched under hooks is not remembered: a profiler that has them compiles kernels of its own, which nobody may launch
+when it is done.
 """
 
 from __future__ import annotations
@@ -110,15 +112,12 @@ class Launcher:
             kind += counts
         found, driver, hooks = self._compiled.get(kind), triton.runtime.driver.active, triton.knobs.runtime
         device = driver.get_current_device()
-        if (
-            found is None
-            or device != self._device
-            or hooks.launch_enter_hook.calls
-            or hooks.launch_exit_hook.calls
-            or self._kernel.pre_run_hooks
-        ):
+        # Chains of hooks, usually; Triton also takes a function, and None.
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._kernel.pre_run_hooks
+        if found is None or device != self._device or hooked:
             compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
-            if compiled is not None:  # as it is where a hook keeps Triton from launching
+            if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
                 self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = found

@@ -28,7 +28,7 @@ from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.transport import DirectTransport
+from thinwire.fused.transport import DirectTransport, compiled_for
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.triton_kernels import collective
@@ -228,6 +228,12 @@ def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> N
     device.launched.clear()
     call(torch.bfloat16, 0)
     assert set(device.seconds_of_waits()) == {TIMEOUT}
+
+
+def test_rows_that_a_kernel_is_compiled_anew_for_are_told_apart() -> None:
+    row, column = torch.zeros(100), torch.zeros(128, 1)
+    for one, other in ((row.expand(4, 100), row.repeat(4, 1)), (column.T, torch.zeros(1, 128))):
+        assert one.shape == other.shape and compiled_for(one) != compiled_for(other)
 
 
 def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_a_device: Any) -> None:

@@ -167,6 +167,47 @@ def test_kernels_of_a_round_are_launched_as_by_triton() -> None:
     assert first == second == tritons
 
 
+def profiled(comm: Communicator) -> list[int]:
+    """Which function was launched before, while and after a profiler has its own compiled, and which by Triton then."""
+    staying, x = torch.zeros(16, dtype=torch.int32), torch.zeros(64)
+    knobs = triton.knobs
+
+    def hook(metadata: Any) -> None:
+        """A profiler's."""
+
+    with stub_driver() as stub:
+        launch = launcher(staying)
+        launch(2, 1, (x, None), (16,), (1, 1))
+        knobs.runtime.launch_enter_hook.add(hook)
+        knobs.compilation.instrumentation_mode = "a profiler's"
+        launch(2, 1, (x, None), (16,), (1, 1))
+        knobs.runtime.launch_enter_hook.remove(hook)
+        knobs.compilation.instrumentation_mode = ""
+        launch(2, 1, (x, None), (16,), (1, 1))
+        copy[(2, 1)](x, None, 16, 1, 1, staying, 3, BLOCK=16, num_warps=1)
+        return [launched.function for launched in stub.launched(0)]
+
+
+def test_what_was_compiled_for_a_profiler_is_not_launched_without_it() -> None:
+    before, profiled_one, after, by_triton = run_ranks(profiled, 1)[0]
+    assert before == after == by_triton != profiled_one
+
+
+def hooks_of_other_kinds(comm: Communicator) -> tuple[list[object], int]:
+    staying, x, hooked = torch.zeros(16, dtype=torch.int32), torch.zeros(64), []
+    with stub_driver() as stub, pytest.MonkeyPatch.context() as patch:
+        launch = launcher(staying)
+        for hook in (None, hooked.append):
+            patch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+            for _ in range(2):
+                launch(2, 1, (x, None), (16,), (1, 1))
+        return [metadata.get()["name"] for metadata in hooked], stub.num_launches
+
+
+def test_a_hook_may_also_be_a_function_or_none() -> None:
+    assert run_ranks(hooks_of_other_kinds, 1)[0] == (["copy", "copy"], 4)
+
+
 def test_parameters_in_another_order_and_counts_that_are_specialised_on_are_refused() -> None:
     staying = torch.zeros(16, dtype=torch.int32)
     with pytest.raises(ValueError, match="first"):
