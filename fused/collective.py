@@ -221,7 +221,7 @@ class DirectCollectives(ExchangeTransport):
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, times = self._kernels, (self.wait_seconds, self.grace)
+        kernels, times = self._kernels, (self.wait_seconds(), self.grace)
         self._phase("quantise and store")
         if job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk)

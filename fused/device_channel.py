@@ -209,7 +209,7 @@ class DeviceChannel(Channel):
         kernels.note(self._end, transfer.sends, receives, form.unit, form.per_piece)
 
     def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
-        kernels.wait(self._end, reason, number, form.signature, check, self.wait_seconds, self.grace)
+        kernels.wait(self._end, reason, number, form.signature, check, self.wait_seconds(), self.grace)
         if self.always_looks:
             self.raise_findings()
 

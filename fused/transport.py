@@ -279,7 +279,7 @@ class DirectTransport(Attachment):
         self.failure: ThinwireError | None = None
         self.closed = False
         self._prepared: set[Hashable] = set()
-        self._prepares = False  # whether kernels of the call under way had to be prepared
+        self._prepares: set[int] = set()  # lanes on which kernels of the call under way had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
 
     @property
@@ -308,7 +308,7 @@ class DirectTransport(Attachment):
             self._last_streams[lane] = stream
         return stream
 
-    def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
+    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
 
         Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
@@ -317,24 +317,25 @@ class DirectTransport(Attachment):
 
         Args:
             launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
+            lane: which the call is on; those of others may be under way meanwhile.
 
         Raises:
             ThinwireError: the current stream is being captured in a CUDA graph, which compiling and loading would end.
         """
         if not self.on_gpu:
             return
-        self._prepares = key not in self._prepared
-        if self._prepares:
+        self._prepares.discard(lane)
+        if key not in self._prepared:
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
+            self._prepares.add(lane)
             with _prepare_lock:
                 launch()
             self._prepared.add(key)
 
-    @property
-    def wait_seconds(self) -> float:
-        """How long a wait of this call may last: `timeout`, and longer where the call's kernels had to be prepared."""
-        return self.timeout + (_COMPILE_SECONDS if self._prepares else 0.0)
+    def wait_seconds(self, lane: int = 0) -> float:
+        """How long a wait of a lane's call may last: `timeout`, longer where the call's kernels had to be prepared."""
+        return self.timeout + (_COMPILE_SECONDS if lane in self._prepares else 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What went wrong
@@ -376,7 +377,7 @@ class DirectTransport(Attachment):
         epoch = int(self.report[REPORT_EPOCH])
         text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}: "
         if blamed:
-            limit = f"{self.wait_seconds:g} s"
+            limit = f"{self.wait_seconds():g} s"
             text += f"no answer from {name_ranks(blamed)} within {limit}: stuck, gone, or not in this call"
         else:
             text += "nobody is silent any more"

@@ -43,9 +43,8 @@ class DirectRounds(DirectLanes):
         tensors, weights = self.lanes[lane], topk_weights.float()
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
-            self.prepare(
-                compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends)
-            )
+            key = compiled_for(x, topk_ids, weights)
+            self.prepare(key, lambda: launch_each(self.kernels, self._idle_lane(), *sends), lane)
             self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
@@ -146,7 +145,7 @@ class DirectRounds(DirectLanes):
             self.kernels.sum_home(idle, row, None if of_tokens is None else torch.empty_like(of_tokens[:1]))
 
         if self.on_gpu:
-            self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle)
+            self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
             self.take_turn(lane)
         recorder.phase("sum, quantise and store")
         self._unfinished[lane] = COMBINE
@@ -186,7 +185,7 @@ class DirectRounds(DirectLanes):
 
     def _wait(self, lane: int, phase: int) -> None:
         self.take_turn(lane)
-        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds, self.grace)
+        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds(lane), self.grace)
         if self.on_gpu:
             return
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:

@@ -224,7 +224,7 @@ class DirectLanes(DirectTransport, Rounds):
         stuck_on_us = [rank for rank in everyone if said[rank] == 2]
         epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
         if ranks:
-            reason = f"no answer from {name_ranks(ranks)} within {self.wait_seconds:g} s"
+            reason = f"no answer from {name_ranks(ranks)} within {self.wait_seconds(lane):g} s"
         elif stuck_on_us:
             reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
         else:

@@ -64,13 +64,13 @@ class Device:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         self._into.append(Launch(kernel, arguments, options))
 
-    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None]) -> None:
+    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None], lane: int = 0) -> None:
         def marked() -> None:
             self._into = self.prepared
             launch()
             self._into = self.launched
 
-        _prepare(transport, key, marked)
+        _prepare(transport, key, marked, lane)
 
     def seconds_of_waits(self) -> list[float]:
         """Time limits of the waits of calls, without what was only prepared."""
@@ -135,11 +135,11 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
     yield channel, call
 
 
-@pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
-def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
-    """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
+@contextlib.contextmanager
+def _launching(transport: DirectTransport) -> Iterator[Device]:
+    """The device that a transport takes for its own."""
     device = Device()
-    with tw.init() as comm, request.param(comm) as (transport, call), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stand_ins = {
             "is_current_stream_capturing": lambda: device.capturing,
             "current_stream": lambda of=None: device.stream,
@@ -155,8 +155,15 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
         stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
         transport.on_gpu = True
-        yield device, call
+        yield device
         transport.on_gpu = False
+
+
+@pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
+def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
+    """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
+    with tw.init() as comm, request.param(comm) as (transport, call), _launching(transport) as device:
+        yield device, call
 
 
 def test_whatever_a_call_launches_was_compiled_before(on_a_device: Any) -> None:
@@ -202,6 +209,19 @@ def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> N
     device.launched.clear()
     call(torch.bfloat16, 0)
     assert set(device.seconds_of_waits()) == {TIMEOUT}
+
+
+def test_a_call_on_another_lane_takes_no_time_from_one_whose_kernels_were_compiled() -> None:
+    options: dict[str, Any] = {"transport": "direct", "lanes": 2, "timeout": TIMEOUT}
+    with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, **options) as ep:
+        rounds: Any = ep._rounds
+        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
+        tokens = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
+        with _launching(rounds) as device:
+            started = [ep.dispatch_start(*tokens, lane=lane) for lane in range(2)]
+            for each in started:
+                ep.dispatch_finish(each)
+    assert device.seconds_of_waits() == [TIMEOUT + 120, TIMEOUT]
 
 
 def test_rows_that_a_kernel_is_compiled_anew_for_are_told_apart() -> None:

@@ -29,7 +29,7 @@ def _memory(layout: ExchangeLayout) -> SymmetricMemory:
 class _Collectives(DirectCollectives):
     """Prepares every call, whenever it is asked to."""
 
-    def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
+    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         launch()
 
     def _require_backend(self, wires: Sequence[WireFormat]) -> None:
@@ -56,7 +56,7 @@ def launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype, checksu
 class _Channel(DeviceChannel):
     """As `_Collectives`."""
 
-    def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
+    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         launch()
 
     def launch(self, x: torch.Tensor, wire: WireFormat) -> None:
