@@ -110,6 +110,7 @@ class DirectRounds(DirectLanes):
 
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
+        self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
             self._unfinished[lane] = COMBINE

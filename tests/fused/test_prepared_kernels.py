@@ -224,6 +224,18 @@ def test_a_call_on_another_lane_takes_no_time_from_one_whose_kernels_were_compil
     assert device.seconds_of_waits() == [TIMEOUT + 120, TIMEOUT]
 
 
+def test_a_round_that_is_abandoned_on_another_stream_is_closed_behind_its_dispatch() -> None:
+    with tw.init() as comm, _round(comm) as (transport, _), _launching(transport) as device:
+        rounds: Any = transport
+        x, ids, weights = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
+        rounds.begin(0, x, ids, weights, 0)()
+        launched, known = len(device.launched), []
+        device.stream = Stream()
+        with mock.patch.object(device.stream, "wait_stream", lambda other: known.append(len(device.launched))):
+            rounds.close_round(0)
+        assert known == [launched] and len(device.launched) == launched + 2
+
+
 def test_rows_that_a_kernel_is_compiled_anew_for_are_told_apart() -> None:
     row, column = torch.zeros(100), torch.zeros(128, 1)
     for one, other in ((row.expand(4, 100), row.repeat(4, 1)), (column.T, torch.zeros(1, 128))):
