@@ -7,7 +7,7 @@ The calls are those of the library, with Triton's own launcher below them, and b
 driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and what of
 torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing. `Triton's`
 are those of the same calls where each launch asks Triton which compiled kernel it is for, as `kernel[grid](...)` does.
-Both run in turn, a tenth of a millisecond at a time, so that most samples are not interrupted on a busy machine.
+Both run in turn, 0.3 ms at a time, so that most samples are not interrupted on a busy machine.
 
     launches        of a call
     us              median time of a call
@@ -18,6 +18,7 @@ Both run in turn, a tenth of a millisecond at a time, so that most samples are n
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
@@ -47,8 +48,9 @@ COLUMNS = {
 }  # fmt: skip
 #: Microseconds of the host that a round trip may take.
 GOAL = 60
-_SAMPLE_US = 100
-RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY = 8, 256, 8, 7168, 128, 1024
+_SAMPLE_US = 300
+# A small capacity, as sizes do not matter and the CPU's allocator asks the system for large tensors.
+RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY = 8, 256, 8, 7168, 128, 16
 WHOLE = "round trip"
 
 
@@ -91,11 +93,13 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
         first = stub.num_launches
         call()
         launches = stub.num_launches - first
-        per_sample = max(1, int(_SAMPLE_US / min(_microseconds(call, 1) for _ in range(10))))
+        own_times = _calls_of_a_sample(call)
+        with by_triton:
+            tritons_times = _calls_of_a_sample(call)
         for _ in range(repeats):
-            samples["ours"].append(_microseconds(call, per_sample))
+            samples["ours"].append(_microseconds(call, own_times))
             with by_triton:
-                samples["Triton's"].append(_microseconds(call, per_sample))
+                samples["Triton's"].append(_microseconds(call, tritons_times))
         ours, tritons = samples.values()
         figures.append(
             {
@@ -106,7 +110,6 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
                 "three quarters": statistics.quantiles(ours, n=4)[2],
                 "Triton's us": statistics.median(tritons),
                 "ratio": statistics.median(theirs / own for theirs, own in zip(tritons, ours, strict=True)),
-                "samples": {name: [round(us, 2) for us in taken] for name, taken in samples.items()},
             }
         )
     return figures
@@ -114,6 +117,10 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
 
 def _ask_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: tuple[Any, ...]) -> None:
     launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
+
+
+def _calls_of_a_sample(call: Callable[[], object]) -> int:
+    return max(1, int(_SAMPLE_US / min(_microseconds(call, 1) for _ in range(10))))
 
 
 def _microseconds(call: Callable[[], object], times: int) -> float:
@@ -130,6 +137,7 @@ def main() -> None:
     timing.print_machine(described)
     # Communicators of the CPU, whose rounds are given the kernels of a GPU.
     environ = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    gc.disable()  # as timeit does: all that torch and Triton have imported would be looked through now and then
     with stub_driver() as stub, mock.patch.dict(os.environ, environ):
         figures = run_ranks(measure, RANKS, stub, options.repeats, mode="thread", timeout=900)[0]
     assert figures is not None

@@ -279,7 +279,7 @@ class DirectTransport(Attachment):
         self.failure: ThinwireError | None = None
         self.closed = False
         self._prepared: set[Hashable] = set()
-        self._prepares: set[int] = set()  # lanes on which kernels of the call under way had to be prepared
+        self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
 
     @property
@@ -317,25 +317,25 @@ class DirectTransport(Attachment):
 
         Args:
             launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
-            lane: which the call is on; those of others may be under way meanwhile.
+            lane: of the call; those of others may be under way.
 
         Raises:
             ThinwireError: the current stream is being captured in a CUDA graph, which compiling and loading would end.
         """
         if not self.on_gpu:
             return
-        self._prepares.discard(lane)
+        self._preparing.discard(lane)
         if key not in self._prepared:
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
-            self._prepares.add(lane)
+            self._preparing.add(lane)
             with _prepare_lock:
                 launch()
             self._prepared.add(key)
 
     def wait_seconds(self, lane: int = 0) -> float:
-        """How long a wait of a lane's call may last: `timeout`, longer where the call's kernels had to be prepared."""
-        return self.timeout + (_COMPILE_SECONDS if lane in self._prepares else 0.0)
+        """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be prepared."""
+        return self.timeout + (_COMPILE_SECONDS if lane in self._preparing else 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What went wrong

@@ -43,8 +43,9 @@ class DirectRounds(DirectLanes):
         tensors, weights = self.lanes[lane], topk_weights.float()
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
-            key = compiled_for(x, topk_ids, weights)
-            self.prepare(key, lambda: launch_each(self.kernels, self._idle_lane(), *sends), lane)
+            self.prepare(
+                compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends), lane
+            )
             self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
@@ -110,9 +111,9 @@ class DirectRounds(DirectLanes):
 
     def close_round(self, lane: int) -> None:
         """Ends the open round without sums from this rank."""
-        self.take_turn(lane)
         self._make_up(lane)
         if self._open[lane]:
+            self.take_turn(lane)
             self._unfinished[lane] = COMBINE
             self.kernels.close_round(self.lanes[lane])
             self._end_leg(lane, COMBINE)
@@ -143,7 +144,8 @@ class DirectRounds(DirectLanes):
             # A row like those of `out`, which itself may still be read.
             room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
             row = out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
-            self.kernels.sum_home(idle, row, None if of_tokens is None else torch.empty_like(of_tokens[:1]))
+            grads = None if of_tokens is None else of_tokens.new_empty(1, of_tokens.shape[1])
+            self.kernels.sum_home(idle, row, grads)
 
         if self.on_gpu:
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)

@@ -22,7 +22,10 @@ ROW = 128
 
 @dataclass(frozen=True)
 class Call:
-    """A call, the same on all ranks: elements of each rank's part, with as many as `gap` between parts and before."""
+    """A call, the same on all ranks: elements of each rank's part, with as many as `gap` between parts and before.
+
+    Of every three runs of `zeros` elements the first is zero on all ranks.
+    """
 
     op: int
     counts: tuple[int, ...]
@@ -35,6 +38,7 @@ class Call:
     in_place: bool = False
     num_programs: int | None = None
     seed: int = 0
+    zeros: int = 0
 
     @property
     def starts(self) -> list[int]:
@@ -63,6 +67,9 @@ class Call:
         every = [(100 * torch.randn(size, generator=generator)).to(self.dtype) for _ in self.counts]
         if size > 400:  # in shorter ones NaN would hide too much
             every[-1][3], every[0][size - 1 - self.gap], every[0][7:11] = float("nan"), float("inf"), -0.0
+        if self.zeros:
+            for x in every:
+                x[torch.arange(size) // self.zeros % 3 == 0] = 0.0
         return every
 
     def rows(self, x: torch.Tensor, part: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ else:
         It is the compiler's own target: `tl.target_info` tells of the GPU that is there, and there may be none.
         """
         options = _semantic.builder.options
-        return tl.constexpr(int(re.findall(r"\d+", options.arch)[0]) if options.backend_name == "cuda" else 0)
+        return tl.constexpr(int(re.findall(r"\d+", str(options.arch))[0]) if options.backend_name == "cuda" else 0)
 
 
 @triton.jit
@@ -106,11 +106,19 @@ def decode_int4(octets):
 @triton.jit
 def low_octets(words, kept):
     """The lowest byte of each of int32 words, as int8, where `kept`, int32, is -1; 0 where that is 0."""
+    # The four of a thread may be of four groups: which, is for the compiler to choose. What is made of `kept` alone is
+    # made once for all fours of the same groups.
     return tl.inline_asm_elementwise(
-        """prmt.b32 $0, $1, $2, 0x0040;
+        """{
+        .reg .b32 kept;
+        prmt.b32 $0, $1, $2, 0x0040;
         prmt.b32 $0, $0, $3, 0x0410;
         prmt.b32 $0, $0, $4, 0x4210;
-        and.b32 $0, $0, $5;""",
+        prmt.b32 kept, $5, $6, 0x0040;
+        prmt.b32 kept, kept, $7, 0x0410;
+        prmt.b32 kept, kept, $8, 0x4210;
+        and.b32 $0, $0, kept;
+        }""",
         "=&r,r,r,r,r,r,r,r,r",
         [words, kept],
         dtype=tl.int8,
@@ -139,10 +147,14 @@ def encode_e4m3(v, kept):
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
+        .reg .b32 octets, kept;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
         cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        and.b32 $0, $0, $5;
+        mov.b32 octets, {low, high};
+        prmt.b32 kept, $5, $6, 0x0040;
+        prmt.b32 kept, kept, $7, 0x0410;
+        prmt.b32 kept, kept, $8, 0x4210;
+        and.b32 $0, octets, kept;
         }""",
         "=r,f,f,f,f,r,r,r,r",
         [v, kept],

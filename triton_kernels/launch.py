@@ -98,21 +98,19 @@ class Launcher:
         if not self._direct:
             self._launch_by_triton(programs, blocks, tensors, strides, counts)
             return
-        kind: list[object] = [*strides]
-        arguments: list[int | None] = []
+        kind: tuple[object, ...] = strides
+        addresses: list[int | None] = []
         for tensor in tensors:
             if tensor is None:
-                kind.append(None)
-                arguments.append(None)
+                kind += (None,)
+                addresses.append(None)
             else:
                 address = tensor.data_ptr()
-                kind.append(tensor.dtype)
-                kind.append(address & 15 == 0)
-                arguments.append(address)
+                kind += tensor.dtype, address & 15 == 0
+                addresses.append(address)
         if counts and (max(counts) >= 2**31 or min(counts) < -(2**31)):
             kind += counts
-        key = tuple(kind)
-        found, driver, hooks = self._compiled.get(key), triton.runtime.driver.active, triton.knobs.runtime
+        found, driver, hooks = self._compiled.get(kind), triton.runtime.driver.active, triton.knobs.runtime
         device = driver.get_current_device()
         # Chains of hooks, usually; Triton also takes a function, and None.
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -120,11 +118,11 @@ class Launcher:
         if found is None or device != self._device or hooked:
             compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
             if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
-                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+                self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = found
         run(
-            programs, blocks, 1, driver.get_current_stream(device), function, metadata, None, None, None, *arguments,
+            programs, blocks, 1, driver.get_current_stream(device), function, metadata, None, None, None, *addresses,
             *strides, *counts, *self._last_arguments,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,8 @@ from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.transport import DirectTransport, compiled_for
+from thinwire.moe.direct_gradients import BackwardRounds
+from thinwire.moe.dispatched import Dispatched
 from thinwire.triton_kernels import collective
 
 HIDDEN, TOKENS = 96, 40
@@ -136,16 +139,16 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
 
 
 @contextlib.contextmanager
-def _launching(transport: DirectTransport) -> Iterator[Device]:
-    """The device that a transport takes for its own."""
+def _device_of(transport: DirectTransport) -> Iterator[Device]:
+    """A device for a transport whose tensors are the CPU's."""
     device = Device()
+    stand_ins = {
+        "is_current_stream_capturing": lambda: device.capturing,
+        "current_stream": lambda of=None: device.stream,
+        "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
+        "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
+    }
     with contextlib.ExitStack() as stack:
-        stand_ins = {
-            "is_current_stream_capturing": lambda: device.capturing,
-            "current_stream": lambda of=None: device.stream,
-            "synchronize": lambda of=None: pytest.fail("the host waits for the device"),
-            "Stream": lambda of=None: pytest.fail("a stream of torch's pool may be the one that a rank waits on"),
-        }
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         raw_stream = "_cuda_getCurrentRawStream"  # which torch has where it is made for CUDA
@@ -162,8 +165,24 @@ def _launching(transport: DirectTransport) -> Iterator[Device]:
 @pytest.fixture(params=[_round, _collectives, _channel], ids=["round", "collectives", "channel"])
 def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callable[[torch.dtype, int], object]]]:
     """The device, and calls of a dtype whose tensors begin so many elements past a boundary."""
-    with tw.init() as comm, request.param(comm) as (transport, call), _launching(transport) as device:
+    with tw.init() as comm, request.param(comm) as (transport, call), _device_of(transport) as device:
         yield device, call
+
+
+@pytest.fixture
+def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
+    """The device, and two lanes for gradients."""
+    with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep:
+        rounds: Any = ep._open_direct(BackwardRounds)
+        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
+        with _device_of(rounds) as device:
+            yield device, rounds
+        rounds.close()
+
+
+def _begin(rounds: BackwardRounds, lane: int, tokens: int) -> Callable[[], Dispatched]:
+    ids = torch.zeros(tokens, 2, dtype=torch.int64)
+    return rounds.begin(lane, torch.zeros(tokens, HIDDEN), ids, torch.zeros(tokens, 2), 0)
 
 
 def test_whatever_a_call_launches_was_compiled_before(on_a_device: Any) -> None:
@@ -211,31 +230,6 @@ def test_peers_that_compile_get_more_time_and_others_none(on_a_device: Any) -> N
     assert set(device.seconds_of_waits()) == {TIMEOUT}
 
 
-def test_a_call_on_another_lane_takes_no_time_from_one_whose_kernels_were_compiled() -> None:
-    options: dict[str, Any] = {"transport": "direct", "lanes": 2, "timeout": TIMEOUT}
-    with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, **options) as ep:
-        rounds: Any = ep._rounds
-        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
-        tokens = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
-        with _launching(rounds) as device:
-            started = [ep.dispatch_start(*tokens, lane=lane) for lane in range(2)]
-            for each in started:
-                ep.dispatch_finish(each)
-    assert device.seconds_of_waits() == [TIMEOUT + 120, TIMEOUT]
-
-
-def test_a_round_that_is_abandoned_on_another_stream_is_closed_behind_its_dispatch() -> None:
-    with tw.init() as comm, _round(comm) as (transport, _), _launching(transport) as device:
-        rounds: Any = transport
-        x, ids, weights = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
-        rounds.begin(0, x, ids, weights, 0)()
-        launched, known = len(device.launched), []
-        device.stream = Stream()
-        with mock.patch.object(device.stream, "wait_stream", lambda other: known.append(len(device.launched))):
-            rounds.close_round(0)
-        assert known == [launched] and len(device.launched) == launched + 2
-
-
 def test_rows_that_a_kernel_is_compiled_anew_for_are_told_apart() -> None:
     row, column = torch.zeros(100), torch.zeros(128, 1)
     for one, other in ((row.expand(4, 100), row.repeat(4, 1)), (column.T, torch.zeros(1, 128))):
@@ -256,3 +250,32 @@ def test_a_call_on_another_stream_comes_behind_the_last_one_but_in_a_capture(on_
     device.stream, device.capturing = second, False
     call(torch.bfloat16, 0)
     assert not captured.waited and second.waited == [first]
+
+
+def test_a_round_that_is_closed_on_another_stream_comes_behind_its_dispatch(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    first, second = device.stream, Stream()
+    _begin(rounds, 0, TOKENS)()
+    device.stream = second
+    waited: list[int] = []
+    rounds.kernels = replace(rounds.kernels, close_round=lambda lane: waited.append(len(second.waited)))
+    rounds.close_round(0)
+    assert waited == [1] and second.waited == [first]
+
+
+def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    end = _begin(rounds, 0, TOKENS)
+    other_end = _begin(rounds, 1, TOKENS)
+    for finish in (end, other_end):
+        finish()
+    assert device.seconds_of_waits() == [rounds.timeout + 120, rounds.timeout]
+
+
+def test_gradients_of_no_tokens_are_prepared_too(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    _begin(rounds, 0, 0)()
+    grads = torch.zeros_like(rounds.lanes[0].weights), torch.empty(0, 2)
+    rounds.begin_combine(0, torch.zeros(TOKENS, HIDDEN), torch.float32, torch.empty(0, HIDDEN), grads)()
+    assert "sum_home_kernel" in {launch.kernel.__name__ for launch in device.prepared}
+    assert [launch.kernel.__name__ for launch in device.launched][-2:] == ["send_sums_kernel", "wait_kernel"]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tests.ptx.accesses import ACCESSES
+from tests.ptx.bits import BITS
 from tests.ptx.errors import PtxError
 from tests.ptx.floats import FLOATS
 from tests.ptx.integers import INTEGERS
@@ -23,7 +24,7 @@ from tests.ptx.program import Instruction
 from tests.ptx.state import Mask, State, Step
 from tests.ptx.warps import WARPS
 
-INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | WARPS | PRODUCTS | ACCESSES
+INSTRUCTIONS: dict[str, Callable[[State, Instruction], Step]] = FLOATS | INTEGERS | BITS | WARPS | PRODUCTS | ACCESSES
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 _PREEMPTED = 1 / 16  # how often an access lets another warp run
 

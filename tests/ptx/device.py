@@ -9,6 +9,13 @@ A device runs a rank's launches one after the other, and those of different rank
             send_tokens(lane, ...)
     device.run_queued()
     assert not device.races.found
+
+Compiled kernels come from Triton's own cache, in `TRITON_CACHE_DIR`, by the source of the kernel and of all that it
+calls, the types, constants and alignment of its arguments, the options, the GPU, and Triton itself.
+
+What this cannot tell: what the assembler makes of the PTX, whatever takes time, and the schedules that were not drawn.
+Kernels of a rank follow each other as on one stream; memory is consistent for all at once, so that a missing order is a
+race and seldom a wrong value.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ class _Prepared:
     program: Program
     shared_bytes: int
     arguments: dict[str, int]
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]  # three numbers
 
     @property
     def programs(self) -> int:
@@ -208,7 +215,7 @@ class Device:
             blocks = []
             for number in range(launch.programs):
                 width, height, _ = launch.grid
-                place = number % width, number // width % height, number // width // height
+                place = (number % width, number // width % height, number // width // height)
                 state = State(
                     launch.program, launch.arguments, place, launch.grid, self.memory, launch.shared_bytes, self.races,
                     clocks[number] if clocks else None, self.look_at_clock,

@@ -92,11 +92,9 @@ def _group_product(state: State, instruction: Instruction) -> Step:
         return state.shared.load(places.ravel(), 1).view(np.int8).reshape(places.shape).astype(np.float64)
 
     def step(mask: Mask) -> None:
-        threads = state.chosen(mask).reshape(-1, 128)
-        for group in threads:
-            first = int(group[0])
-            if first % 128 or group[-1] != first + 127:
-                raise PtxError(f"not four whole warps came to {instruction.site}")
+        if mask is not True and (mask.reshape(-1, 128).any(1) != mask.reshape(-1, 128).all(1)).any():
+            raise PtxError(f"not four whole warps came to {instruction.site}")
+        for first in state.chosen(mask)[::128].tolist():
             a = matrix(_places(int(descriptors[0][first]), _ROWS), first)
             b = matrix(_places(int(descriptors[1][first]), columns), first)
             product = (a @ b.T).astype(np.int64)
@@ -106,12 +104,7 @@ def _group_product(state: State, instruction: Instruction) -> Step:
                 total = part + np.where(accumulate[here], target[here].astype(np.int64), 0)
                 target[here] = total.astype(np.int32)  # it wraps
 
-    def checked(mask: Mask) -> None:
-        if mask is not True and (mask.reshape(-1, 128).any(1) != mask.reshape(-1, 128).all(1)).any():
-            raise PtxError(f"not four whole warps came to {instruction.site}")
-        step(mask)
-
-    return checked
+    return step
 
 
 def _read(state: State, places: np.ndarray, first: int, instruction: Instruction) -> None:

@@ -9,6 +9,7 @@ streams, graphs and processes are not there: tests of those are skipped, with th
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from thinwire.triton_kernels.round_layout import Lane
 
 _TURNS = 8  # of a launch, before other ranks' threads get a chance
 _MOST_RANKS = 3
+#: CPU tensors are for Triton's kernels. What has kernels is imported above, so that none becomes the interpreter's.
+_AS_INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 
 _AT_ONCE = "of CPU tensors the host looks at every report, and raises in the call itself"
 _NEVER_WAITS = "there is nothing to wait for, so nobody can be seen to wait"
@@ -106,6 +109,7 @@ def stand_in() -> Iterator[Device]:
 
         made, of = SymmetricMemory.__init__, Lane.of
         with (
+            mock.patch.dict(os.environ, _AS_INTERPRETED),
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(SymmetricMemory, "__init__", register),
             mock.patch.object(Lane, "of", lane_of),
@@ -115,12 +119,8 @@ def stand_in() -> Iterator[Device]:
 
 @pytest.fixture(autouse=True)
 def _in_place_of_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in [request.module]:
-        if hasattr(module, "run_ranks"):
-            monkeypatch.setattr(module, "run_ranks", _threads_on_the_cpu)
-    # As under the interpreter: by Triton's kernels on CPU tensors. All that has kernels was imported before.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("THINWIRE_BACKEND", "triton")
+    if hasattr(request.module, "run_ranks"):
+        monkeypatch.setattr(request.module, "run_ranks", _threads_on_the_cpu)
     with stand_in(), _OnTheCpu():
         yield
 

@@ -54,7 +54,7 @@ class State:
     """
 
     def __init__(
-        self, program: Program, arguments: dict[str, int], place: tuple[int, int, int], grid: tuple[int, int, int],
+        self, program: Program, arguments: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...],
         memory: GlobalMemory, shared_bytes: int, races: Races | None, clocks: Threads | None, clock: Callable[[], int],
     ) -> None:  # fmt: skip
         self.program, self.memory, self.races, self.clocks, self.clock = program, memory, races, clocks, clock

@@ -27,10 +27,12 @@ def _special(rows: int, hidden: int, dtype: torch.dtype, generator: torch.Genera
     return x
 
 
-@pytest.mark.parametrize("hidden", exhaustive_but([96], [96, 500, 2048, 5121]))
-@pytest.mark.parametrize("dtype", exhaustive_but([torch.bfloat16], DTYPES), ids=str)
+SIZES = [*((96, dtype) for dtype in DTYPES), *((hidden, torch.bfloat16) for hidden in (500, 2048, 5121))]
+
+
+@pytest.mark.parametrize("hidden,dtype", exhaustive_but([(96, torch.bfloat16)], SIZES, several=True), ids=str)
 @pytest.mark.parametrize("wire", exhaustive_but(["int8", "int4", "fp8"], WIRES))
-def test_compiled_records_and_rows_are_the_references(wire: str, dtype: torch.dtype, hidden: int) -> None:
+def test_compiled_records_and_rows_are_the_references(wire: str, hidden: int, dtype: torch.dtype) -> None:
     form = WireFormat.parse(wire)
     x = _special(8, hidden, dtype, torch.Generator().manual_seed(hidden))
     expected = quantize_reference(x, form)

@@ -14,6 +14,7 @@ import torch
 from tests.collective_calls import Call
 from tests.ptx.collectives import Collectives
 from tests.ptx.device import Device
+from tests.speeds import exhaustive_but
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 PROGRAMS = 3
@@ -43,6 +44,17 @@ def _calls(world: int) -> list[Call]:
 
 def test_collectives_of_two_ranks_without_a_race() -> None:
     _run(2, _calls(2))
+
+
+@pytest.mark.parametrize("wire", exhaustive_but(["int8"], ["int8", "fp8"]))
+def test_groups_without_a_scale_leave_those_beside_them_alone(wire: str) -> None:
+    # With checksums the compiler lays out tiles so that a thread's neighbouring codes are of several groups.
+    device = Device(ranks=2)
+    with device.patch(queued=True):
+        collectives = Collectives.of(device, 2, 2048, checksums=True)
+        collectives.queue(Call(ALL_REDUCE, (1024, 1024), wire, wire, row=1024, rows_per_chunk=1, zeros=128))
+        device.run_queued()
+    collectives.check()
 
 
 @pytest.mark.exhaustive

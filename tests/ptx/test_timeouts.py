@@ -95,14 +95,8 @@ def test_survivors_of_a_collective_name_the_rank_that_never_came(checksums: bool
 COUNTS = [[12, 11, 13]] * WORLD
 
 
-@pytest.mark.parametrize(
-    ("halfway", "checksums"),
-    [
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.exhaustive),
-        pytest.param(True, True, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("halfway", "checksums"), [(False, False), (True, False), (True, True)])
 def test_survivors_of_an_all_to_all_name_the_rank_that_never_came(halfway: bool, checksums: bool) -> None:
     """Or that sent its first pieces, and died then."""
     device = _device(3)

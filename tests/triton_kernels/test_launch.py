@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from tests.rounds import make_lanes
 from tests.stub_driver import Launched, StubDriver, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.launch import Launcher
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
@@ -126,6 +129,42 @@ def test_triton_is_asked_once_and_where_there_are_hooks_and_streams_are_the_curr
     streams = [launch.stream - launched[0].stream for launch in launched]
     assert streams == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [launch.device for launch in launched] == [0] * 6 + [1] * 2
+
+
+def a_round(comm: Communicator) -> tuple[list[Launched], list[Launched], list[Launched]]:
+    """What the driver is told of the kernels of a round: the first time, the second, and by Triton alone."""
+    with stub_driver() as stub:
+        lane = make_lanes(8, 64, 4, 256, 16)[3]
+        x, ids = torch.randn(5, 256).bfloat16(), torch.randint(-1, 64, (5, 4))
+        weights, rows, dropped = torch.rand(5, 4), torch.randn(64, 256).bfloat16(), torch.empty((), dtype=torch.bool)
+
+        def run() -> list[Launched]:
+            first = stub.num_launches
+            dispatch.send_tokens(lane, x, ids, weights, tag=5)
+            dispatch.wait(lane, DISPATCH, 10.0, 1.0)
+            permute.route(lane)
+            permute.gather(lane, rows, dropped)
+            combine.send_sums(lane, rows, torch.bfloat16)
+            dispatch.wait(lane, COMBINE, 10.0, 1.0)
+            combine.sum_home(lane, x)
+            dispatch.close_round(lane)
+            return stub.launched(first)
+
+        ours = run(), run()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Launcher, "__call__", by_triton)
+            return *ours, run()
+
+
+def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any) -> None:
+    launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
+
+
+@pytest.mark.exhaustive
+def test_kernels_of_a_round_are_launched_as_by_triton() -> None:
+    first, second, tritons = run_ranks(a_round, 1, timeout=300)[0]
+    assert len(first) == 10
+    assert first == second == tritons
 
 
 def profiled(comm: Communicator) -> list[int]:
