@@ -254,6 +254,11 @@ def test_what_cannot_be_compiled_is_refused_by_name_before_anything_is(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_compiler_that_ends_its_process_is_told_of_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", *SIZES, "--arch", "sm_10", "--jobs", "1"]) == 2
+    assert "sm_10: a process that compiled was ended" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.exhaustive
 def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
     command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, "--heap", "posix"]

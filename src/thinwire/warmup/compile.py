@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from thinwire.errors import TransportUnavailable
 from thinwire.progress import Report
 from thinwire.warmup.configuration import Configuration
 from thinwire.warmup.target import find_target
@@ -50,7 +52,8 @@ def compile_ahead(
         report: is told of the steps.
 
     Raises:
-        ArgumentError, TransportUnavailable: an arch that cannot be, or does not take what is to be launched there.
+        ArgumentError, TransportUnavailable: an arch that cannot be, or does not take what is to be launched there, or
+            a process that was ended.
         Exception: what a compiler raised; what is under way is then brought to its end.
     """
     chosen, done = tuple(configurations), []
@@ -59,7 +62,7 @@ def compile_ahead(
             configuration.require(find_target(arch))
     for arch in archs:
         # New ones for each arch: a process has one target. They import what they need, and share nothing with this one.
-        with _processes(jobs) as pool:
+        with _processes(arch, jobs) as pool:
             report.stage(f"{arch}: what is launched ...")
             keys = pool.submit(_keys, chosen, arch).result()
             report.stage(f"{arch}: {len(keys)} kernels", len(keys))
@@ -70,10 +73,15 @@ def compile_ahead(
 
 
 @contextmanager
-def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def _processes(arch: str, jobs: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(jobs, get_context("spawn"))
     try:
         yield pool
+    except BrokenProcessPool as error:
+        raise TransportUnavailable(
+            f"{arch}: a process that compiled was ended, by a compiler that does not know such GPUs, or for want of "
+            "memory: is there such an arch? If so, fewer --jobs need less"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
