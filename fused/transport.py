@@ -236,11 +236,11 @@ def _why_not(comm: Communicator) -> str | None:
 
 def compiled_for(*tensors: torch.Tensor) -> tuple[Hashable, ...]:
     """What of tensors with contiguous rows Triton compiles a kernel anew for."""
-    found: list[Hashable] = []
+    found: tuple[Hashable, ...] = ()
     for tensor in tensors:
         stride = tensor.stride(0)
         found += tensor.dtype, tensor.data_ptr() & 15 == 0, stride == 1, stride & 15 == 0, stride >= 2**31
-    return tuple(found)
+    return found
 
 
 class DirectTransport(Attachment):

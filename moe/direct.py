@@ -40,11 +40,14 @@ class DirectRounds(DirectLanes):
         """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
         self.raise_failure(lane)
         recorder = self.config.comm._recorder
-        tensors, weights = self.lanes[lane], topk_weights.float()
+        # Contiguous, as their kernel takes them: what is prepared is for the memory that it gets.
+        tensors, topk_ids, weights = self.lanes[lane], topk_ids.contiguous(), topk_weights.float().contiguous()
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
             self.prepare(
-                compiled_for(x, topk_ids, weights), lambda: launch_each(self.kernels, self._idle_lane(), *sends), lane
+                (*compiled_for(x), topk_ids.dtype, topk_ids.data_ptr() & 15 == 0, weights.data_ptr() & 15 == 0),
+                lambda: launch_each(self.kernels, self._idle_lane(), *sends),
+                lane,
             )
             self.take_turn(lane)
         self._make_up(lane)
@@ -53,8 +56,8 @@ class DirectRounds(DirectLanes):
         recorder.phase("quantise and store")
         self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
-        if len(x) > tensors.layout.MAX_TOKENS:
-            self.kernels.refuse(tensors, x.dtype, -len(x), tag)
+        if x.shape[0] > tensors.layout.MAX_TOKENS:
+            self.kernels.refuse(tensors, x.dtype, -x.shape[0], tag)
         else:
             self.kernels.send_tokens(tensors, *sends, tag)
 

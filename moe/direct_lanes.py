@@ -139,7 +139,7 @@ class DirectLanes(DirectTransport, Rounds):
 
     def raise_corruption(self, lane: int) -> None:
         """`raise_failure`, where kernels compare what they read with its checksums, and have done so by now."""
-        if self.lanes[lane].layout.CHECKSUMS and not self.on_gpu:
+        if not self.on_gpu and self.lanes[lane].layout.CHECKSUMS:
             self.raise_failure(lane)
 
     def raise_failure(self, lane: int) -> None:
@@ -151,7 +151,10 @@ class DirectLanes(DirectTransport, Rounds):
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
         if self._failed is None:
-            self._look_for_end()
+            for report in self._words:
+                if report[signal.REPORT_STATUS]:  # not RUNNING
+                    self._look_for_end()
+                    break
         if self._failed is not None:
             self._tell_all_lanes()
             raise self._end_of(self._failed)

@@ -40,7 +40,6 @@ class Dispatched(Received):
     """
 
     def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
-        super().__init__()
         self._rounds = rounds
         self._dtype = x.dtype
         self._num_sent = x.shape[0]  # tokens that this rank dispatched
@@ -82,6 +81,7 @@ class Dispatched(Received):
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open()
+        self._rounds.config.comm._settled_recorder()
         with self._recorded("abandon", ()):
             self._rounds.open_rounds[self.lane] = None
             self._abandon()
@@ -134,16 +134,17 @@ class Dispatched(Received):
         else:
             config.comm.check_device("expert_out", expert_out)
             rows, dtypes = expert_out, config.row_dtypes
-        given = tuple(expert_out.shape)
+        given = expert_out.shape
         known = (self._num_records, self._record_capacity) if weighted else (self._num_rows, self._capacity)
-        accepted = [rows for rows in known if rows is not None]
-        if not accepted and not self._rounds.on_gpu:
-            accepted = [self._read_num_records() if weighted else self._read_num_rows()]
+        if known == (None, None) and not self._rounds.on_gpu:
+            known = self._read_num_records() if weighted else self._read_num_rows(), None
         right_shape = len(given) == 2 and given[1] == config.hidden_size
         # On CUDA the host may not know how many rows there are, and experts may read rows through index themselves.
-        in_place = () if weighted else (self.index.shape[0],)
-        right_rows = not accepted or (right_shape and given[0] in (*accepted, *in_place))
-        if rows.dtype not in dtypes or not right_shape or not right_rows:
+        right_rows = right_shape and (
+            given[0] in known or known == (None, None) or (not weighted and given[0] == self.index.shape[0])
+        )
+        if rows.dtype not in dtypes or not right_rows:
+            accepted = [number for number in known if number is not None]
             count = " or ".join(map(str, accepted)) or "rows"
             whose = "records, as weighted is True," if weighted else "tokens,"
             others = f", or WireRows in {str(config.combine_wire)!r}," if config.combine_wire.quantized else ""
@@ -151,7 +152,7 @@ class Dispatched(Received):
                 f"expert_out is {rows.dtype} {list(given)}; {config.describe_dtypes()}{others} [{count}, "
                 f"{config.hidden_size}], a row for each of the round's {whose} is needed"
             )
-        if torch.is_grad_enabled() and rows.requires_grad and self._link is None:
+        if rows.requires_grad and self._link is None and torch.is_grad_enabled():
             raise RoutingError(
                 "expert_out wants a gradient, and this round was dispatched without: let x or topk_weights want one, "
                 "on every rank (x.detach().requires_grad_()), or combine under torch.no_grad()"
@@ -165,12 +166,15 @@ class Dispatched(Received):
                 f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
                 f"{self._dtype} {list(shape)} is needed"
             )
-        if torch.is_grad_enabled() and (out.requires_grad or self._link is not None):
+        if (out.requires_grad or self._link is not None) and torch.is_grad_enabled():
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         return rows
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._rounds.config.comm._recorder.aside("unpack"):
+        recorder = self._rounds.config.comm._recorder
+        if recorder.track is None and self._link is None:
+            return self._gather(capacity)
+        with recorder.aside("unpack"):
             return super()._gather_linked(capacity)
 
     def _tell_traffic(self, leg: str) -> None:
@@ -180,10 +184,10 @@ class Dispatched(Received):
             config.comm._recorder.sent(self.dispatch_traffic if leg == "dispatch" else self.combine_traffic)
 
     def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
-        """The entry of the round's end in the flight recorder."""
+        """The entry of the round's end in the flight recorder, once the communicator was settled."""
         rounds = self._rounds
         wire, place = rounds.config.combine_wire, rounds.place(self.lane)
-        return rounds.config.comm._settled_recorder().begin(name, shape, self._dtype, wire, rounds.name, place)
+        return rounds.config.comm._recorder.begin(name, shape, self._dtype, wire, rounds.name, place)
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
@@ -312,20 +316,23 @@ class Rounds:
     def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """What `dispatch` refuses before anything is sent."""
         config = self.config
-        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            config.comm.check_device(name, tensor)
+        check_device = config.comm.check_device
+        check_device("x", x)
+        check_device("topk_ids", topk_ids)
+        check_device("topk_weights", topk_weights)
         dtypes = config.row_dtypes if config.dtype is None else (config.dtype,)
-        if x.dtype not in dtypes or x.dim() != 2 or x.shape[1] != config.hidden_size:
+        given = x.shape
+        if x.dtype not in dtypes or len(given) != 2 or given[1] != config.hidden_size:
             accepted = config.describe_dtypes() if config.dtype is None else config.dtype
             raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
-        grows = config.grows and not self.on_gpu
-        if x.shape[0] > (MOST_TOKENS if grows else config.max_tokens):
+        grows, tokens = config.grows and not self.on_gpu, given[0]
+        if tokens > (MOST_TOKENS if grows else config.max_tokens):
             hint = "; on CUDA lanes do not grow by themselves: ensure_capacity makes room" if config.grows else ""
             raise CapacityError(
-                f"{x.shape[0]} tokens were passed; this ExpertParallel was made for "
+                f"{tokens} tokens were passed; this ExpertParallel was made for "
                 f"{MOST_TOKENS if grows else config.max_tokens}{hint}"
             )
-        shape = (x.shape[0], config.top_k)
+        shape = (tokens, config.top_k)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:
             raise RoutingError(
                 f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; int32 or int64 {list(shape)} is needed"
@@ -335,7 +342,7 @@ class Rounds:
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
             )
         # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
-        if topk_ids.numel() and not self.on_gpu:
+        if not self.on_gpu and topk_ids.numel():
             lowest, highest = (int(bound) for bound in topk_ids.aminmax())
             if lowest < -1 or highest >= config.num_experts:
                 raise RoutingError(

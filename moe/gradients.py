@@ -56,8 +56,8 @@ class Wants(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor, topk_weights: torch.Tensor) -> Wants:
-        enabled = torch.is_grad_enabled()
-        return cls(enabled and x.requires_grad, enabled and topk_weights.requires_grad)
+        rows, weights = x.requires_grad, topk_weights.requires_grad
+        return cls(rows, weights) if (rows or weights) and torch.is_grad_enabled() else NO_WANTS
 
     @classmethod
     def of_tag(cls, tag: int) -> Wants:
@@ -67,6 +67,10 @@ class Wants(NamedTuple):
     def tag(self, of_round: int = 0) -> int:
         """This, and to which round's backward a leg belongs; 0: it is one of forward. At most 28 bits."""
         return (of_round * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
+
+
+#: Of a round without gradients.
+NO_WANTS = Wants(False, False)
 
 
 def describe_tag(tag: int) -> str:

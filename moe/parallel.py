@@ -30,6 +30,8 @@ from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 class ExpertParallel(Assembly):
     """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
@@ -219,6 +221,7 @@ class ExpertParallel(Assembly):
         # Kernels see memory, where the sign of a negative view is another.
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
+        shape, wanted = x.shape, wants.rows or wants.weights
         x = x if x.stride(1) == 1 else x.contiguous()
         recorder, rounds = self._settle(lane, again), self._rounds  # which may be others after that
         rounds.open_rounds[lane] = None
@@ -227,11 +230,12 @@ class ExpertParallel(Assembly):
         if not whole and self._config.grows and rounds.name == "direct" and not x.is_cuda:
             started.again = x.detach().clone(), topk_ids.clone(), topk_weights.detach().clone()
         told, mark = rounds.legs_told(lane), recorder.mark
-        with torch.no_grad():
+        # Where nothing wants a gradient there is none to keep from being recorded.
+        with torch.no_grad() if wanted or compiled else _AS_IT_IS:
             try:
                 self._record_closing(lane)
-                with recorder.begin("dispatch", x.shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                    started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag())
+                with recorder.begin("dispatch", shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+                    started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag() if wanted else 0)
                     if whole:
                         started.d = started.end()
                 if whole:
@@ -239,7 +243,7 @@ class ExpertParallel(Assembly):
             except BaseException as error:
                 self._take_back(lane, error, told, mark)
                 raise
-        if any(wants):
+        if wanted:
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
             started.gradients = RoundGradients(ids)
             started.graph = ids, topk_weights.detach().float().clone()
@@ -408,13 +412,16 @@ class ExpertParallel(Assembly):
         started: StartedCombine | None,
     ) -> torch.Tensor:
         """The same, of arguments that were checked."""
-        expert_out = expert_out.detach().resolve_neg()
+        if expert_out.requires_grad:
+            expert_out = expert_out.detach()
+        if expert_out.is_neg():
+            expert_out = expert_out.resolve_neg()
         if out is None:
             out = expert_out.new_empty(d._num_sent, self.hidden_size, dtype=d._dtype)
         rounds = self._rounds
         told, mark = rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:
-            with d._recorded("combine", (len(expert_out), self.hidden_size)):
+            with d._recorded("combine", (expert_out.shape[0], self.hidden_size)):
                 rounds.open_rounds[d.lane] = None
                 rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
                 end = d._begin_combine(rows, out, weighted)

@@ -63,15 +63,15 @@ class Received(ABC):
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
 
-    def __init__(self) -> None:
-        self._tokens: torch.Tensor | None = None
-        self._records: torch.Tensor | None = None
-        self._num_rows: int | None = None  # of `tokens`, once the host knows
-        self._num_records: int | None = None
-        self._capacity: int | None = None  # of what was gathered in a fixed shape
-        self._record_capacity: int | None = None
-        self._known: Arrived | None = None
-        self._link: Link | None = None  # to the graph, of a round that wants gradients
+    # Of a round as it begins; on the class, as setting each would be a good part of making one.
+    _tokens: torch.Tensor | None = None
+    _records: torch.Tensor | None = None
+    _num_rows: int | None = None  # of `tokens`, once the host knows
+    _num_records: int | None = None
+    _capacity: int | None = None  # of what was gathered in a fixed shape
+    _record_capacity: int | None = None
+    _known: Arrived | None = None
+    _link: Link | None = None  # to the graph, of a round that wants gradients
 
     # -----------------------------------------------------------------------------------------------------------------
     # By expert

@@ -305,8 +305,8 @@ def send_sums(
         as_they_are: each sum is the record at its first position, which is neither weighted nor quantised again.
     """
     launch, programs = kept(lane, _sum_sending, dtype, expert_out.dtype, as_they_are, num_programs)
-    rows = expert_out.view(torch.int8) if expert_out.dtype == torch.uint8 else expert_out
-    launch(programs, 1, (rows, check_weight_grads(lane, weight_grads)), (rows.stride(0),), (rows.shape[0],))
+    tensors = expert_out, check_weight_grads(lane, weight_grads)
+    launch(programs, 1, tensors, (expert_out.stride(0),), (expert_out.shape[0],))
 
 
 def _sum_sending(

@@ -38,7 +38,7 @@ _K = TypeVar("_K", bound=_Keeper)
 
 def kept(keeper: _K, make: Callable[..., _T], *arguments: object) -> _T:
     """What `make(keeper, *arguments)` gave the first time, for as long as the lane or endpoint is in use."""
-    key = make, *arguments
+    key = (make, *arguments) if arguments else make
     found: _T | None = keeper.kept.get(key)
     if found is None:
         found = keeper.kept[key] = make(keeper, *arguments)
@@ -50,7 +50,7 @@ class Launcher:
 
     Args:
         kernel: what `triton.jit` made. Its first parameters are `tensors`, `strides` and `counts`, whose arguments
-            change.
+            change; tensors of bool and uint8 are int8 to it.
         counts: among its `do_not_specialize`.
         staying: the arguments of all other parameters by name, among more. Tensors stay where they are.
         tensor: one on the device of all tensors.
@@ -84,6 +84,9 @@ class Launcher:
         self._options = options
         self._last_arguments = tuple(map(_address, self._staying.values()))
         self._compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
+        # Where Triton keeps its driver and hooks, whichever they are at a launch.
+        self._driver: Any = triton.runtime.driver if direct else None
+        self._hooks: Any = triton.knobs.runtime if direct else None
         self._device = -1  # the current one at the last launch through Triton
 
     def __call__(
@@ -108,9 +111,11 @@ class Launcher:
                 address = tensor.data_ptr()
                 kind += tensor.dtype, address & 15 == 0
                 addresses.append(address)
-        if counts and (max(counts) >= 2**31 or min(counts) < -(2**31)):
-            kind += counts
-        found, driver, hooks = self._compiled.get(kind), triton.runtime.driver.active, triton.knobs.runtime
+        for count in counts:
+            if not -(2**31) <= count < 2**31:
+                kind += counts
+                break
+        found, driver, hooks = self._compiled.get(kind), self._driver.active, self._hooks
         device = driver.get_current_device()
         # Chains of hooks, usually; Triton also takes a function, and None.
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -135,12 +140,19 @@ class Launcher:
         counts: Sequence[int],
     ) -> Any:
         # A bool has another type, and is equal to an integer.
-        changing = dict(zip(self._changing, (*tensors, *map(int, strides), *map(int, counts)), strict=True))
+        given = (*map(_in_bytes, tensors), *map(int, strides), *map(int, counts))
+        changing = dict(zip(self._changing, given, strict=True))
         with torch.cuda.device_of(self._tensor):  # Triton launches on the current device
             compiled = self._kernel[(programs, blocks)](**changing, **self._staying, **self._options)
             if self._direct:
                 self._device = triton.runtime.driver.active.get_current_device()
         return compiled
+
+
+def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    # Triton's bool is a bit, and its uint8 another kind of number than that of the bytes that kernels read and write.
+    # A view costs half a microsecond, and all but the first launches of a kind do without.
+    return tensor if tensor is None or tensor.dtype not in (torch.bool, torch.uint8) else tensor.view(torch.int8)
 
 
 def _address(value: Any) -> Any:

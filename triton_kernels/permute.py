@@ -341,7 +341,7 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     """
     launch, most = kept(lane, _gathering, out.dtype)
     rows = out.shape[0]
-    launch(max(1, min(rows, most)), 1, (out, overflow.view(torch.int8)), (out.stride(0),), (rows,))
+    launch(max(1, min(rows, most)), 1, (out, overflow), (out.stride(0),), (rows,))
 
 
 def _gathering(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
