@@ -31,7 +31,7 @@ def test_it_runs_and_writes_a_figure_for_every_case(tmp_path: Path) -> None:
 LEAN = {
     "quantize": (10, 11, 32),
     "dequantize": (8, 9, 64),
-    "gather": (8, 9, 64),
+    "gather": (8, 9, 48),
     "send_tokens": (12, 12, 24),
     "send_sums": (21, 21, 32),
     "sum_home": (14, 14, 32),
