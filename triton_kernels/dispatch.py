@@ -321,10 +321,13 @@ def _send_tokens(
 
 def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> tuple[Launcher, int]:
     layout, device = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    # Of int4 a thread has twice the columns, which take more room where they are loaded one by one.
+    one_by_one = lane.wire.name == "int4" and lane.layout.HIDDEN * dtype.itemsize % 16 > 0
     launch = round_launcher(
         lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": _PLANE_TOKENS},
         ("x_ptr", "ids_ptr", "weights_ptr"), ("x_row_stride",), ("num_tokens", "dtype_code"),
-        num_warps=layout.num_warps, enable_fp_fusion=False, **register_limit(device),
+        num_warps=layout.num_warps, enable_fp_fusion=False,
+        **register_limit(device, least=192 if one_by_one else 128),
     )  # fmt: skip
     return launch, most_programs(device, num_programs)
 
