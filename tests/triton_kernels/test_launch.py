@@ -46,12 +46,16 @@ def launcher(staying: torch.Tensor, fixed: int = 3, counts: tuple[str, ...] = ("
 
 
 def differing(stub: StubDriver, staying: torch.Tensor, launch: Launcher, given: tuple[Any, ...]) -> str | None:
-    """What the driver was told twice by a launcher, and then by Triton, if that was not all the same."""
+    """What the driver was told twice by a launcher, and then by Triton, if that was not all the same.
+
+    Kernels are given uint8 as int8.
+    """
     tensors, strides, counts = given
     first = stub.num_launches
     launch(2, 1, *given)
     launch(2, 1, *given)
-    copy[(2, 1)](*tensors, *strides, *counts, staying, 3, BLOCK=16, num_warps=1)
+    in_bytes = [x.view(torch.int8) if x is not None and x.dtype == torch.uint8 else x for x in tensors]
+    copy[(2, 1)](*in_bytes, *strides, *counts, staying, 3, BLOCK=16, num_warps=1)
     one, two, wanted = stub.launched(first)
     return None if one == two == wanted else f"{given}: {one}, {two}, Triton: {wanted}"
 
