@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,24 +23,15 @@ from tests.moe.test_rounds_direct import (
     tokens,
     transcript,
 )
+from tests.round_kernels import KERNELS
 from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 
-KERNELS = SimpleNamespace(
-    send_tokens=dispatch.send_tokens,
-    close_round=dispatch.close_round,
-    wait=dispatch.wait,
-    route=permute.route,
-    gather=permute.gather,
-    send_sums=combine.send_sums,
-    sum_home=combine.sum_home,
-)
 #: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
 SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("triton", reason="compiling kernels needs Triton")
@@ -12,18 +10,8 @@ import torch
 
 from tests.ptx.device import Device
 from tests.ptx.rounds import Rounds
+from tests.round_kernels import KERNELS
 from tests.rounds import Tokens, make_lanes, run_round
-from thinwire.triton_kernels import combine, dispatch, permute
-
-KERNELS = SimpleNamespace(
-    send_tokens=dispatch.send_tokens,
-    close_round=dispatch.close_round,
-    wait=dispatch.wait,
-    route=permute.route,
-    gather=permute.gather,
-    send_sums=combine.send_sums,
-    sum_home=combine.sum_home,
-)
 
 
 def _run(world: int, seed: int, *, hidden: int = 64, checksums: bool = False, weight_grads: bool = False) -> None:

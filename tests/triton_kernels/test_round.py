@@ -6,19 +6,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
+from tests.round_kernels import KERNELS
 from tests.rounds import Tokens, make_lanes, run_round
 from tests.wires import WIRES
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, REPORT_BAD_IDS, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
@@ -33,15 +31,6 @@ from thinwire.triton_kernels.signal import (
 )
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-KERNELS = SimpleNamespace(
-    send_tokens=dispatch.send_tokens,
-    close_round=dispatch.close_round,
-    wait=dispatch.wait,
-    route=permute.route,
-    gather=permute.gather,
-    send_sums=combine.send_sums,
-    sum_home=combine.sum_home,
-)
 
 
 def _rounds(
