@@ -17,8 +17,8 @@ pytest.importorskip("numba", reason="ranks with numba's kernels take part")
 import torch
 
 from tests import rounds
+from tests.round_kernels import KERNELS
 from tests.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
-from tests.triton_kernels.test_round import KERNELS
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 
