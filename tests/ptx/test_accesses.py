@@ -157,7 +157,10 @@ def test_a_launcher_that_is_given_too_short_a_tensor_is_found_out() -> None:
     from thinwire.triton_kernels import pack
     from thinwire.wire import WireFormat
 
-    wire, x = WireFormat.parse("int8"), torch.randn(2, 96).bfloat16()
+    # In the middle of memory that the device is not told of: no other tensor is what a wrong row hits, or the nearest.
+    wire, surroundings = WireFormat.parse("int8"), bytearray(3 * 4096)
+    x = torch.frombuffer(surroundings, dtype=torch.bfloat16, offset=4096, count=2 * 96).view(2, 96)
+    assert x.untyped_storage().nbytes() == 2 * 96 * 2
     records = torch.zeros(2, wire.row_bytes(96, x.dtype), dtype=torch.uint8)
     device = Device()
     with device.patch(), pytest.raises(PtxError, match="out of bounds: x_ptr.*pack_kernel#"):
