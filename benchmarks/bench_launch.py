@@ -115,7 +115,9 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
     return figures
 
 
-def _ask_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: tuple[Any, ...]) -> None:
+def _ask_triton(
+    launch: Launcher, programs: int, blocks: int = 1, *changing: tuple[Any, ...], now: object = None
+) -> None:
     launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
 
 

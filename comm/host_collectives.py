@@ -20,7 +20,7 @@ from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
-from thinwire.comm.tensors import is_strided, require_dense
+from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
@@ -36,6 +36,7 @@ Setting = str | int | float | bool | None
 SHORT = 2048
 
 _ABSENT = "(absent)"
+_STRIDED = torch.strided
 _LARGEST_COUNT = 2**63 - 1
 _T = TypeVar("_T")
 
@@ -162,8 +163,9 @@ class HostCollectives:
             ArgumentError: it is no plain dense tensor.
         """
         # What most tensors are, told apart at the least cost; the rest says what is wrong with the others, if it is.
-        if type(tensor) is Tensor and tensor.device == self._device and is_strided(tensor):
-            return
+        if type(tensor) is Tensor and tensor.device == self._device and tensor.layout is _STRIDED:
+            if not (tensor.is_nested or tensor.is_quantized):
+                return
         if not isinstance(tensor, Tensor):
             raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
         # Devices are compared first: torch makes a new string each time that it is asked for a type.

@@ -120,7 +120,7 @@ def receive_segments(counts: list[int], displs: Counts | None, rows: int | None)
 def new_rows(x: torch.Tensor, rows: int, tail: Sequence[int], zero: bool = False) -> torch.Tensor:
     """A new tensor of x's dtype for rows of shape `tail`, whose number peers may have said; or CapacityError."""
     try:
-        return x.new_zeros((rows, *tail)) if zero else x.new_empty((rows, *tail))
+        return x.new_zeros(rows, *tail) if zero else x.new_empty(rows, *tail)
     except torch.OutOfMemoryError:
         raise  # of a GPU, which callers may know how to help
     except (RuntimeError, TypeError) as error:  # torch has either for sizes of more than 64 bits

@@ -105,7 +105,7 @@ class ParallelSettings:
         """Whether tokens, router weights and sums are float64."""
         return self.dtype == torch.float64
 
-    @property
+    @cached_property
     def row_dtypes(self) -> tuple[torch.dtype, ...]:
         """Of rows that experts may give back; of tokens, too, where `dtype` is None."""
         return (torch.float64,) if self.is_double else FLOAT_DTYPES

@@ -71,14 +71,15 @@ class DirectRounds(DirectLanes):
 
         return end
 
-    def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every round of a dtype on a lane: the records, and an empty tensor of the dtype."""
+    def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of every round of a dtype on a lane: the records, and like what others are made: nothing, and a bool []."""
         views = self._views.get((lane, dtype))
         if views is None:
             tensors = self.lanes[lane]
             with torch.inference_mode(False):
                 rows = tensors.records[:, : tensors.wire.row_bytes(self.config.hidden_size, dtype)]
-                views = self._views[lane, dtype] = rows, torch.empty(0, dtype=dtype, device=self.device)
+                nothing = torch.empty(0, dtype=dtype, device=self.device)
+                views = self._views[lane, dtype] = rows, nothing, tensors.buffer[0].view(torch.bool)
         return views
 
     def is_open(self, lane: int) -> bool:
@@ -249,7 +250,7 @@ class _DirectRound(Dispatched):
         super().__init__(rounds, lane, x)
         self._tensors = rounds.lanes[lane]
         self._number = rounds.rounds_begun[lane]
-        self.rows, self._like = rounds.views(lane, x.dtype)
+        self.rows, self._nothing, self._flag = rounds.views(lane, x.dtype)
         self.index = self._tensors.index
         self.expert_counts = self._tensors.expert_counts
         self.expert_offsets = self._tensors.expert_offsets
@@ -282,8 +283,8 @@ class _DirectRound(Dispatched):
 
     def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
-        tokens = new_rows(self._like, capacity, (self._rounds.config.hidden_size,))
-        overflow = self._like.new_empty((), dtype=torch.bool)
+        tokens = new_rows(self._nothing, capacity, (self._rounds.config.hidden_size,))
+        overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
         self._rounds.kernels.gather(tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)
         return tokens, overflow

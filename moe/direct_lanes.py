@@ -83,7 +83,7 @@ class DirectLanes(DirectTransport, Rounds):
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
-        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._open = [False] * config.lanes
         # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
         self._unfinished: list[int | None] = [None] * config.lanes

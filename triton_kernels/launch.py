@@ -18,6 +18,7 @@ when it is done.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -38,10 +39,10 @@ _K = TypeVar("_K", bound=_Keeper)
 
 def kept(keeper: _K, make: Callable[..., _T], *arguments: object) -> _T:
     """What `make(keeper, *arguments)` gave the first time, for as long as the lane or endpoint is in use."""
-    key = (make, *arguments) if arguments else make
-    found: _T | None = keeper.kept.get(key)
-    if found is None:
-        found = keeper.kept[key] = make(keeper, *arguments)
+    key, known = (make, *arguments), keeper.kept
+    if key not in known:
+        known[key] = make(keeper, *arguments)
+    found: _T = known[key]
     return found
 
 
@@ -79,14 +80,11 @@ class Launcher:
             raise ValueError(f"{kernel.__name__} takes {names[:number]} first; {self._changing} are what changes")
         if direct and not {*counts} <= {*(kernel.do_not_specialize or ())}:
             raise ValueError(f"{kernel.__name__} specialises on one of {counts}: name them in do_not_specialize")
-        self._kernel, self._tensor, self._direct = kernel, tensor, direct
+        self._kernel, self._tensor, self.direct = kernel, tensor, direct
         self._staying = {name: staying[name] for name in names[number:]}
         self._options = options
         self._last_arguments = tuple(map(_address, self._staying.values()))
         self._compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
-        # Where Triton keeps its driver and hooks, whichever they are at a launch.
-        self._driver: Any = triton.runtime.driver if direct else None
-        self._hooks: Any = triton.knobs.runtime if direct else None
         self._device = -1  # the current one at the last launch through Triton
 
     def __call__(
@@ -96,9 +94,10 @@ class Launcher:
         tensors: tuple[torch.Tensor | None, ...] = (),
         strides: tuple[int, ...] = (),
         counts: tuple[int, ...] = (),
+        now: tuple[int, int, object] | None = None,
     ) -> None:
-        """Launches [programs, blocks] on the current stream of the tensors' device."""
-        if not self._direct:
+        """Launches [programs, blocks] on the current stream of the tensors' device; `now` is what `_current` says."""
+        if not self.direct:
             self._launch_by_triton(programs, blocks, tensors, strides, counts)
             return
         kind: tuple[object, ...] = strides
@@ -115,21 +114,20 @@ class Launcher:
             if not -(2**31) <= count < 2**31:
                 kind += counts
                 break
-        found, driver, hooks = self._compiled.get(kind), self._driver.active, self._hooks
-        device = driver.get_current_device()
-        # Chains of hooks, usually; Triton also takes a function, and None.
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._kernel.pre_run_hooks
-        if found is None or device != self._device or hooked:
+        device, stream, hooks = now or _current()
+        hooked = hooks or self._kernel.pre_run_hooks
+        found = None if hooked or device != self._device else self._compiled.get(kind)
+        if found is None:
             compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
             if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
-                self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
+                self._compiled[kind] = compiled.function, *_lowest_launch(compiled.run, compiled.packed_metadata)
             return
-        run, function, metadata = found
-        run(
-            programs, blocks, 1, driver.get_current_stream(device), function, metadata, None, None, None, *addresses,
-            *strides, *counts, *self._last_arguments,
-        )  # fmt: skip
+        function, launch, between, as_tuple = found
+        arguments = *addresses, *strides, *counts, *self._last_arguments
+        if as_tuple:
+            launch(programs, blocks, 1, stream, function, *between, arguments)
+        else:
+            launch(programs, blocks, 1, stream, function, *between, *arguments)
 
     def _launch_by_triton(
         self,
@@ -144,9 +142,58 @@ class Launcher:
         changing = dict(zip(self._changing, given, strict=True))
         with torch.cuda.device_of(self._tensor):  # Triton launches on the current device
             compiled = self._kernel[(programs, blocks)](**changing, **self._staying, **self._options)
-            if self._direct:
+            if self.direct:
                 self._device = triton.runtime.driver.active.get_current_device()
         return compiled
+
+
+def launch_in_turn(launches: Sequence[tuple[Launcher, int, int]]) -> None:
+    """Launches kernels of which nothing changes, with these grids. What is current is looked at once for all."""
+    now = _current() if launches and launches[0][0].direct else None
+    for launch, programs, blocks in launches:
+        launch(programs, blocks, now=now)
+
+
+def _current() -> tuple[int, int, object]:
+    """Device and stream, and what Triton calls before or after a launch, if there is anything."""
+    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    device = driver.get_current_device()
+    # Chains of hooks, usually; Triton also takes a function, and None.
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return device, driver.get_current_stream(device), getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+
+
+def _lowest_launch(run: Any, metadata: Any) -> tuple[Callable[..., object], tuple[Any, ...], bool]:
+    """What launches a compiled kernel, what it takes between function and arguments, and if these come as one tuple.
+
+    `run`, which Triton made for the kernel, is Python around a function in C, and takes half of a launch to find out
+    what is the same each time. What it gives to that function is looked at here: if it is grid, stream and function,
+    then always the same, then the arguments, the function is called without it. Else, as in a version of Triton that
+    does this otherwise, or for a kernel that needs memory of its own, it is `run`.
+    """
+    always = metadata, None, None, None  # no metadata for hooks, and no hooks
+    if hasattr(run, "launch"):
+        seen: list[tuple[Any, ...]] = []
+        watched = copy.copy(run)  # another thread may launch with `run` meanwhile
+        watched.launch = lambda *values: seen.append(values)
+        calls = [(tuple(range(first, first + 5)), (object(), object())) for first in (1001, 2001)]
+        for start, arguments in calls:
+            watched(*start, *always, *arguments)
+        for as_tuple in (True, False):
+            found = [
+                _between(values, start, (arguments,) if as_tuple else arguments)
+                for values, (start, arguments) in zip(seen, calls, strict=True)
+            ]
+            one, other = found
+            if one is not None and other is not None and [*map(id, one)] == [*map(id, other)]:
+                return run.launch, one, as_tuple
+    return run, always, False
+
+
+def _between(values: tuple[Any, ...], start: tuple[Any, ...], end: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What values have between this start and this end, if they begin and end so."""
+    fits = values[: len(start)] == start and values[-len(end) :] == end
+    return values[len(start) : -len(end)] if fits else None
 
 
 def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ import torch
 
 from thinwire.triton_kernels.codec import dequantize_row, fill_row
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.launch import Launcher, kept
+from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row
 from thinwire.triton_kernels.round_checksum import (
@@ -303,8 +303,7 @@ def route(lane: Lane) -> None:
 
     To be launched when the dispatch phase has been waited for. A poisoned lane gets no rows.
     """
-    for launch, programs, blocks in kept(lane, _routing):
-        launch(programs, blocks)
+    launch_in_turn(kept(lane, _routing))
 
 
 def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:

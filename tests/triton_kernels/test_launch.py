@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="launching kernels needs Triton")
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import JITFunction
 
 from tests.rounds import make_lanes
@@ -19,7 +21,7 @@ from tests.stub_driver import Launched, StubDriver, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import combine, dispatch, permute
-from thinwire.triton_kernels.launch import Launcher
+from thinwire.triton_kernels.launch import Launcher, _lowest_launch
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
 pytestmark = [
@@ -87,6 +89,9 @@ def few_values(comm: Communicator) -> list[str]:
         launch = launcher(staying)
         given = [((x[offset:], None), (16,), (1, count)) for offset in (0, 1) for count in (5, 2**40)]
         found = [differing(stub, staying, launch, values) for values in given]
+        wrapped = [entry for entry in launch._compiled.values() if isinstance(entry[1], CudaLauncher)]
+        # Of versions that do it otherwise, launches cost more, and somebody should know.
+        found += [f"Triton's Python is called for {len(wrapped)} kinds of launch"] if wrapped else []
     return [problem for problem in found if problem is not None]
 
 
@@ -160,7 +165,7 @@ def a_round(comm: Communicator) -> tuple[list[Launched], list[Launched], list[La
             return *ours, run()
 
 
-def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any) -> None:
+def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any, now: object = None) -> None:
     launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
 
 
@@ -218,3 +223,43 @@ def test_parameters_in_another_order_and_counts_that_are_specialised_on_are_refu
         launcher(staying, counts=("second", "first"))
     with pytest.raises(ValueError, match="do_not_specialize"):
         Launcher(copy, ("x_ptr", "other_ptr"), (), ("stride",), {}, staying, True)
+
+
+class _Wrapper:
+    """What Triton makes for a kernel, around a function that launches; `order` says what that is given."""
+
+    def __init__(self, order: Callable[..., tuple[Any, ...]]) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.order, self.called = order, 0
+        self.launch: Any = lambda *values: self.launched.append(values)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.called += 1
+        self.launch(*self.order((x, y, z, stream, function), rest[:4], rest[4:]))
+
+
+@pytest.mark.parametrize("order,as_tuple,without", [
+    (lambda start, always, arguments: (*start, False, *always, "signature", arguments), True, True),
+    (lambda start, always, arguments: (*start, False, None, *always, *arguments), False, True),
+    (lambda start, always, arguments: (*start, *always, object(), arguments), False, False),  # memory of its own
+    (lambda start, always, arguments: (start[3], *start, *always, *arguments), False, False),
+    (lambda start, always, arguments: (*start, *always, *reversed(arguments)), False, False),
+    (lambda start, always, arguments: (*start[:3], start[4], start[3], *always, arguments), False, False),
+])  # fmt: skip
+def test_a_wrapper_is_left_out_where_it_adds_what_is_always_the_same(
+    order: Callable[..., tuple[Any, ...]], as_tuple: bool, without: bool
+) -> None:
+    wrapper = _Wrapper(order)
+    launch, between, packed = _lowest_launch(wrapper, "metadata")
+    assert wrapper.launched == []
+    assert packed == as_tuple
+    assert (launch is wrapper.launch) == without
+    arguments = 7, 8, 9
+    launch(2, 3, 1, 4, 5, *between, *([arguments] if packed else arguments))
+    wrapper(2, 3, 1, 4, 5, "metadata", None, None, None, *arguments)
+    one, other = wrapper.launched
+    assert [x for x in one if type(x) is not object] == [x for x in other if type(x) is not object]
+
+
+def test_what_has_no_function_below_is_launched_as_it_is() -> None:
+    assert _lowest_launch(print, "metadata") == (print, ("metadata", None, None, None), False)
