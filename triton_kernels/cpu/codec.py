@@ -22,6 +22,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     load_float32,
     load_int32,
+    log2,
     stack_buffer,
     store_int32,
     zero_bytes,
@@ -30,6 +31,7 @@ from thinwire.triton_kernels.cpu.ir.loops import (
     amax_groups,
     decode_groups,
     encode_groups,
+    magnitude_bits,
     read_scales,
     round_columns,
     scale_groups,
@@ -53,7 +55,6 @@ _GROUP_BYTES = 4 * _MAX_TILE_GROUPS
 _WIDE_TILE_BYTES = 4 * _MIN_TILE_GROUPS * 1024
 _REST_BYTES = 4 * _LANES
 _WORD = 4
-_SIGNLESS = np.int32(0x7FFFFFFF)
 _ZERO = np.float32(0.0)
 _LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
 _LARGEST_FLOAT16 = np.float32(torch.finfo(torch.float16).max)
@@ -103,8 +104,14 @@ def element_bytes(dtype):
 
 @device
 def tile_columns(group):
-    """Columns of a tile: whole groups, and a multiple of 16 bytes of scales."""
-    return group * max(_MIN_TILE_GROUPS, min(_MAX_TILE_GROUPS, _TILE_COLUMNS // group))
+    """Columns of a tile: whole groups, a power of two of them, and a multiple of 16 bytes of scales."""
+    return max(_MIN_TILE_GROUPS * group, min(_MAX_TILE_GROUPS * group, _TILE_COLUMNS))
+
+
+@device
+def group_count(columns, group, row_scale):
+    """Groups of so many columns. A division would take as long as a group does."""
+    return 1 if row_scale else (columns + group - 1) >> log2(group)
 
 
 @device
@@ -123,15 +130,16 @@ def quantize_row(x, dtype, record, layout):
     scales = record + scales_offset
     zero_bytes(scales - 16, 16)  # the payload's pad, before the payload
     tile = hidden if row_scale else tile_columns(group)
-    for start in range(0, hidden, tile):
+    start = 0
+    while start < hidden:  # a range would divide
         columns = min(tile, hidden - start)
         whole = columns & -_LANES
         rest = columns - whole
-        groups = (columns + group - 1) // group
+        groups = group_count(columns, group, row_scale)
         last = inverses + 4 * (groups - 1)
         source = x + start * size
         payload = record + (start * bits >> 3)
-        zero_bytes(inverses, _GROUP_BYTES)
+        store_int32(last, 0)  # where the last group has no whole block
         amax_groups(source, whole, group, dtype, inverses)
         if rest:
             zero_bytes(rest_x, _REST_BYTES)
@@ -150,7 +158,9 @@ def quantize_row(x, dtype, record, layout):
                     first = number * group
                     zero_bytes(payload + (first * bits >> 3), min(group, written - first) * bits >> 3)
         scales += (groups * (4 if row_scale else 2) + 15) & -16
-    zero_bytes(scales, record + row_bytes - scales)
+        start += tile
+    if scales < record + row_bytes:
+        zero_bytes(scales, record + row_bytes - scales)
 
 
 @device
@@ -180,23 +190,24 @@ def dequantize_row(record, out, dtype, layout):
     wide = stack_buffer(_WIDE_TILE_BYTES)
     scales = record + scales_offset
     tile = _TILE_COLUMNS if row_scale else tile_columns(group)
-    for start in range(0, hidden, tile):
+    start = 0
+    while start < hidden:
         columns = min(tile, hidden - start)
         whole = columns & -_LANES
         group = columns if row_scale else group
-        groups = (columns + group - 1) // group
+        groups = group_count(columns, group, row_scale)
         payload = record + (start * bits >> 3)
         rest_payload = payload + (whole * bits >> 3)
         target = out + start * size
         if row_scale:
             scale_bits = load_int32(scales)
             store_int32(floats, scale_bits)
-            largest_scale = scale_bits & _SIGNLESS
+            largest_scale = magnitude_bits(scale_bits)
         else:
             largest_scale = read_scales(scales, groups, floats)
             scales += 2 * groups
         last = floats + 4 * (groups - 1)
-        # Otherwise some scale is NaN, or so large that the output's dtype may overflow.
+        # Otherwise some scale is NaN, so large that the output's dtype may overflow, or next to nothing.
         plain = bits_to_float32(largest_scale) * bound <= largest
         decoded_dtype, decoded = (dtype, target) if plain else (FLOAT32, wide)
         decode_groups(payload, kind, floats, whole, group, decoded, decoded_dtype)
@@ -207,3 +218,4 @@ def dequantize_row(record, out, dtype, layout):
                 copy_bytes(target + whole * size, wide, (columns - whole) * size)
         if not plain:
             round_row(wide, columns, target, dtype, 1)
+        start += tile

@@ -31,6 +31,8 @@ def _hash_sources() -> int:
     return int.from_bytes(digest.digest()[:6], "little")
 
 
+_LLVM_WITH_BFLOAT16 = 16  # before that, intrinsics took integers in its place
+
 #: Identifies the source text of this folder, `ir` included, and of the layouts. numba's cache looks at the file
 #: of the function that it caches and not at the files of what it calls, so a kernel that lacked this would go on
 #: running an intrinsic's older version. Each kernel takes it as a last argument with this default, which makes it a
@@ -38,7 +40,7 @@ def _hash_sources() -> int:
 FINGERPRINT = _hash_sources()
 
 if HAS_NUMBA:
-    from llvmlite import ir
+    from llvmlite import binding, ir
     from numba import njit, types
     from numba.core import cgutils
     from numba.core.registry import cpu_target
@@ -75,10 +77,26 @@ if HAS_NUMBA:
 
         return decorate
 
+    #: LLVM's type bfloat, for which llvmlite has none.
+    BFloat16: Any = type("BFloat16", (ir.Type,), {"_to_string": lambda self: "bfloat"})
+
     def converts_halves() -> bool:
         """Whether the machine converts float16 itself. Where it does not, LLVM calls functions that numba lacks."""
-        triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+        triple, features = _target()
         return "+f16c" in features if triple.startswith(("x86_64", "i686")) else triple.startswith(("aarch64", "arm64"))
+
+    def rounds_pairs_to_bfloat16() -> bool:
+        """Whether it rounds two vectors of float32 to one of bfloat16, in LLVM by a name that `ir/avx512.py` knows."""
+        return "+avx512bf16" in _target()[1] and binding.llvm_version_info[0] >= _LLVM_WITH_BFLOAT16
+
+    def gathers_bytes() -> bool:
+        """Whether it gathers any 64 bytes out of two vectors in one instruction."""
+        return "+avx512vbmi" in _target()[1]
+
+    def _target() -> tuple[str, list[str]]:
+        """The machine that kernels are compiled for: its triple, and features as +name or -name."""
+        triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+        return triple, features.split(",")
 
 else:
 
@@ -104,4 +122,5 @@ else:
         """Never asked: nothing compiles."""
         return False
 
-    ir = types = cgutils = None
+    rounds_pairs_to_bfloat16 = gathers_bytes = converts_halves
+    ir = types = cgutils = BFloat16 = None

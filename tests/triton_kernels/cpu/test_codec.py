@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -161,6 +162,20 @@ def test_records_of_any_bytes(spec: str, dtype: torch.dtype) -> None:
         assert_same_bits(spec, expected, dequantized(records, wire, hidden, dtype))
 
 
+@pytest.mark.parametrize("spec", QUANTIZED)
+def test_products_that_are_subnormal_are_rounded(spec: str) -> None:
+    # An instruction for bfloat16 makes zeros of them, so rows with such scales must not come to it.
+    wire = WireFormat.parse(spec)
+    patterns = [*range(0x100), *range(0x100, 0x1000, 0x39), 0x3F80]
+    scales = torch.tensor(patterns, dtype=torch.int16).view(torch.bfloat16)
+    records = torch.randint(0, 256, (len(patterns), wire.row_bytes(150)), dtype=torch.uint8)
+    of_rows = records[:, wire.scales_offset(150) :].view(torch.float32 if wire.row_scale else torch.bfloat16)
+    of_rows.copy_(torch.where(torch.rand(of_rows.shape) < 0.5, scales[:, None], scales[:, None] * -1))
+    for dtype in DTYPES:
+        expected = dequantize_reference(records, wire, 150, dtype)
+        assert_same_bits(f"{spec} to {dtype}", expected, dequantized(records, wire, 150, dtype))
+
+
 @every_dtype
 def test_every_fp8_code_comes_back(dtype: torch.dtype) -> None:
     wire = WireFormat.parse("fp8")
@@ -257,26 +272,35 @@ def test_a_kernel_that_cannot_be_cached_still_compiles() -> None:
 # Other machines
 
 
+#: What kernels do without where a processor lacks it: instructions that must then be gone from them.
+_ABSENT = {
+    # Neither the instructions nor the compiler's own library functions, which no numba process links to.
+    "converts_halves": r"vcvtph2ps|vcvtps2ph|hfsf2|sfhf2|_h2f_|_f2h_",
+    "rounds_pairs_to_bfloat16": r"vcvtne2?ps2bf16|truncsfbf2",
+    "gathers_bytes": r"vperm[it]2b",
+}
+
+
 @pytest.mark.exhaustive
-def test_a_processor_without_float16_conversions_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "converts_halves", lambda: False)
+@pytest.mark.parametrize("lacking", _ABSENT)
+def test_a_processor_that_lacks_instructions_gives_the_same_bits(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, lacking, lambda: False)
     for name in ("pack_kernel", "unpack_kernel"):
         monkeypatch.setattr(pack, name, numba.njit(nogil=True, error_model="numpy")(getattr(pack, name).py_func))
     generator = torch.Generator().manual_seed(0)
-    x = magnitudes(40, 150, torch.float16, generator)
-    x[3, 5], x[4, 6] = torch.nan, torch.inf
     exponents = torch.linspace(-30, 18, 40).view(-1, 1)
     wide = (torch.rand(40, 150, generator=generator) - 0.5) * torch.exp2(exponents)
-    for spec in ("int8", "fp8:32"):
+    for dtype, spec in itertools.product(DTYPES, ("int8", "int4", "fp8:32")):
         wire = WireFormat.parse(spec)
+        x = magnitudes(40, 150, dtype, generator)
+        x[3, 5], x[4, 6] = torch.nan, torch.inf
         assert_equals_reference(spec, x, wire)
         records = quantize_reference(wide, wire)
-        got = dequantized(records, wire, 150, torch.float16)
-        assert_same_bits(spec, dequantize_reference(records, wire, 150, torch.float16), got)
+        got = dequantized(records, wire, 150, dtype)
+        assert_same_bits(spec, dequantize_reference(records, wire, 150, dtype), got)
     for entry in (pack.pack_kernel, pack.unpack_kernel):
         assembly = entry.inspect_asm(entry.signatures[0])
-        # Neither the instructions nor the compiler's own library functions, which no numba process links to.
-        assert not re.search(r"vcvtph2ps|vcvtps2ph|hfsf2|sfhf2|_h2f_|_f2h_", assembly)
+        assert not re.search(_ABSENT[lacking], assembly)
 
 
 @pytest.mark.exhaustive

@@ -43,6 +43,12 @@ def bits_to_float32(builder, bits):
     return builder.bitcast(bits, ir.FloatType())
 
 
+@emits("int64")
+def log2(builder, value):
+    """The logarithm of a power of two."""
+    return builder.cttz(value, ir.Constant(ir.IntType(1), 1))
+
+
 @emits("void")
 def copy_bytes(builder, target, source, count):
     """Copies `count` bytes between places that do not overlap."""

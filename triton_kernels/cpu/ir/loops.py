@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
-from thinwire.triton_kernels.cpu.ir.control import loop, switch
+from thinwire.triton_kernels.cpu.ir.control import loop, steps, switch
 from thinwire.triton_kernels.cpu.ir.vectors import (
     BFLOAT16,
     BITS,
@@ -42,15 +42,14 @@ _QMAX = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
 _SIGNLESS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x08800000  # 2**-110
+_SMALLEST_PLAIN_BITS = 0x05000000  # 2**-117
 _WIDE, _NARROW = 32, 16  # columns of a block
 
 
 @contextmanager
 def _groups(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Loops over groups: (number, first column, columns)."""
-    count = builder.sdiv(builder.add(columns, builder.sub(group, constant(1))), group)
-    with loop(builder, count) as number:
-        first = builder.mul(number, group)
+    with steps(builder, columns, group) as (number, first):
         left = builder.sub(columns, first)
         yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
 
@@ -119,8 +118,9 @@ def amax_groups(builder, x, columns, group, dtype, amax):
 def scale_groups(builder, groups, count, kind, row_scale, scales):
     """Turns the amax bits of `count` groups, in place, into float32 1/s, and writes the scales.
 
-    They are float32 with `row_scale` 1 and bfloat16 with 0, written 16 bytes at a time: the array at `groups` must hold
-    zeros behind its end, to a multiple of 8. Returns whether some group's payload must be all zeros; its 1/s is 0.
+    They are float32 with `row_scale` 1 and bfloat16 with 0, written 16 bytes at a time, zeros behind their end: the
+    array at `groups` must have room, to a multiple of 8. Returns whether some group's payload must be all zeros; its
+    1/s is 0.
     """
     some_dead = cgutils.alloca_once_value(builder, constant(0))
 
@@ -130,7 +130,10 @@ def scale_groups(builder, groups, count, kind, row_scale, scales):
         zero, one = filled(single, 0.0), filled(single, 1.0)
         with loop(builder, builder.sdiv(builder.add(count, constant(lanes - 1)), constant(lanes))) as number:
             address = builder.add(groups, builder.mul(number, constant(4 * lanes)))
-            amax = load(builder, address, word, 4)
+            lane_numbers = ir.Constant(word, list(range(lanes)))
+            left = builder.trunc(builder.sub(count, builder.mul(number, constant(lanes))), ir.IntType(32))
+            counted = builder.icmp_signed("<", lane_numbers, broadcast(builder, left, lanes))
+            amax = builder.select(counted, load(builder, address, word, 4), filled(word, 0))
             finite = builder.icmp_signed("<", amax, filled(word, _INFINITY_BITS))
             live = builder.and_(finite, builder.icmp_signed(">=", amax, filled(word, _TINY_BITS)))
             s = builder.fmul(builder.bitcast(amax, single), filled(single, 1.0 / _QMAX[kind]))
@@ -144,9 +147,6 @@ def scale_groups(builder, groups, count, kind, row_scale, scales):
             if not wide:
                 bits = builder.trunc(builder.lshr(bits, filled(word, 16)), integers(16, lanes))
             store(builder, bits, builder.add(scales, builder.mul(number, constant(16))), 2)
-            lane_numbers = ir.Constant(word, list(range(lanes)))
-            left = builder.trunc(builder.sub(count, builder.mul(number, constant(lanes))), ir.IntType(32))
-            counted = builder.icmp_signed("<", lane_numbers, broadcast(builder, left, lanes))
             dead = builder.zext(builder.and_(counted, builder.not_(live)), word)
             found = builder.zext(_largest_lane(builder, dead), ir.IntType(64))
             builder.store(builder.or_(builder.load(some_dead), found), some_dead)
@@ -172,9 +172,25 @@ def encode_groups(builder, x, columns, group, dtype, inverses, payload, kind):
     switch(builder, [dtype, kind], emit, product(ROW_ELEMENTS, QUANTIZED))
 
 
+def _magnitudes(builder: Any, bits: Any) -> Any:
+    magnitude = builder.and_(bits, filled(bits.type, _SIGNLESS))
+    below_zero = builder.sub(magnitude, filled(bits.type, 1))  # zero becomes the largest number
+    tiny = builder.icmp_unsigned("<", below_zero, filled(bits.type, _SMALLEST_PLAIN_BITS - 1))
+    return builder.select(tiny, filled(bits.type, _INFINITY_BITS), magnitude)
+
+
+@emits("int32", bits="int32")
+def magnitude_bits(builder, bits):
+    """The magnitude of a scale, both as float32 bits; infinity for one whose products with codes may be subnormal.
+
+    The smallest code is 2**-9, of fp8.
+    """
+    return builder.extract_element(_magnitudes(builder, broadcast(builder, bits, 1)), ir.Constant(ir.IntType(32), 0))
+
+
 @emits("int32")
 def read_scales(builder, scales, count, floats):
-    """Writes `count` bfloat16 scales as float32, and returns the largest magnitude among them as float32 bits.
+    """Writes `count` bfloat16 scales as float32, and returns `magnitude_bits` of the largest of them.
 
     Eight at a time: both arrays must have room, to a multiple of 8.
     """
@@ -184,14 +200,16 @@ def read_scales(builder, scales, count, floats):
         bits = load(builder, builder.add(scales, builder.shl(number, constant(4))), integers(16, 8), 2)
         bits = builder.shl(builder.zext(bits, word), filled(word, 16))
         store(builder, bits, builder.add(floats, builder.shl(number, constant(5))), 4)
-        magnitude = builder.and_(bits, filled(word, _SIGNLESS))
-        builder.store(_larger(builder, builder.load(total), magnitude), total)
+        builder.store(_larger(builder, builder.load(total), _magnitudes(builder, bits)), total)
     return _largest_lane(builder, builder.load(total))
 
 
 @emits("void")
 def decode_groups(builder, payload, kind, scales, columns, group, out, dtype):
-    """Writes q * s, rounded once to the row's dtype; `scales` holds float32, and no product may overflow that dtype."""
+    """Writes q * s, rounded once to the row's dtype; `scales` holds float32.
+
+    No scale may be NaN, and no product overflow that dtype or be subnormal: see `magnitude_bits`.
+    """
 
     def emit(kind: int, element: int) -> None:
         with _groups(builder, columns, group) as (number, first, width):
@@ -201,7 +219,7 @@ def decode_groups(builder, payload, kind, scales, columns, group, out, dtype):
                 values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind)
                 values = builder.fmul(values, broadcast(builder, scale, lanes))
                 target = _at(builder, out, column, element)
-                store_floats(builder, values, target, element, finite=True, saturate=False)
+                store_floats(builder, values, target, element, plain=True, saturate=False)
 
             _blocks(builder, first, width, dequantize)
 
@@ -216,7 +234,7 @@ def round_columns(builder, values, columns, out, dtype, saturate):
         def convert(column: Any, lanes: int) -> None:
             floats = load_floats(builder, _at(builder, values, column, FLOAT32), lanes, FLOAT32)
             target = _at(builder, out, column, element)
-            store_floats(builder, floats, target, element, finite=False, saturate=bool(saturate))
+            store_floats(builder, floats, target, element, plain=False, saturate=bool(saturate))
 
         _blocks(builder, constant(0), columns, convert)
 

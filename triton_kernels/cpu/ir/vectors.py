@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import converts_halves, ir
+from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
+from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, round_pairs
 
 NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)
 
@@ -62,6 +63,13 @@ def load(builder: Any, address: Any, value_type: Any, align: int) -> Any:
 def store(builder: Any, value: Any, address: Any, align: int) -> None:
     """Puts a value at an int64 address."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def _halves(builder: Any, vector: Any) -> list[Any]:
+    """The first and the second half of a vector."""
+    lanes = vector.type.count
+    lanes_of = (range(lanes // 2), range(lanes // 2, lanes))
+    return [builder.shuffle_vector(vector, vector, ir.Constant(integers(32, lanes // 2), [*part])) for part in lanes_of]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,6 +204,11 @@ def _encode_e4m3(builder: Any, v: Any) -> Any:
 def _low_bytes(builder: Any, planes: list[Any]) -> Any:
     """The lowest byte of each int32, in column order."""
     lanes = sum(plane.type.count for plane in planes)
+    if lanes == 32 and gathers_bytes():
+        by_turns = len(planes) == 2
+        first, second = planes if by_turns else _halves(builder, planes[0])
+        places = [4 * (lane // 2) + 64 * (lane % 2) if by_turns else 4 * lane for lane in range(lanes)]
+        return gather_bytes(builder, first, second, places)
     if len(planes) == 1:
         return builder.trunc(planes[0], integers(8, lanes))
     even, odd = planes
@@ -218,21 +231,25 @@ def bfloat16_bits(builder: Any, values: Any) -> Any:
     return builder.add(builder.add(bits, filled(word, 0x7FFF)), last_place)
 
 
-def store_floats(builder: Any, values: Any, address: Any, element: int, *, finite: bool, saturate: bool) -> None:
-    """Rounds float32 once to a row's dtype. `finite` promises that no result is NaN or overflows; `saturate` keeps what
-    is not NaN finite."""
+def store_floats(builder: Any, values: Any, address: Any, element: int, *, plain: bool, saturate: bool) -> None:
+    """Rounds float32 once to a row's dtype. `plain` promises that each result is zero or a normal number; `saturate`
+    keeps what is not NaN finite."""
     lanes = values.type.count
-    if saturate and not finite:
+    if saturate and not plain:
         # Comparisons, not minnum and maxnum: NaN fails both and stays.
         for sign, comparison in ((1.0, ">"), (-1.0, "<")):
             limit = filled(values.type, sign * _LARGEST[element])
             values = builder.select(builder.fcmp_ordered(comparison, values, limit), limit, values)
     if element == FLOAT16:
         values = _to_halves(builder, values)
+    elif element == BFLOAT16 and plain and lanes == 32 and rounds_pairs_to_bfloat16():
+        values = round_pairs(builder, *_halves(builder, values))
     elif element == BFLOAT16:
-        rounded = builder.lshr(bfloat16_bits(builder, values), filled(integers(32, lanes), 16))
-        if not finite:
+        rounded = bfloat16_bits(builder, values)
+        if not plain:
             is_nan = builder.fcmp_unordered("uno", values, values)
-            rounded = builder.select(is_nan, filled(rounded.type, 0x7FFF), rounded)
-        values = builder.trunc(rounded, integers(16, lanes))
+            rounded = builder.select(is_nan, filled(rounded.type, 0x7FFF0000), rounded)
+        words = builder.bitcast(rounded, integers(16, 2 * lanes))
+        upper = ir.Constant(integers(32, lanes), [2 * lane + 1 for lane in range(lanes)])
+        values = builder.shuffle_vector(words, words, upper)
     store(builder, values, address, BITS[element] // 8)
