@@ -53,7 +53,7 @@ _SLOTS = 2  # of a ring: the second leg's, by parity
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
-_STRIDED = torch.strided
+_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
 
 
 def open_collectives(
@@ -276,7 +276,7 @@ class DirectCollectives(ExchangeTransport):
         if recorder.track is not None:  # a trace is told more
             return None
         with recorder.begin("all_reduce", shape, dtype, kept[1], "direct"):
-            filled = torch.empty_like(x) if out is None else out
+            filled = torch.empty_like(x, memory_format=_CONTIGUOUS) if out is None else out
             self.run(kept[0], x, filled)
         return filled
 

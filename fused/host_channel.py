@@ -29,7 +29,7 @@ from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNA
 from thinwire.wire import WireFormat
 
 _INTS = frozenset([int])
-_STRIDED = torch.strided
+_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
 _MOST_KEPT = 1024  # forms of rows, and kinds of plain calls
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _PLACED_BY_THE_KERNEL = Segments([], [])
@@ -207,8 +207,10 @@ class HostChannel(Channel):
                 return None
         if out is None:
             try:
-                # At half the cost, where it serves.
-                out = torch.empty_like(x) if kind.out_shape == shape else x.new_empty(kind.out_shape)
+                if kind.out_shape == shape:  # at half the cost
+                    out = torch.empty_like(x, memory_format=_CONTIGUOUS)
+                else:
+                    out = x.new_empty(kind.out_shape)
             except RuntimeError:  # no memory
                 return None
         words = self._words
