@@ -77,7 +77,8 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    if type(op) is str and op == "sum" and transport in _NOT_STAGED and not async_op and not wants_gradient(x):
+    ordinary = type(op) is str and op == "sum" and type(transport) is str and transport in _NOT_STAGED
+    if ordinary and async_op is False and not wants_gradient(x):
         comm = communicator_or_default(comm)
         direct = comm._attachments.get(KEY)
         first = default_wire() if wire is None else wire
