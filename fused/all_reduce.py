@@ -12,15 +12,21 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Group
+from thinwire.comm import Group, communicator_or_default
 from thinwire.comm.work import Work
+from thinwire.fused.codec import default_wire
+from thinwire.fused.collective import KEY, DirectCollectives
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
+from thinwire.fused.size_switch import is_auto
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
+
+_NOT_STAGED = ("auto", "direct")
+_NAMES = (str, WireFormat)
 
 
 @in_graphs()
@@ -71,6 +77,17 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
+    ordinary = type(op) is str and op == "sum" and type(transport) is str and transport in _NOT_STAGED
+    if ordinary and async_op is False and not wants_gradient(x):
+        comm = communicator_or_default(comm)
+        direct = comm._attachments.get(KEY)
+        first = default_wire() if wire is None else wire
+        second = first if gather_wire is None else gather_wire
+        if type(direct) is DirectCollectives and type(first) in _NAMES and type(second) in _NAMES:
+            if not (is_auto(first) or is_auto(second)):
+                summed = direct.sum_plainly(x, out, first, second, comm)
+                if summed is not None:
+                    return summed
     if wants_gradient(x):
         require_linear("all_reduce", out, async_op, op, x.dtype)
         one = partial(all_reduce, comm=comm, transport=transport)

@@ -23,7 +23,7 @@ from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer, traffic_of
-from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.codec import default_wire, require_float, resolve_wire
 from thinwire.fused.collective_arguments import check_input, overlap
 from thinwire.fused.counts import (
     Counts,
@@ -46,6 +46,7 @@ from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
 _NOT_STAGED = ("auto", "direct")
+_NAMES = (str, WireFormat)
 
 
 def _backward(
@@ -144,14 +145,16 @@ def all_to_all_v(
     if is_auto(wire):
         comm.check_device("x", x)
         (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
-    wire = resolve_wire(wire)
+    if wire is None:
+        wire = default_wire()
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
-    if ordinary and recv_counts is not None:
+    if ordinary and (send_counts is None) == (recv_counts is None) and type(wire) in _NAMES:
         plain = comm.attached("all_to_all_v")
         if type(plain) is HostChannel:
             moved = plain.send_plainly(x, send_counts, recv_counts, out, wire, comm._recorder)
             if moved is not None:
                 return moved
+    wire = resolve_wire(wire)
     if wants_gradient(x):
         require_linear("all_to_all_v", out, async_op)
         if send_counts is not None:

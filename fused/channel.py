@@ -95,6 +95,7 @@ class Transfer:
         recv_buffer: where the peers' rows go; None where it is not known how many there are.
         place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
             alone.
+        out: of a call whose rows the kernel places one after the other in a tensor, that tensor, until it is over.
         stream, over: on CUDA the stream on which the call began; whether all steps were launched.
     """
 
@@ -105,6 +106,7 @@ class Transfer:
     sends: Segments
     recv_buffer: RecvBuffer | None
     place: Callable[[list[int]], RecvBuffer] | None = None
+    out: torch.Tensor | None = field(default=None, init=False)
     stream: torch.cuda.Stream | None = field(default=None, init=False)
     over: bool = field(default=False, init=False)
     error: BaseException | None = field(default=None, init=False)
@@ -197,7 +199,7 @@ class Channel(ExchangeTransport):
             except Exception as error:
                 if error is not transfer.error:  # with which the call would be over
                     raise
-        self._under_way = transfer.x = None
+        self._under_way = transfer.x = transfer.out = None
         if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
             raise transfer.error
 

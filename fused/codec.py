@@ -103,7 +103,12 @@ def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
         return wire
     if wire is not None and not isinstance(wire, str):
         return WireFormat.parse(wire)  # which says what is accepted
-    return _parse(wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8")
+    return _parse(default_wire() if wire is None else wire)
+
+
+def default_wire() -> str:
+    """The name of the format of calls that pass none, whatever it names: the variable THINWIRE_WIRE, else int8."""
+    return os.environ.get(WIRE_VARIABLE) or "int8"
 
 
 @functools.lru_cache(maxsize=64)

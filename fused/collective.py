@@ -21,13 +21,16 @@ from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
+from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
-from thinwire.fused.partition import describe_signature, signature_of
+from thinwire.fused.partition import describe_signature, signature_of, split_parts
 from thinwire.fused.transport import BEFORE_CAPTURE, ExchangeTransport, Refusal, open_direct, uses_triton, voters
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
+    DONE,
     REDUCE_SCATTER,
+    TAKEN,
     Endpoint,
     ExchangeLayout,
     Job,
@@ -44,12 +47,13 @@ from thinwire.triton_kernels.signal import (
 )
 from thinwire.wire import WireFormat
 
-_KEY = "collectives"
+KEY = "collectives"  # under which a communicator keeps them
 _SLOTS = 2  # of a ring: the second leg's, by parity
 #: Of a slot, and of all of a rank's memory; on a GPU launches should not cost more than what they move.
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
+_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
 
 
 def open_collectives(
@@ -71,7 +75,7 @@ def open_collectives(
         try:
             layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda", comm.integrity != "none")
         except CapacityError as error:
-            return Refusal(_KEY, str(error))
+            return Refusal(KEY, str(error))
 
         def make(memory: SymmetricMemory) -> DirectCollectives:
             kernels: ModuleType
@@ -82,9 +86,9 @@ def open_collectives(
             return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, voters(comm), comm._recorder)
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
-        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
+        return open_direct(comm, KEY, layout.NUM_BYTES, settings, make)
 
-    return comm.attached(_KEY, new)
+    return comm.attached(KEY, new)
 
 
 def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
@@ -132,10 +136,13 @@ class DirectCollectives(ExchangeTransport):
         voters: Exchange | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        super().__init__(_KEY, memory, layout, rank, timeout, voters)
+        super().__init__(KEY, memory, layout, rank, timeout, voters)
+        self._recorder = recorder
         self._phase = _no_phase if recorder is None else recorder.phase
         self._kernels = kernels
+        self._words = self.report.data  # the same, of which a word is read sooner
         self._jobs: dict[tuple[object, ...], Job] = {}
+        self._plain_sums: dict[object, tuple[Job, list[WireFormat]]] = {}  # of plain calls, with their legs' formats
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
 
     def job(
@@ -157,6 +164,7 @@ class DirectCollectives(ExchangeTransport):
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
                 self._jobs.clear()
+                self._plain_sums.clear()
                 self._end.kept.clear()
             self._require_backend((wire, gather_wire))
             record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
@@ -191,8 +199,9 @@ class DirectCollectives(ExchangeTransport):
         """One whole call. On CUDA it is launched on the current stream, and nothing is waited for.
 
         Args:
-            x: 1-D, contiguous: the whole tensor, or this rank's part for ALL_GATHER.
-            out: 1-D, contiguous: the whole tensor, or this rank's part for REDUCE_SCATTER. It may be x (or, where one
+            x: 1-D (with numba's kernels, of any shape), contiguous: the whole tensor, or this rank's part for
+                ALL_GATHER.
+            out: likewise: the whole tensor, or this rank's part for REDUCE_SCATTER. It may be x (or, where one
                 is the whole tensor and the other a part, the place of the part in it).
 
         Raises:
@@ -200,13 +209,14 @@ class DirectCollectives(ExchangeTransport):
             IntegrityError: what arrived is not what was sent; the memory is of no more use.
         """
         self.require_usable()
-        self._prepare(job, x, out)
-        self.take_turn()
+        if self.on_gpu:
+            self._prepare(job, x, out)
+            self.take_turn()
         done = False
         try:
             for chunk in range(job.num_chunks):
                 self._launch(self._end, job, x, out, chunk)
-                if not self.on_gpu:
+                if not self.on_gpu and self._words[REPORT_STATUS] != RUNNING:
                     self.raise_findings()
             done = True
             if not out.is_inference():
@@ -220,13 +230,71 @@ class DirectCollectives(ExchangeTransport):
                 # out the next call says.
                 self.failure = ThinwireError("a collective was interrupted half-way")
 
+    def sum_plainly(
+        self,
+        x: object,
+        out: object,
+        wire: str | WireFormat,
+        gather_wire: str | WireFormat,
+        comm: Communicator,
+    ) -> torch.Tensor | None:
+        """A whole all-reduce, a sum, whose arguments have not been checked; raises as `run`.
+
+        It takes contiguous CPU tensors, and sizes and formats that were summed before: what such calls have in common
+        was decided then. A small call takes microseconds, and most of them would be Python's.
+
+        Args:
+            wire, gather_wire: formats or their names, of any text.
+
+        Returns:
+            The sums, in `out`, or in a new tensor if that is None. None: not done, and not begun either.
+        """
+        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
+            return None
+        if x.is_neg() or not x.is_contiguous() or x.is_nested or not hasattr(self._kernels, "whole"):
+            return None
+        shape, dtype = x.shape, x.dtype
+        if out is not None:
+            if type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED or out.dtype is not dtype:
+                return None
+            if out.is_neg() or not out.is_contiguous() or out.is_nested or out.requires_grad or out.shape != shape:
+                return None
+            if 0 < abs(out.data_ptr() - x.data_ptr()) < x.nbytes:
+                return None
+        key = shape, dtype, wire, gather_wire
+        kept = self._plain_sums.get(key)
+        if kept is None:
+            legs = [resolve_wire(wire), resolve_wire(gather_wire)]
+            parts, row = split_parts(x.numel(), self.world)
+            job = self._jobs.get((ALL_REDUCE, *parts.counts, row, *legs, dtype))
+            if job is None or not shape:
+                return None
+            if len(self._plain_sums) >= _MOST_JOBS:
+                self._plain_sums.clear()
+            kept = self._plain_sums[key] = job, legs
+        recorder = comm._settled_recorder()
+        if recorder.track is not None:  # a trace is told more
+            return None
+        with recorder.begin("all_reduce", shape, dtype, kept[1], "direct"):
+            filled = torch.empty_like(x, memory_format=_CONTIGUOUS) if out is None else out
+            self.run(kept[0], x, filled)
+        return filled
+
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-        kernels, times = self._kernels, (self.wait_seconds(), self.grace)
+        kernels, times, done = self._kernels, (self.wait_seconds(), self.grace), 0
+        whole = getattr(kernels, "whole", None)  # numba's have it
+        if whole is not None and (self._recorder is None or self._recorder.track is None):  # a trace wants phases
+            done = whole(lane, job, x, out, chunk)
+            if done == DONE:
+                return
         self._phase("quantise and store")
-        if job.op == ALL_GATHER:
+        if done:
+            pass
+        elif job.op == ALL_GATHER:
             kernels.send_to_all(lane, job, x, chunk)
         else:
             kernels.scatter(lane, job, x, chunk)
+        if job.op != ALL_GATHER and done != TAKEN:
             self._phase("wait for peers, and sum")
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
             if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:

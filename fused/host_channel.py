@@ -4,13 +4,14 @@ The protocol is that of `thinwire.fused.channel`, the kernel is in `thinwire.tri
 
 A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
 it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
+What calls that are alike have in common is decided in the first of them, and kept.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,33 @@ from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
+from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
 from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
-_INTS = {int}
-_STRIDED = torch.strided
-_MOST_FORMATS = 1024  # that are remembered
+_INTS = frozenset([int])
+_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
+_MOST_KEPT = 1024  # forms of rows, and kinds of plain calls
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _PLACED_BY_THE_KERNEL = Segments([], [])
 _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
+
+
+class _Kind(NamedTuple):
+    """What plain calls of one shape, dtype, wire and shape of the output have in common, with the counts of the last.
+
+    It holds no tensor, and nothing that a caller could change.
+    """
+
+    wire: WireFormat
+    send_counts: list[int]
+    recv_counts: list[int]
+    out_shape: torch.Size
+    words: memoryview  # what such a call brings, but for the addresses
+    details: tuple[object, ...]  # for the flight recorder
 
 
 class HostChannel(Channel):
@@ -51,15 +67,19 @@ class HostChannel(Channel):
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
-        self._words = memoryview(words)
+        self._words = memoryview(words).cast("B").cast("q")
         self._call = words[:scalars]
         self._peers = words[scalars:].reshape(-1, world)
         # What a call brings lies in one stretch, and is written at once.
         first = kernels.SCALARS.index("discard")
+        self._x_word, self._out_word = kernels.SCALARS.index("x"), kernels.SCALARS.index("out")
         self._brought, self._brought_at = struct.Struct(f"{scalars - first + 4 * world}q"), 8 * first
+        self._brought_words = slice(first, scalars + 4 * world)
         self._expects_anything = (-1,) * world + (0,) * world
         self._zeros = (0,) * world
         self._spare: Transfer | None = None  # of `send_plainly`
+        self._kinds: dict[object, _Kind] = {}
+        self._brings: _Kind | None = None  # whose words the kernel has
         self._plainly = kernels.CHECK | kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
@@ -92,7 +112,7 @@ class HostChannel(Channel):
 
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         row_elements = math.prod(tail)
-        if len(self._row_formats) >= _MOST_FORMATS:
+        if len(self._row_formats) >= _MOST_KEPT:
             self._row_formats.clear()
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
@@ -117,6 +137,7 @@ class HostChannel(Channel):
         row_format, sends, recv_buffer = transfer.row_format, transfer.sends, transfer.recv_buffer
         assert transfer.x is not None
         address, expected = 0, self._expects_anything
+        self._brings = None
         if recv_buffer is not None:
             address = recv_buffer.memory.data_ptr()
             expected = (*recv_buffer.segments.counts, *recv_buffer.segments.displs)
@@ -142,75 +163,76 @@ class HostChannel(Channel):
         send_counts: object,
         recv_counts: object,
         out: object,
-        wire: WireFormat,
+        wire: str | WireFormat,
         recorder: FlightRecorder,
     ) -> torch.Tensor | None:
         """One whole call, whose arguments have not been checked; raises as `Transfer.wait`.
 
-        It takes contiguous tensors, lists of ints, and rows of a form that was sent before.
+        It takes contiguous tensors, lists of ints, or equal splits, and rows of a form that was sent before.
+
+        Args:
+            wire: a format or its name, of any text.
 
         Returns:
             The output, filled: `out`, or a new tensor if that is None. None: not done, and not begun either.
         """
         if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
             return None
-        if x.is_neg() or not x.is_contiguous():
+        if x.is_neg() or not x.is_contiguous() or x.is_nested:
+            return None
+        if self._under_way is not None or self.failure is not None or self.closed:
             return None
         shape, dtype = x.shape, x.dtype
-        tail = shape[1:]
-        row_format = self._row_formats.get((tail, dtype, wire))
-        if row_format is None or row_format.record_bytes or dtype.is_complex or not shape:
+        key: tuple[object, ...]
+        if out is None:
+            key = shape, dtype, wire, None, send_counts is None
+        elif type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED or out.dtype is not dtype:
             return None
-        if (
+        elif out.is_neg() or not out.is_contiguous() or out.is_nested:
+            return None
+        else:
+            key = shape, dtype, wire, out.shape, send_counts is None
+        kind = self._kinds.get(key)
+        if send_counts is not None and (
             type(send_counts) is not list
             or type(recv_counts) is not list
-            or not len(send_counts) == len(recv_counts) == self.layout.WORLD
-            or {*map(type, send_counts), *map(type, recv_counts)} != _INTS
-            or self._under_way is not None
-            or self.failure is not None
-            or self.closed
+            or not (_INTS.issuperset(map(type, send_counts)) and _INTS.issuperset(map(type, recv_counts)))
         ):
             return None
-        if out is None:
-            rows = sum(recv_counts)
-            if not 0 <= rows <= _MOST_ROWS:
+        if kind is None or (
+            send_counts is not None and (send_counts != kind.send_counts or recv_counts != kind.recv_counts)
+        ):
+            kind = self._new_kind(key, x, send_counts, recv_counts, out, resolve_wire(wire))
+            if kind is None:
                 return None
+        if out is None:
             try:
-                out = x.new_empty((rows, *tail))
+                if kind.out_shape == shape:  # at half the cost
+                    out = torch.empty_like(x, memory_format=_CONTIGUOUS)
+                else:
+                    out = x.new_empty(kind.out_shape)
             except RuntimeError:  # no memory
                 return None
-        elif type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED:
-            return None
-        elif out.is_neg() or not out.is_contiguous():
-            return None
-        elif out.dtype != dtype or out.dim() != len(shape) or out.shape[1:] != tail:
-            return None
-        try:
-            self._brought.pack_into(
-                self._words, self._brought_at,
-                0, x.data_ptr(), row_format.step, out.data_ptr(), row_format.step, shape[0], out.size(0),
-                *row_format.words, *send_counts, *self._zeros, *recv_counts, *self._zeros,
-            )  # fmt: skip
-        except struct.error:  # a number of more than 64 bits
-            return None
-        details = ("send_counts", send_counts[:], "recv_counts", recv_counts[:])  # the caller may change its lists
-        call = recorder.begin("all_to_all_v", shape, dtype, wire, "direct", details)
+        words = self._words
+        if kind is not self._brings:
+            self._brings = None
+            words[self._brought_words] = kind.words
+            self._brings = kind
+        words[self._x_word], words[self._out_word] = x.data_ptr(), out.data_ptr()
+        call = recorder.begin("all_to_all_v", shape, dtype, kind.wire, "direct", kind.details)
         with call:
             # Whatever interrupts this, the next call finds what there is to end. One that ended as it should serves the
             # next call too; it is nobody else's.
             transfer, self._spare = self._spare, None
-            recv_buffer = RecvBuffer(_PLACED_BY_THE_KERNEL, out)
             if transfer is None:
-                transfer = Transfer(self, row_format, x, row_format.step, _PLACED_BY_THE_KERNEL, recv_buffer)
-            else:
-                transfer.row_format, transfer.x = row_format, x
-                transfer.step, transfer.recv_buffer = row_format.step, recv_buffer
+                transfer = Transfer(self, None, None, 0, _PLACED_BY_THE_KERNEL, None)
+            transfer.x, transfer.out = x, out
             self._under_way = transfer
             if recorder.track is not None:
-                recorder.sent(traffic_of(x, send_counts, self.rank, wire))
+                recorder.sent(traffic_of(x, kind.send_counts, self.rank, kind.wire))
             status = self._kernel(self._call, self._peers, self._plainly)
             if status == RUNNING:
-                self._under_way = transfer.x = transfer.recv_buffer = None  # it shall hold no tensors
+                self._under_way = transfer.x = transfer.out = None  # it shall hold no tensors
                 self._spare = transfer
                 return out
             if status == self._kernels.REFUSED:
@@ -220,8 +242,54 @@ class HostChannel(Channel):
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
             return transfer.wait()
 
+    def _new_kind(
+        self,
+        key: object,
+        x: torch.Tensor,
+        send_counts: Any,
+        recv_counts: Any,
+        out: torch.Tensor | None,
+        wire: WireFormat,
+    ) -> _Kind | None:
+        """What is kept of a plain call; None where it is none."""
+        shape, world = x.shape, self.layout.WORLD
+        tail = shape[1:]
+        row_format = self._row_formats.get((tail, x.dtype, wire))
+        if row_format is None or row_format.record_bytes or x.dtype.is_complex or not shape:
+            return None
+        if send_counts is None:
+            if shape[0] % world:
+                return None
+            send_counts = recv_counts = [shape[0] // world] * world
+        if not len(send_counts) == len(recv_counts) == world:
+            return None
+        rows = sum(recv_counts)
+        if out is None:
+            if not 0 <= rows <= _MOST_ROWS:
+                return None
+            out_shape = torch.Size((rows, *tail))
+        else:
+            out_shape = out.shape
+            if len(out_shape) != len(shape) or out_shape[1:] != tail:
+                return None
+        try:
+            words = self._brought.pack(
+                0, 0, row_format.step, 0, row_format.step, shape[0], out_shape[0],
+                *row_format.words, *send_counts, *self._zeros, *recv_counts, *self._zeros,
+            )  # fmt: skip
+        except struct.error:  # a number of more than 64 bits
+            return None
+        sent, expected = send_counts[:], recv_counts[:]  # the caller may change its lists
+        details = ("send_counts", sent, "recv_counts", expected)
+        if len(self._kinds) >= _MOST_KEPT:
+            self._kinds.clear()
+        kind = self._kinds[key] = _Kind(wire, sent, expected, out_shape, memoryview(words).cast("q"), details)
+        return kind
+
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
         recv_buffer = transfer.recv_buffer
+        if transfer.out is not None:
+            recv_buffer = RecvBuffer(_PLACED_BY_THE_KERNEL, transfer.out)
         if recv_buffer is None and transfer.error is None:
             assert transfer.place is not None
             self._move(todo | self._kernels.HEADERS)
@@ -255,6 +323,7 @@ class HostChannel(Channel):
 
     def _drop(self) -> None:
         """Takes in what is still to come in this call, and keeps none of it."""
+        self._brings = None
         self._call[self._kernels.SCALARS.index("discard")] = 1
         if self._run(self._kernels.DRAIN) == TIMED_OUT:
             self.failure = self.timed_out()

@@ -256,7 +256,13 @@ class _DirectRound(Dispatched):
         self.expert_offsets = self._tensors.expert_offsets
 
     def _read_num_rows(self) -> int:
-        used = int(self.expert_offsets[-1])  # a host synchronisation on CUDA
+        if self._rounds.on_gpu:
+            used = int(self.expert_offsets[-1])  # a host synchronisation
+        else:
+            kept = self._tensors.kept
+            if "offsets" not in kept:
+                kept["offsets"] = self.expert_offsets.numpy().data  # of which a word is read sooner
+            used = kept["offsets"][-1]
         self._rounds.raise_failure(self.lane)
         if not 0 <= used <= self.index.shape[0]:
             raise RoutingError(

@@ -65,7 +65,11 @@ class DirectLanes(DirectTransport, Rounds):
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
         Rounds.__init__(self, config, reason)
         self.kernels = select_round_kernels(config.dispatch_backend)
-        self._scratch_bytes = _scratch_bytes(layout) if config.dispatch_backend.name == "numba" else 0
+        self._scratch_bytes = 0
+        if config.dispatch_backend.name == "numba":
+            from thinwire.triton_kernels.cpu.dispatch import ids_are_experts  # it loads numba
+
+            self._scratch_bytes, self._ids_are_experts = _scratch_bytes(layout), ids_are_experts
         self.lanes = [
             Lane.of(
                 layout,

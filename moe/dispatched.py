@@ -19,6 +19,8 @@ from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Received
 
 MOST_TOKENS = 2**31 - 1
+_MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
+_STRIDED = torch.strided
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
 
@@ -247,6 +249,8 @@ class Rounds:
         self.rounds_begun = [0] * config.lanes
         # A lane, and tokens dispatched on it for which peers are about to make room, and wait for this rank.
         self.owed: tuple[int, int] | None = None
+        self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched on the CPU
+        self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -316,6 +320,32 @@ class Rounds:
     def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """What `dispatch` refuses before anything is sent."""
         config = self.config
+        if not self.on_gpu and _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights):
+            # Shapes and dtypes are looked at once: a decode step is over in microseconds.
+            kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
+            if kind not in self._accepted:
+                self._check_kinds(x, topk_ids, topk_weights)
+                if len(self._accepted) >= _MOST_ACCEPTED:
+                    self._accepted.clear()
+                self._accepted.add(kind)
+        else:
+            self._check_kinds(x, topk_ids, topk_weights)
+        # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
+        if self.on_gpu or not topk_ids.numel():
+            return
+        look = self._ids_are_experts
+        if look is not None and topk_ids.is_contiguous() and not topk_ids.is_neg():
+            if look(topk_ids, config.num_experts):
+                return
+        lowest, highest = (int(bound) for bound in topk_ids.aminmax())
+        if lowest < -1 or highest >= config.num_experts:
+            raise RoutingError(
+                f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
+                "stands for none"
+            )
+
+    def _check_kinds(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        config = self.config
         check_device = config.comm.check_device
         check_device("x", x)
         check_device("topk_ids", topk_ids)
@@ -341,11 +371,8 @@ class Rounds:
             raise RoutingError(
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
             )
-        # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
-        if not self.on_gpu and topk_ids.numel():
-            lowest, highest = (int(bound) for bound in topk_ids.aminmax())
-            if lowest < -1 or highest >= config.num_experts:
-                raise RoutingError(
-                    f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
-                    "stands for none"
-                )
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether it is a dense CPU tensor, and of no class of its own."""
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_nested

@@ -44,6 +44,9 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
 # Legs of an epoch, in the order in which they are signalled; a report calls them phases.
 FIRST_LEG, SECOND_LEG = 0, 1
 
+# How far one launch for a whole chunk came: what is sent is sent; the first leg was taken in, too; or all is done.
+SENT, TAKEN, DONE = 1, 2, 3
+
 # int32 words of a header, behind its flag: ring pieces that follow, and from here on int64 numbers: the count of rows,
 # so many that say what the source is doing, and with checksums the two sums of all these.
 HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE, HEADER_SUMS = 1, 2, 4, 12

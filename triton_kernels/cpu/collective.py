@@ -36,6 +36,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
     row_fits,
     slot_seed,
 )
+from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, load_int64, store_int32, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
@@ -47,10 +48,21 @@ from thinwire.triton_kernels.cpu.signal import (
     publish,
     run_wait,
     signal_line,
+    wait_for_all,
     wait_or_give_up,
 )
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, Endpoint, Job
+from thinwire.triton_kernels.exchange_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    DONE,
+    FIRST_LEG,
+    SECOND_LEG,
+    SENT,
+    TAKEN,
+    Endpoint,
+    Job,
+)
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
@@ -61,6 +73,9 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
+
+_LONGEST_NS = 2**62
+_PATIENCE_NS = 1_000_000  # of `whole`; what has to be waited for longer is worth a few calls more
 
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
@@ -348,6 +363,47 @@ def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, limit, fin
     return ended
 
 
+@device
+def came_soon(buffer_ptrs, control, job, leg):
+    """Whether all flags of a leg come within a moment. Nobody is told if they do not."""
+    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
+    lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
+    until = monotonic_ns() + _PATIENCE_NS
+    return wait_for_all(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, until) == ARRIVED
+
+
+@kernel
+def whole_kernel(
+    numbers, buffer_ptrs, control, parts, report, terms, op, scratch, x, out, chunk, fingerprint=FINGERPRINT
+):
+    """The other kernels, one after the other, as far as no peer lets this rank wait; returns how far."""
+    sends_to_all = 1 if op == ALL_GATHER else 0
+    send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, scratch)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return SENT
+    job = numbers_at(numbers)
+    # The wait is over when it begins: all that it does otherwise needs the host, too.
+    if not came_soon(buffer_ptrs, control, job, FIRST_LEG):
+        return SENT
+    if wait_kernel(numbers, buffer_ptrs, control, report, FIRST_LEG, _LONGEST_NS, 0) != ARRIVED:
+        return SENT
+    leg = FIRST_LEG
+    if op != ALL_GATHER:
+        on = 1 if op == ALL_REDUCE else 0
+        if not reduce_kernel(numbers, buffer_ptrs, control, parts, report, out, on, chunk, terms, scratch):
+            return SENT
+        if op != ALL_REDUCE:
+            return DONE
+        leg = SECOND_LEG
+        if not came_soon(buffer_ptrs, control, job, leg):
+            return TAKEN
+        if wait_kernel(numbers, buffer_ptrs, control, report, leg, _LONGEST_NS, 0) != ARRIVED:
+            return TAKEN
+    if not gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, chunk, scratch):
+        return SENT if op == ALL_GATHER else TAKEN
+    return DONE
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Launchers
 
@@ -381,6 +437,22 @@ def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> bo
 
 def _send(end: Endpoint, job: Job, x: torch.Tensor, sends_to_all: int, chunk: int) -> None:
     send_kernel(*_memory(end, job), x.data_ptr(), sends_to_all, chunk, _padded_row(end, job))
+
+
+def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> int:
+    """All of a chunk in one launch, as far as no peer lets this rank wait: `SENT`, `TAKEN` or `DONE`.
+
+    What is left is for `reduce` and `gather_recv`, in whose waits Python's signal handlers run, and so is what goes
+    wrong. x and out are read and written at their addresses, whatever their shapes.
+    """
+    kept: tuple[tuple[int, ...], int] | None = end.kept.get((job, "whole"))
+    if kept is None:
+        memory = *_memory(end, job), *addresses(end, "report"), _ranks(end.layout.WORLD)[1], job.op
+        num_bytes = max(scratch_bytes(job.row, end.layout.WORLD), job.row * job.dtype.itemsize)
+        kept = end.kept[job, "whole"] = memory, num_bytes
+    memory, num_bytes = kept
+    done: int = whole_kernel(*memory, scratch_of(end, num_bytes), x.data_ptr(), out.data_ptr(), chunk)
+    return done
 
 
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:

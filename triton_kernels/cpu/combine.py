@@ -27,6 +27,7 @@ from thinwire.triton_kernels.cpu.lane import (
     check_dtype,
     check_out,
     destinations,
+    first_arguments,
     mixed_dtypes,
     numbers_at,
     numbers_that_fit,
@@ -34,7 +35,7 @@ from thinwire.triton_kernels.cpu.lane import (
     sum_layout_of,
     token_count,
 )
-from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
+from thinwire.triton_kernels.cpu.launch import scratch_of
 from thinwire.triton_kernels.cpu.round_checksum import (
     combined_fits,
     combined_sums,
@@ -67,6 +68,10 @@ from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
+_SUMMED, _AT_HOME = (
+    ("buffer_ptrs", "control", "report", "positions", "weights"),
+    ("buffer_ptrs", "control", "report"),
+)
 _NO_TAIL = (np.int64(0), np.int64(0))
 
 
@@ -88,6 +93,14 @@ def round_scratch_bytes(layout: RoundLayout) -> int:
     """
     for_sums = 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
     return max(for_sums, scratch_bytes(layout.HIDDEN, layout.SLOTS))
+
+
+def _scratch(lane: Lane) -> int:
+    """Its address, for one kernel at a time. A lane's is of one size, so it is reckoned once."""
+    found: int | None = lane.kept.get("round_scratch")
+    if found is None:
+        found = lane.kept["round_scratch"] = scratch_of(lane, round_scratch_bytes(lane.layout))
+    return found
 
 
 @kernel
@@ -162,13 +175,12 @@ def send_sums(
     encoded = expert_out.dtype == torch.uint8
     width = lane.combine_wire.row_bytes(layout.HIDDEN, dtype) if encoded else layout.HIDDEN
     expert_out = readable_rows(expert_out, width, "expert_out")
-    numbers = numbers_that_fit(lane, dtype)
-    scratch = scratch_of(lane, round_scratch_bytes(layout))
-    memory = addresses(lane, "buffer_ptrs", "control", "report", "positions", "weights")
+    memory = first_arguments(lane, dtype, _SUMMED, numbers_that_fit)
+    scratch = _scratch(lane)
     rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     weight_grads = check_weight_grads(lane, weight_grads)
     grads = 0 if weight_grads is None else weight_grads.data_ptr()
-    result = send_sums_kernel(numbers.address, *memory, *rows, rows_code(expert_out, as_they_are), scratch, grads)
+    result = send_sums_kernel(*memory, *rows, rows_code(expert_out, as_they_are), scratch, grads)
     check_dtype(result, "dtype", dtype)
 
 
@@ -229,11 +241,10 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     layout = lane.layout
     check_out(out, layout.HIDDEN)
     grads = check_home_grads(lane, out, weight_grads)
-    numbers = numbers_that_fit(lane, out.dtype)
-    scratch = scratch_of(lane, round_scratch_bytes(layout))
+    memory = first_arguments(lane, out.dtype, _AT_HOME, numbers_that_fit)
+    scratch = _scratch(lane)
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
-    memory = addresses(lane, "buffer_ptrs", "control", "report")
-    result = sum_home_kernel(numbers.address, *memory, *rows, scratch, 0 if grads is None else grads.data_ptr())
+    result = sum_home_kernel(*memory, *rows, scratch, 0 if grads is None else grads.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

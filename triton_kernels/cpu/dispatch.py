@@ -27,6 +27,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 from thinwire.triton_kernels.cpu.lane import (
     RANKS_BYTES,
     destinations,
+    first_arguments,
     numbers_at,
     numbers_of,
     numbers_that_fit,
@@ -64,6 +65,7 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
+_SENDING = _WAITING = ("buffer_ptrs", "control", "report")
 _ID_TYPES = (torch.int32, torch.int64)
 _ZERO = np.float32(0.0)
 
@@ -159,6 +161,25 @@ def send_tokens_kernel(
     publish(buffer_ptrs, lane.world, lane.rank, lane.signals, epoch)
 
 
+@kernel
+def ids_are_experts_kernel(ids, id_bytes, count, num_experts, fingerprint=FINGERPRINT):
+    """Whether all ids at an address are -1 ... num_experts - 1."""
+    fit = True
+    for place in range(count):
+        expert = load_int64(ids + 8 * place) if id_bytes == 8 else np.int64(load_int32(ids + 4 * place))
+        fit &= -1 <= expert < num_experts
+    return fit
+
+
+def ids_are_experts(topk_ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether all ids are -1 ... num_experts - 1, of a contiguous int32 or int64 tensor; a tenth of what torch takes.
+
+    Raises TransportUnavailable without numba.
+    """
+    fit: bool = ids_are_experts_kernel(topk_ids.data_ptr(), topk_ids.itemsize, topk_ids.numel(), num_experts)
+    return fit
+
+
 def send_tokens(
     lane: Lane,
     x: torch.Tensor,
@@ -185,11 +206,10 @@ def send_tokens(
         )
     if topk_ids.dtype not in _ID_TYPES:
         raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
-    numbers = numbers_that_fit(lane, x.dtype)
+    memory = first_arguments(lane, x.dtype, _SENDING, numbers_that_fit)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    memory = *addresses(lane, "buffer_ptrs", "control", "report"), x.data_ptr(), x.stride(0) * x.itemsize
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    send_tokens_kernel(numbers.address, *memory, ids, topk_ids.itemsize, weights, tokens, tag)
+    send_tokens_kernel(*memory, x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens, tag)
 
 
 def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
@@ -270,6 +290,4 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     """
     if phase not in (DISPATCH, COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
-    numbers = numbers_of(lane)
-    memory = addresses(lane, "buffer_ptrs", "control", "report")
-    run_wait(partial(wait_kernel, numbers.address, *memory, phase), timeout, grace)
+    run_wait(partial(wait_kernel, *first_arguments(lane, None, _WAITING), phase), timeout, grace)

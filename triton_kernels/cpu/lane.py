@@ -5,6 +5,7 @@ Kernels of a round take the address of a lane's *numbers*: sizes and offsets, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import NONE
+from thinwire.triton_kernels.cpu.launch import addresses
 from thinwire.triton_kernels.cpu.signal import signal_line
 from thinwire.triton_kernels.round_layout import (
     DTYPE_BITS,
@@ -109,12 +111,33 @@ def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
     return numbers
 
 
-def numbers_that_fit(lane: Lane, dtype: torch.dtype) -> Numbers:
+def numbers_that_fit(lane: Lane, dtype: torch.dtype | None) -> Numbers:
     """The same, or WireFormatError for a dtype whose records are larger than the lane's slots."""
     numbers = numbers_of(lane, dtype)
     if numbers.refusal:
         raise WireFormatError(numbers.refusal)
     return numbers
+
+
+def first_arguments(
+    lane: Lane,
+    dtype: torch.dtype | None,
+    names: tuple[str, ...],
+    look: Callable[[Lane, torch.dtype | None], Numbers] = numbers_of,
+) -> tuple[int, ...]:
+    """What a kernel takes first: the address of what `look` gives, and those of the lane's tensors of these names.
+
+    One look-up, since a round has several kernels, and those of a few tokens take microseconds. Calls with the same
+    dtype and names have the same `look`.
+
+    Raises:
+        WireFormatError, RoutingError: as `look`.
+    """
+    found: tuple[int, ...] | None = lane.kept.get((dtype, names))
+    if found is None:
+        numbers = look(lane, dtype)
+        found = lane.kept[dtype, names] = numbers.address, *addresses(lane, *names)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,13 +31,12 @@ from thinwire.triton_kernels.cpu.lane import (
     WRITTEN,
     check_dtype,
     check_out,
+    first_arguments,
     mixed_dtypes,
     numbers_at,
-    numbers_of,
     record_layout_of,
     token_count,
 )
-from thinwire.triton_kernels.cpu.launch import addresses
 from thinwire.triton_kernels.cpu.round_checksum import lines_fit, planes_fit, record_fits
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
@@ -45,6 +44,10 @@ from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 #: What `gather_kernel` returns, beside what other kernels do: the index or the offsets are not what routing wrote.
 _OVERWRITTEN = 3
 _ZERO = np.float32(0.0)
+_ROUTED = (
+    "buffer_ptrs", "control", "report", "index", "expert_counts", "expert_offsets", "positions", "weights",
+)  # fmt: skip
+_GATHERED = ("buffer_ptrs", "control", "report", "index", "expert_offsets")
 
 
 @device
@@ -178,9 +181,7 @@ def route_kernel(
 
 def route(lane: Lane) -> None:
     """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used."""
-    numbers = numbers_of(lane)
-    rows = addresses(lane, "index", "expert_counts", "expert_offsets", "positions", "weights")
-    route_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control", "report"), *rows)
+    route_kernel(*first_arguments(lane, None, _ROUTED))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,10 +234,9 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     check_out(out, lane.layout.HIDDEN)
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
-    numbers = numbers_of(lane, out.dtype)
-    memory = addresses(lane, "buffer_ptrs", "control", "report", "index", "expert_offsets")
+    memory = first_arguments(lane, out.dtype, _GATHERED)
     rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
-    result = gather_kernel(numbers.address, *memory, *rows, overflow.data_ptr())
+    result = gather_kernel(*memory, *rows, overflow.data_ptr())
     check_dtype(result, "out", out.dtype)
     if result == _OVERWRITTEN:
         raise RoutingError("index or expert_offsets were written into since they were routed; they are to be read only")

@@ -1,0 +1,313 @@
+"""What plain calls keep from each other never shows: any sequence of them gives what communicators without a past give.
+
+The first call of a communicator knows nothing yet, so each call is made twice: on a communicator that has made all the
+others before, and on one that is new.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import thinwire as tw
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.fused import collective, host_channel
+from thinwire.fused.all_gather import all_gather
+from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.collective import DirectCollectives
+from thinwire.fused.host_channel import HostChannel
+from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels.exchange_layout import DONE, SENT, TAKEN
+from thinwire.wire import WireFormat
+
+WORLD = 2
+TAILS = ((), (8,), (3, 5))
+DTYPES = (torch.float32,) * 4 + (torch.bfloat16, torch.int64, torch.complex64)
+WIRES = (*("none", "int8") * 3, "int4", WireFormat("none"), WireFormat.parse("int8"), "int9")
+Call = Callable[[Communicator], Any]
+
+
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """The same elsewhere, as both calls of a pair shall find it."""
+    if x.is_neg():
+        return x  # a copy would be positive
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def odd(rng: random.Random, x: torch.Tensor) -> Any:
+    """What looks like x, and is not plain."""
+    kind = rng.randrange(8)
+    if kind == 0 and x.dim():
+        return x.repeat_interleave(2, 0)[::2]
+    if kind == 1 and x.is_floating_point():
+        return torch._neg_view(-x)  # the memory has the other sign
+    if kind == 2:
+        return x.to_sparse() if x.dim() and x.dtype != torch.bfloat16 else x
+    if kind == 3:
+        with FakeTensorMode() as mode:
+            return mode.from_tensor(x)
+    if kind == 4:
+        return x.to("meta")
+    if kind == 5 and x.dim() > 1 and x.dtype == torch.float32:
+        return torch.nested.nested_tensor([torch.zeros(x.shape[1:])] * 2)
+    if kind == 6 and x.is_floating_point():
+        return x.clone().requires_grad_()
+    return torch.nn.Parameter(x.clone(), requires_grad=False)
+
+
+def all_to_all(kind: random.Random, rng: random.Random, rank: int) -> Call:
+    """A call of a kind, which all ranks make alike; what is wrong, or odd, is so on all of them."""
+    tail, dtype, wire = kind.choice(TAILS), kind.choice(DTYPES), kind.choice(WIRES)
+    rows: Any = [[kind.choice((0, 1, 1, 1, 2)) for _ in range(WORLD)] for _ in range(WORLD)]
+    equal = kind.random() < 0.4
+    if equal:
+        rows = [[kind.choice((0, 1, 2))] * WORLD] * WORLD
+    sends, receives = list(rows[rank]), [rows[peer][rank] for peer in range(WORLD)]
+    spare, filled, wrong, strange, mode = (rng.random() for _ in range(5))
+    seed = rng.randrange(1 << 30)
+    generator = torch.Generator().manual_seed(seed + rank)
+    x: Any = (torch.randn(sum(sends) + (equal and spare < 0.1), *tail, generator=generator) * 9).to(dtype)
+    if strange < 0.15:
+        x = odd(rng, x)
+    if wrong < 0.2 and not equal:
+        counts, value = rng.choice((sends, receives)), rng.choice((True, 1.0, -1, 1 << 63, 1 << 70, "1", None, 77))
+        if value != 77 or counts is sends:  # a rank that expects what nobody sends would be alone with that
+            counts[rng.randrange(WORLD)] = value
+    elif wrong < 0.25 and not equal:
+        rng.choice((sends, receives)).append(0)
+    shape_of_out = rng.random()
+    expected = sum(rows[peer][rank] for peer in range(WORLD)) + (2 if spare < 0.3 else 0)
+
+    def call(comm: Communicator) -> Any:
+        out = None
+        if filled < 0.5:
+            shape = (expected + (shape_of_out < 0.1), *tail) if shape_of_out < 0.9 else (max(0, expected - 1), *tail, 1)
+            out = torch.full(shape, 5, dtype=torch.float16 if shape_of_out < 0.05 else dtype)
+        given = fresh(x) if type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested else x
+        counts = () if equal else (sends[:], receives[:])
+        with torch.inference_mode() if mode < 0.2 else torch.enable_grad():
+            y: Any = all_to_all_v(given, *counts, out=out, wire=wire, comm=comm)
+        for values in counts:
+            values[:] = [7] * len(values)  # they are the caller's
+        assert out is None or y is out
+        if y.requires_grad:
+            y.float().sum().backward()
+            return y.detach(), given.grad
+        return y, y.is_inference()
+
+    return call
+
+
+def sums(kind: random.Random, rng: random.Random, rank: int) -> Call:
+    """An all-reduce of a kind, likewise."""
+    shape = kind.choice(((), (0,), (1,), (7, 3), (7, 3), (21,), (3000,)))
+    dtype, wire, gather_wire = kind.choice(DTYPES), kind.choice(WIRES), kind.choice((None, None, *WIRES))
+    op = rng.choice(("sum",) * 6 + ("max", "nonsense"))
+    strange, where, mode = (rng.random() for _ in range(3))
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30) + rank)
+    x: Any = (torch.randn(shape, generator=generator) * 9).to(dtype)
+    if strange < 0.15:
+        x = odd(rng, x)
+
+    def call(comm: Communicator) -> Any:
+        plain = type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.device.type == "cpu"
+        given, out = fresh(x) if plain else x, None
+        if where < 0.2 and plain:
+            out = given
+        elif where < 0.4 and plain:
+            out = torch.full(shape, 5, dtype=dtype)
+        elif where < 0.5 and plain and x.numel() > 1:
+            both = torch.zeros(x.numel() + 1, dtype=dtype)
+            given, out = both[1:].view(shape).copy_(x.detach()), both[:-1].view(shape)  # they overlap
+        elif where < 0.6:
+            out = torch.zeros(2, 2, dtype=dtype)
+        with torch.inference_mode() if mode < 0.2 else torch.enable_grad():
+            y: Any = all_reduce(given, op, out=out, wire=wire, gather_wire=gather_wire, comm=comm)
+        if y.requires_grad:
+            y.float().sum().backward()
+            return y.detach(), given.grad
+        return y, y.is_inference()
+
+    return call
+
+
+def outcome(call: Call, comm: Communicator) -> tuple[Any, ...]:
+    try:
+        y, beside = call(comm)
+    except Exception as error:
+        return type(error), str(error)
+    octets = y.resolve_conj().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist()
+    return y.dtype, y.shape, y.stride(), octets, str(beside)
+
+
+def compare(comm: Communicator, seed: int, calls: int) -> tuple[int, int]:
+    """How many calls raised, and how many went by what earlier ones had left."""
+    rng, raised, served = random.Random(seed), 0, 0
+    kinds = [rng.randrange(1 << 30) for _ in range(12)]  # few, so that they come again
+    for number in range(calls):
+        kind = random.Random(rng.choice(kinds))
+        call = kind.choice((all_to_all, sums))(kind, rng, comm.rank)
+        with comm.split(groups=[[*range(WORLD)]]) as new:
+            expected = outcome(call, new)
+        before = kept_by(comm)
+        got = outcome(call, comm)
+        assert got == expected, f"seed {seed}, call {number}"
+        raised += isinstance(expected[0], type)
+        served += not isinstance(expected[0], type) and kept_by(comm) == before
+    return raised, served
+
+
+def kept_by(comm: Communicator) -> list[int]:
+    channel, reduces = comm.attached("all_to_all_v"), comm.attached("collectives")
+    kinds = [*channel._kinds.values()] if isinstance(channel, HostChannel) else []
+    return [*map(id, kinds), *map(id, reduces._plain_sums.values() if isinstance(reduces, DirectCollectives) else ())]
+
+
+@pytest.mark.parametrize("seed", exhaustive_but([0], range(25)))
+def test_any_sequence_of_calls_gives_what_new_communicators_give(seed: int) -> None:
+    for raised, served in run_ranks(compare, WORLD, seed, 150, mode="thread"):
+        assert raised and served > 20
+
+
+def test_nothing_holds_what_callers_passed() -> None:
+    with tw.init() as comm:
+        held = []
+        for _ in range(3):
+            x, out = torch.ones(2, 8), torch.empty(2, 8)
+            all_to_all_v(x, [2], [2], out=out, wire="none", comm=comm)
+            held += [weakref.ref(tensor) for tensor in (x, out, all_to_all_v(x, comm=comm))]
+            held += [weakref.ref(tensor) for tensor in (all_reduce(x, comm=comm), all_reduce(x, out=out, comm=comm))]
+        del x, out
+        gc.collect()
+        assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_what_is_kept_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_channel, "_MOST_KEPT", 3)
+    monkeypatch.setattr(collective, "_MOST_JOBS", 3)
+    with tw.init() as comm:
+        for size in [*range(1, 8), *range(1, 8)]:
+            x = torch.arange(float(size)).view(1, size)
+            for _ in range(3):
+                assert torch.equal(all_to_all_v(x, wire="none", comm=comm), x)  # type: ignore[arg-type]
+                assert torch.equal(all_reduce(x, wire="none", comm=comm), x)  # type: ignore[arg-type]
+        assert len(comm.attached("all_to_all_v")._kinds) <= 3
+        assert len(comm.attached("collectives")._plain_sums) <= 3
+
+
+def test_the_environment_is_looked_at_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 256)
+    with tw.init() as comm:
+        for name in ("none", "int8", "int4", "none", "nonsense", "int8"):
+            monkeypatch.setenv("THINWIRE_WIRE", name)
+            for function in (all_to_all_v, all_reduce):
+                for _ in range(3):
+                    if name == "nonsense":
+                        with pytest.raises(WireFormatError, match="nonsense"):
+                            function(x, comm=comm)
+                    else:
+                        assert torch.equal(function(x, comm=comm), function(x, wire=name, comm=comm))  # type: ignore[arg-type]
+
+
+def test_an_asynchronous_call_ends_before_a_plain_one_that_is_kept() -> None:
+    with tw.init() as comm:
+        x, y = torch.randn(3, 8), torch.randn(3, 8)
+        for _ in range(3):
+            all_to_all_v(x, [3], [3], wire="none", comm=comm)
+        work: Any = all_to_all_v(y, [1], [1], wire="none", comm=comm, async_op=True)
+        assert torch.equal(all_to_all_v(x, [3], [3], wire="none", comm=comm), x)  # type: ignore[arg-type]
+        assert torch.equal(work.wait(), y[:1])
+        assert torch.equal(all_to_all_v(x, [3], [3], wire="none", comm=comm), x)  # type: ignore[arg-type]
+
+
+def test_counts_may_be_changed_in_place() -> None:
+    with tw.init() as comm:
+        x, counts = torch.randn(3, 8), [1]
+        for rows in (1, 1, 2, 3, 0, 3, 1):
+            counts[0] = rows
+            assert torch.equal(all_to_all_v(x, counts, counts, wire="none", comm=comm), x[:rows])  # type: ignore[arg-type]
+
+
+def test_a_closed_communicator_is_refused_however_often_it_was_called() -> None:
+    comm, x = tw.init(), torch.ones(2, 8)
+    for _ in range(3):
+        all_to_all_v(x, comm=comm), all_reduce(x, comm=comm)
+    comm.close()
+    for function in (all_to_all_v, all_reduce):
+        with pytest.raises(ThinwireError, match="closed"):
+            function(x, comm=comm)
+
+
+def test_a_thorough_call_in_between_leaves_nothing_behind() -> None:
+    with tw.init() as comm:
+        x, out = torch.randn(3, 8), torch.empty(3, 8)
+        for rows in (1, 0, 1, 0):
+            for _ in range(2):
+                out.zero_()
+                assert torch.equal(all_to_all_v(x, [3], [3], out=out, wire="none", comm=comm), x)  # type: ignore[arg-type]
+            moved: Any = all_to_all_v(x, [rows], [rows], send_displs=[2], recv_displs=[1], wire="none", comm=comm)
+            assert torch.equal(moved[1:], x[2 : 2 + rows])
+
+
+def late(comm: Communicator, name: str, events: dict[str, threading.Event]) -> list[int]:
+    """How far rank 0 comes in one launch where rank 1 is late for the call, and where it is late for its second leg."""
+    function: Any = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[name]
+    x, done = torch.arange(6.0) + comm.rank, list[int]()
+    expected = function(x, wire="int8", comm=comm)
+
+    def check() -> None:
+        assert torch.equal(function(x, wire="int8", comm=comm), expected)
+
+    end = comm.attached("collectives")
+    kernels = end._kernels
+    if comm.rank == 0:
+
+        def whole(*arguments: Any) -> int:
+            done.append(kernels.whole(*arguments))
+            events[f"launched {len(done)}"].set()
+            return done[-1]
+
+        end._kernels = SimpleNamespace(whole=whole, reduce=kernels.reduce, gather_recv=kernels.gather_recv)
+        check()
+        events["sent"].wait()
+        check()
+        return done
+    events["launched 1"].wait()
+    check()
+
+    def scatter(*arguments: Any) -> None:
+        kernels.scatter(*arguments)
+        events["sent"].set()
+        if name == "all_reduce":
+            events["launched 2"].wait()
+
+    by_step = {step: getattr(kernels, step) for step in ("send_to_all", "reduce", "gather_recv")}
+    end._kernels = SimpleNamespace(scatter=scatter, **by_step)
+    if name == "all_gather":  # of one leg
+        events["sent"].set()
+    check()
+    return done
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_rank_that_is_late_is_waited_for_step_by_step(name: str) -> None:
+    events = {event: threading.Event() for event in ("launched 1", "sent", "launched 2")}
+    came = run_ranks(late, WORLD, name, events, mode="thread")[0]
+    assert came[0] == SENT and len(came) == 2
+    assert came[1] == {"all_reduce": TAKEN, "reduce_scatter": DONE}.get(name, came[1])
