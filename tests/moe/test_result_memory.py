@@ -111,3 +111,32 @@ def _close_one(comm: Communicator, ep: tw.ExpertParallel) -> None:
 @pytest.mark.parametrize("close", [_close_both, _close_one], ids=["communicator", "expert parallel"])
 def test_close_gives_memory_back_but_for_what_is_held(close: Callable[..., None]) -> None:
     run_ranks(_given_back, 2, "direct", close, mode="thread")
+
+
+def _compiled(comm: Communicator, transport: str) -> bool:
+    with parallel(comm, transport) as ep:
+        x, ids, weights = inputs(comm, 0)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            d = ep.dispatch(x * 2, ids, weights)
+            rows, _ = d.gather(3 * TOKENS)
+            return ep.combine(rows * rows, d) + x
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for scale in (1.0, 3.0, 5.0):
+            found = []
+            for function in (compiled, layer):
+                given = (scale * x).requires_grad_()
+                function(given).square().sum().backward()
+                assert given.grad is not None
+                found.append((function(given).detach(), given.grad))
+            assert all(map(torch.equal, *found))
+        with torch.inference_mode():
+            assert torch.equal(compiled(x), layer(x))
+        return comm.memory_bytes > 0
+
+
+@pytest.mark.exhaustive
+@TRANSPORTS
+def test_compiled_rounds_are_pythons_in_memory_that_is_used_again(transport: str) -> None:
+    assert all(run_ranks(_compiled, 2, transport, timeout=300))
