@@ -402,6 +402,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
+            *([f"memory of results: {self.memory_bytes / 2**20:.0f} MiB kept"] if self.memory_bytes else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),
         ]
@@ -438,6 +439,7 @@ class Communicator(Collectives):
         self._closed = True
         for attachment in self._attachments.values():
             attachment.close()
+        self._result_memory.clear()
         for work in self._unfinished:
             work.give_up(
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")

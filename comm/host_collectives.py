@@ -20,6 +20,7 @@ from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
+from thinwire.comm.result_memory import ResultMemory
 from thinwire.comm.tensors import require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.trace_events import Trace
@@ -91,6 +92,7 @@ class HostCollectives:
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, _place_in_world(exchange)
         )
         self._attachments: dict[str, Attachment] = {}
+        self._result_memory = ResultMemory(exchange.size)
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
@@ -151,6 +153,17 @@ class HostCollectives:
     def in_process(self) -> bool:
         """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
         return isinstance(self._exchange, ThreadExchange)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this rank keeps for large results on the CPU, whether any result uses them now or not.
+
+        Memory of a result that nothing refers to any more is used again for a later one of about its size. There is
+        never more of it than twice what results took at once, nor than this rank's part of a quarter of what was
+        available when the first was made; what was used least recently goes first. `close` gives it back, and so does
+        that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
+        """
+        return self._result_memory.num_bytes
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.

@@ -188,7 +188,8 @@ def all_to_all_v(
         if out is not None:
             return RecvBuffer(receives, out)
         # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
-        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero=sum(counts) != receives.rows))
+        zero = sum(counts) != receives.rows
+        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero, comm._result_memory))
 
     placed = None
     if counts is not None:

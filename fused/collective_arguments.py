@@ -130,7 +130,7 @@ class Call:
         with self.recorded(details) as entry, torch.no_grad():
             direct = None if self.exactly else self._choose()
             entry[TRANSPORT] = "staged" if direct is None else "direct"
-            target = x.new_empty(shape) if out is None else out
+            target = comm._result_memory.new_empty(x, shape) if out is None else out
             finish = None
             if direct is not None:
                 job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)

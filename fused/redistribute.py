@@ -165,7 +165,7 @@ def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
     if step.op == "all_gather":
         group = step.group_of(rank)
         moved = all_gather(x.reshape(-1), **through)
-        out = x.new_empty(shape)
+        out = link.comm._result_memory.new_empty(x, shape)
         for member, part in zip(group, moved.chunk(len(group)), strict=True):
             out[_within(step.held[member], step.wanted[rank])] = part.view(x.shape)
         return out
@@ -174,7 +174,7 @@ def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
     flat = torch.cat(parts) if parts else x.new_empty(0)
     counts = [num_elements(block) for block in receives]
     moved = all_to_all_v(flat, [num_elements(block) for block in sends], counts, **through)
-    out = x.new_empty(shape)
+    out = link.comm._result_memory.new_empty(x, shape)
     for block, part in zip(receives, moved.split(counts), strict=True):
         if block is not None:
             place = _within(block, step.wanted[rank])

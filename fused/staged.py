@@ -72,7 +72,9 @@ class StagedExchange:
             piece_rows: of a piece of a pair's records; None: about `piece_bytes`.
         """
         recorder, slots = comm._recorder, dense_segments(recv_counts)
-        received = torch.empty(sum(recv_counts), record_bytes, dtype=torch.uint8, device=comm.device)
+        octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
+        received = comm._result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
+        packed = comm._result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
         piece_rows = piece_rows or max(1, piece_bytes(comm._exchange.backend) // record_bytes)
         pieces = []
         for start in range(0, max(*recv_counts, *(send_counts or [0])), piece_rows):
@@ -84,7 +86,7 @@ class StagedExchange:
                 pack(start, stop, incoming[comm.rank])
             else:
                 shares = dense_segments(send_counts).within(start, stop).counts
-                sent = torch.empty(sum(shares), record_bytes, dtype=torch.uint8, device=comm.device)
+                sent, packed = packed.split([sum(shares), len(packed) - sum(shares)])
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
                 incoming[comm.rank].copy_(outgoing[comm.rank])

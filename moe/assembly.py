@@ -319,6 +319,7 @@ class Assembly:
         self._rounds.close()
         if self._backward is not None:
             self._backward.close()
+        self.comm._result_memory.clear()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -289,7 +289,8 @@ class _DirectRound(Dispatched):
 
     def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
-        tokens = new_rows(self._nothing, capacity, (self._rounds.config.hidden_size,))
+        config = self._rounds.config
+        tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm._result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
         self._rounds.kernels.gather(tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)

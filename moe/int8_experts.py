@@ -90,8 +90,9 @@ class Int8Experts(nn.Module):
         count = min(most, capacity) if capacity is not None else d._read_num_rows() if rows.index.is_cpu else most
         product = select_expert_gemm(rows.records.device, rows.wire)
         index, offsets = rows.index[:count], d.expert_offsets
-        inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),))
-        out = new_rows(torch.empty(0, dtype=d._dtype, device=rows.records.device), count, (hidden,))
+        memory, like = d._rounds.config.comm._result_memory, torch.empty(0, dtype=d._dtype, device=rows.records.device)
+        inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),), memory=memory)
+        out = new_rows(like, count, (hidden,), memory=memory)
         # A model that is cast as a whole has scales of 16 bits; kernels read float32.
         inward = Int8Weights(self.w_in, self.s_in.float(), hidden, self.gated, activate=not self.gated)
         product(rows.records, rows.wire, index, offsets, inward, inner, INNER_WIRE)

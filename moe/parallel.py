@@ -417,7 +417,8 @@ class ExpertParallel(Assembly):
         if expert_out.is_neg():
             expert_out = expert_out.resolve_neg()
         if out is None:
-            out = expert_out.new_empty(d._num_sent, self.hidden_size, dtype=d._dtype)
+            shape = d._num_sent, self.hidden_size
+            out = self.comm._result_memory.new_empty(expert_out, shape, d._dtype)
         rounds = self._rounds
         told, mark = rounds.legs_told(d.lane), self.comm._settled_recorder().mark
         try:

@@ -170,7 +170,9 @@ class StagedRound(Dispatched):
         """Records by number at places among so many rows, the others of which are zero."""
         config = self._rounds.config
         like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
-        tokens = new_rows(like, num_rows, (config.hidden_size,), zero=True)
+        # Places are different ones, so as many as there are rows leave none of them to be zero.
+        zero, memory = len(places) < num_rows, config.comm._result_memory
+        tokens = new_rows(like, num_rows, (config.hidden_size,), zero, memory)
         config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
         return tokens
 
@@ -245,9 +247,10 @@ class StagedPlan(GradientPlan):
         arrived = self._exchange(
             "backward of combine", self._sends.counts, self._recv_counts, row_bytes, pack, dy.shape
         )
-        rows = new_rows(dy, num_rows, (config.hidden_size,), zero=True)
         fits = arrival.rows < num_rows
-        config.grad_backend.unpack_rows(arrived, config.grad_wire, arrival.index[fits], arrival.rows[fits], rows)
+        index, places = arrival.index[fits], arrival.rows[fits]
+        rows = new_rows(dy, num_rows, (config.hidden_size,), len(places) < num_rows, config.comm._result_memory)
+        config.grad_backend.unpack_rows(arrived, config.grad_wire, index, places, rows)
         weights = arrival.weights.new_zeros(num_rows)
         fits = (arrival.positions >= 0) & (arrival.positions < num_rows)
         weights[arrival.positions[fits]] = arrival.weights[fits]
@@ -287,7 +290,7 @@ class StagedPlan(GradientPlan):
         )
         dx = dw = None
         if self.wants.rows:
-            dx = torch.empty(self._num_tokens, hidden, dtype=self._dtype, device=device)
+            dx = config.comm._result_memory.new_empty(rows, (self._num_tokens, hidden), self._dtype)
             config.grad_backend.sum_records(home[:, :row_bytes], self._sends.record_index, wire, dx)
         if self.wants.weights:  # all but one of an expert's are zero
             tails = _floats(home.view(torch.int32)[:, tail], config.weight_dtype)
