@@ -82,10 +82,10 @@ def all_reduce(
         comm = communicator_or_default(comm)
         direct = comm._attachments.get(KEY)
         first = default_wire() if wire is None else wire
-        second = first if gather_wire is None else gather_wire
-        if type(direct) is DirectCollectives and type(first) in _NAMES and type(second) in _NAMES:
-            if not (is_auto(first) or is_auto(second)):
-                summed = direct.sum_plainly(x, out, first, second, comm)
+        named = type(first) in _NAMES and (gather_wire is None or type(gather_wire) in _NAMES)
+        if type(direct) is DirectCollectives and named:
+            if not (is_auto(first) or is_auto(gather_wire)):
+                summed = direct.sum_plainly(x, out, first, gather_wire, comm)
                 if summed is not None:
                     return summed
     if wants_gradient(x):

@@ -148,13 +148,13 @@ def all_to_all_v(
     if wire is None:
         wire = default_wire()
     ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
-    if ordinary and (send_counts is None) == (recv_counts is None) and type(wire) in _NAMES:
+    named, wire = wire, resolve_wire(wire)
+    if ordinary and (send_counts is None) == (recv_counts is None) and type(named) in _NAMES:
         plain = comm.attached("all_to_all_v")
         if type(plain) is HostChannel:
-            moved = plain.send_plainly(x, send_counts, recv_counts, out, wire, comm._recorder)
+            moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
             if moved is not None:
                 return moved
-    wire = resolve_wire(wire)
     if wants_gradient(x):
         require_linear("all_to_all_v", out, async_op)
         if send_counts is not None:

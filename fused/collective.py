@@ -18,6 +18,7 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.backend import select_backend
@@ -235,7 +236,7 @@ class DirectCollectives(ExchangeTransport):
         x: object,
         out: object,
         wire: str | WireFormat,
-        gather_wire: str | WireFormat,
+        gather_wire: str | WireFormat | None,
         comm: Communicator,
     ) -> torch.Tensor | None:
         """A whole all-reduce, a sum, whose arguments have not been checked; raises as `run`.
@@ -244,7 +245,7 @@ class DirectCollectives(ExchangeTransport):
         was decided then. A small call takes microseconds, and most of them would be Python's.
 
         Args:
-            wire, gather_wire: formats or their names, of any text.
+            wire, gather_wire: formats or their names, of any text; None, for the second, means the first.
 
         Returns:
             The sums, in `out`, or in a new tensor if that is None. None: not done, and not begun either.
@@ -264,9 +265,10 @@ class DirectCollectives(ExchangeTransport):
         key = shape, dtype, wire, gather_wire
         kept = self._plain_sums.get(key)
         if kept is None:
-            legs = [resolve_wire(wire), resolve_wire(gather_wire)]
+            # As entries of other ways have it, which ranks are compared by.
+            legs = [resolve_wire(wire)] if gather_wire is None else [resolve_wire(wire), resolve_wire(gather_wire)]
             parts, row = split_parts(x.numel(), self.world)
-            job = self._jobs.get((ALL_REDUCE, *parts.counts, row, *legs, dtype))
+            job = self._jobs.get((ALL_REDUCE, *parts.counts, row, legs[0], legs[-1], dtype))
             if job is None or not shape:
                 return None
             if len(self._plain_sums) >= _MOST_JOBS:
@@ -276,7 +278,11 @@ class DirectCollectives(ExchangeTransport):
         if recorder.track is not None:  # a trace is told more
             return None
         with recorder.begin("all_reduce", shape, dtype, kept[1], "direct"):
-            filled = torch.empty_like(x, memory_format=_CONTIGUOUS) if out is None else out
+            filled = out
+            if filled is None and x.nbytes < LEAST_BYTES:
+                filled = torch.empty_like(x, memory_format=_CONTIGUOUS)  # at half the cost
+            elif filled is None:
+                filled = comm._result_memory.new_empty(x, shape)
             self.run(kept[0], x, filled)
         return filled
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
@@ -164,7 +165,7 @@ class HostChannel(Channel):
         recv_counts: object,
         out: object,
         wire: str | WireFormat,
-        recorder: FlightRecorder,
+        comm: Communicator,
     ) -> torch.Tensor | None:
         """One whole call, whose arguments have not been checked; raises as `Transfer.wait`.
 
@@ -207,13 +208,13 @@ class HostChannel(Channel):
                 return None
         if out is None:
             try:
-                if kind.out_shape == shape:  # at half the cost
+                if kind.out_shape == shape and x.nbytes < LEAST_BYTES:  # at half the cost
                     out = torch.empty_like(x, memory_format=_CONTIGUOUS)
                 else:
-                    out = x.new_empty(kind.out_shape)
+                    out = comm._result_memory.new_empty(x, kind.out_shape)
             except RuntimeError:  # no memory
                 return None
-        words = self._words
+        words, recorder = self._words, comm._recorder
         if kind is not self._brings:
             self._brings = None
             words[self._brought_words] = kind.words

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,6 +34,7 @@ from thinwire.fused.collective import DirectCollectives
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.cpu import collective as numba_kernels
 from thinwire.triton_kernels.exchange_layout import DONE, SENT, TAKEN
 from thinwire.wire import WireFormat
 
@@ -311,3 +313,45 @@ def test_a_rank_that_is_late_is_waited_for_step_by_step(name: str) -> None:
     came = run_ranks(late, WORLD, name, events, mode="thread")[0]
     assert came[0] == SENT and len(came) == 2
     assert came[1] == {"all_reduce": TAKEN, "reduce_scatter": DONE}.get(name, came[1])
+
+
+def sums_after_others_were_forgotten(comm: Communicator) -> list[float]:
+    x = torch.arange(64.0)
+    for _ in range(3):
+        all_reduce(x, wire="none", comm=comm)
+    comm.barrier()
+    numba_kernels._ranks.cache_clear()  # as groups of many other sizes in the process do
+    gc.collect()
+    littered = [np.full(WORLD, -1, np.int64) for _ in range(1000)]  # in memory of that size
+    comm.barrier()
+    summed = all_reduce(x, wire="none", comm=comm)
+    del littered
+    return summed.tolist()
+
+
+def test_what_kernels_have_the_address_of_is_kept_with_it() -> None:
+    assert run_ranks(sums_after_others_were_forgotten, WORLD, mode="thread") == [torch.arange(0.0, 128, 2).tolist()] * 2
+
+
+def entries(comm: Communicator) -> list[tuple[Any, ...]]:
+    for gather_wire in (None, "none", "int8"):
+        for number in range(3):
+            x = torch.ones(8, 16)[:, ::2] if comm.rank and number else torch.ones(8, 8)
+            all_reduce(x, wire="int8", gather_wire=gather_wire, comm=comm)
+    made = [entry for entry in comm._recorder._entries if entry is not None and entry[1] == "all_reduce"]
+    return [(entry[1], tuple(entry[2]), str(entry[3]), str(entry[4])) for entry in made]
+
+
+def test_a_kept_call_is_recorded_as_a_thorough_one() -> None:
+    one, other = run_ranks(entries, WORLD, mode="thread")
+    assert one == other and len(one) == 9
+
+
+def test_a_wire_is_refused_before_anything_else_is_looked_at() -> None:
+    comm = tw.init()
+    x = torch.ones(4)
+    for _ in range(2):
+        all_to_all_v(x, [4], [4], wire="none", comm=comm)
+    comm.close()
+    with pytest.raises(WireFormatError, match="int9"):
+        all_to_all_v(x, [4], [4], wire="int9", comm=comm)

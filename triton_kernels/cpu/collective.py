@@ -445,12 +445,13 @@ def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: in
     What is left is for `reduce` and `gather_recv`, in whose waits Python's signal handlers run, and so is what goes
     wrong. x and out are read and written at their addresses, whatever their shapes.
     """
-    kept: tuple[tuple[int, ...], int] | None = end.kept.get((job, "whole"))
+    kept: tuple[tuple[int, ...], int, np.ndarray] | None = end.kept.get((job, "whole"))
     if kept is None:
-        memory = *_memory(end, job), *addresses(end, "report"), _ranks(end.layout.WORLD)[1], job.op
+        ranks, terms = _ranks(end.layout.WORLD)
+        memory = *_memory(end, job), *addresses(end, "report"), terms, job.op
         num_bytes = max(scratch_bytes(job.row, end.layout.WORLD), job.row * job.dtype.itemsize)
-        kept = end.kept[job, "whole"] = memory, num_bytes
-    memory, num_bytes = kept
+        kept = end.kept[job, "whole"] = memory, num_bytes, ranks  # whose address is among memory
+    memory, num_bytes, _ = kept
     done: int = whole_kernel(*memory, scratch_of(end, num_bytes), x.data_ptr(), out.data_ptr(), chunk)
     return done
 
