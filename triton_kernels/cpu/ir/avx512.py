@@ -7,6 +7,7 @@ from typing import Any
 from thinwire.triton_kernels.cpu.compat import BFloat16, cgutils, ir
 
 _VECTOR_BYTES = 64
+_NAN_OR_SUBNORMAL = 0b10100001  # classes of VFPCLASSPS: a signalling NaN, a subnormal number, a quiet NaN
 
 
 def gather_bytes(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
@@ -21,6 +22,17 @@ def gather_bytes(builder: Any, first: Any, second: Any, places: list[int]) -> An
     gathered = builder.call(permute, [first, order, second])
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(range(len(places))))
     return builder.shuffle_vector(gathered, gathered, lanes)
+
+
+def has_special(builder: Any, vectors: list[Any]) -> Any:
+    """Whether some lane of float32 [16] each is NaN or subnormal, which `round_pairs` does not round as others do."""
+    lanes = ir.VectorType(ir.IntType(1), 16)
+    classify = ir.FunctionType(lanes, [vectors[0].type, ir.IntType(32)])
+    classes = cgutils.get_or_insert_function(builder.module, classify, "llvm.x86.avx512.fpclass.ps.512")
+    found = ir.Constant(lanes, [0] * 16)
+    for vector in vectors:
+        found = builder.or_(found, builder.call(classes, [vector, ir.Constant(ir.IntType(32), _NAN_OR_SUBNORMAL)]))
+    return builder.icmp_unsigned("!=", builder.bitcast(found, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
 
 
 def round_pairs(builder: Any, first: Any, second: Any) -> Any:

@@ -44,6 +44,7 @@ _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x08800000  # 2**-110
 _SMALLEST_PLAIN_BITS = 0x05000000  # 2**-117
 _WIDE, _NARROW = 32, 16  # columns of a block
+_WIDEST = 128  # where a block has a loop of its own, over sources
 
 
 @contextmanager
@@ -54,13 +55,16 @@ def _groups(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, 
         yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
 
 
-def _blocks(builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None]) -> None:
-    """Calls `emit(column, lanes)` for blocks of 32 columns, then for one of 16 where they are left."""
-    whole = builder.and_(columns, constant(-_WIDE))
-    with loop(builder, builder.lshr(columns, constant(5))) as number:
-        emit(builder.add(first, builder.shl(number, constant(5))), _WIDE)
-    with builder.if_then(builder.icmp_signed("<", whole, columns), likely=False):
-        emit(builder.add(first, whole), _NARROW)
+def _blocks(builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None], widest: int = _WIDE) -> None:
+    """Calls `emit(column, lanes)` for blocks of the widest kind, then for one of each narrower kind that is left."""
+    whole = builder.and_(columns, constant(-widest))
+    with steps(builder, whole, constant(widest)) as (_, column):
+        emit(builder.add(first, column), widest)
+    while widest > _NARROW:
+        widest //= 2
+        left = builder.icmp_signed("!=", builder.and_(columns, constant(widest)), constant(0))
+        with builder.if_then(left, likely=False):
+            emit(builder.add(first, builder.and_(columns, constant(-2 * widest))), widest)
 
 
 def _at(builder: Any, address: Any, number: Any, element: int) -> Any:
@@ -270,6 +274,6 @@ def accumulate_groups(builder, sources, scales, count, element, row_scale, colum
                     builder.store(builder.fadd(builder.load(total), product), total)
                 store(builder, builder.load(total), _at(builder, out, column, FLOAT32), 4)
 
-            _blocks(builder, first, width, add_up)
+            _blocks(builder, first, width, add_up, _WIDEST)
 
     switch(builder, [row_scale, element], emit, [*product((1,), (INT8, *ROW_ELEMENTS)), *product((0,), QUANTIZED)])

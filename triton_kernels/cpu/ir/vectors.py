@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
-from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, round_pairs
+from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
 
 NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)
 
@@ -240,16 +240,29 @@ def store_floats(builder: Any, values: Any, address: Any, element: int, *, plain
         for sign, comparison in ((1.0, ">"), (-1.0, "<")):
             limit = filled(values.type, sign * _LARGEST[element])
             values = builder.select(builder.fcmp_ordered(comparison, values, limit), limit, values)
+    if element == BFLOAT16 and lanes == 32 and rounds_pairs_to_bfloat16():
+        first, second = _halves(builder, values)
+        special = ir.Constant(ir.IntType(1), 0) if plain else has_special(builder, [first, second])
+        with builder.if_else(special, likely=False) as (by_integers, by_instruction):
+            with by_integers:
+                store(builder, _to_bfloat16(builder, values, plain), address, 2)
+            with by_instruction:
+                store(builder, round_pairs(builder, first, second), address, 2)
+        return
     if element == FLOAT16:
         values = _to_halves(builder, values)
-    elif element == BFLOAT16 and plain and lanes == 32 and rounds_pairs_to_bfloat16():
-        values = round_pairs(builder, *_halves(builder, values))
     elif element == BFLOAT16:
-        rounded = bfloat16_bits(builder, values)
-        if not plain:
-            is_nan = builder.fcmp_unordered("uno", values, values)
-            rounded = builder.select(is_nan, filled(rounded.type, 0x7FFF0000), rounded)
-        words = builder.bitcast(rounded, integers(16, 2 * lanes))
-        upper = ir.Constant(integers(32, lanes), [2 * lane + 1 for lane in range(lanes)])
-        values = builder.shuffle_vector(words, words, upper)
+        values = _to_bfloat16(builder, values, plain)
     store(builder, values, address, BITS[element] // 8)
+
+
+def _to_bfloat16(builder: Any, values: Any, plain: bool) -> Any:
+    """float32 to int16 bits of the nearest bfloat16, half to even."""
+    lanes = values.type.count
+    rounded = bfloat16_bits(builder, values)
+    if not plain:
+        is_nan = builder.fcmp_unordered("uno", values, values)
+        rounded = builder.select(is_nan, filled(rounded.type, 0x7FFF0000), rounded)
+    words = builder.bitcast(rounded, integers(16, 2 * lanes))
+    upper = ir.Constant(integers(32, lanes), [2 * lane + 1 for lane in range(lanes)])
+    return builder.shuffle_vector(words, words, upper)
