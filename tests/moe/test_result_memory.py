@@ -55,7 +55,7 @@ def test_memory_of_results_is_used_again_unless_it_is_held(transport: str) -> No
 
 
 def _rounds(comm: Communicator, transport: str, align: int, again: bool) -> list[list[torch.Tensor]]:
-    """Results and gradients of rounds; if not `again`, in memory that is new each time, and else in some full of NaN."""
+    """Results and gradients of rounds: in memory that is new each time, or, if `again`, that was full of NaN."""
     found = []
     with parallel(comm, transport, align) as ep:
         for seed in range(2):
