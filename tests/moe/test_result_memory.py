@@ -55,21 +55,28 @@ def test_memory_of_results_is_used_again_unless_it_is_held(transport: str) -> No
 
 
 def _rounds(comm: Communicator, transport: str, align: int, again: bool) -> list[list[torch.Tensor]]:
-    """Results and gradients of rounds; if not `again`, in memory that is new each time."""
+    """Results and gradients of rounds: in memory that is new each time, or, if `again`, that was full of NaN."""
     found = []
     with parallel(comm, transport, align) as ep:
         for seed in range(2):
             if not again:
                 comm._result_memory.clear()
-            x, ids, weights = inputs(comm, seed, TOKENS - 100 * seed)
+            elif found:
+                like = found[-1][0]
+                spoilt = [comm._result_memory.new_empty(like, like.shape).fill_(torch.nan) for _ in range(4)]
+                del spoilt
+            x, ids, weights = inputs(comm, seed, TOKENS - 10 * seed)
             x.requires_grad_(), weights.requires_grad_()
             d = ep.dispatch(x, ids, weights)
             tokens, (gathered, _) = d.tokens, d.gather(d.tokens.shape[0] + 9)
-            y = ep.combine(tokens * 2 + 1, d)
+            expert_out = tokens * 2 + 1
+            expert_out.retain_grad()
+            y = ep.combine(expert_out, d)
             y.backward(torch.ones_like(y))
-            found.append([tokens.detach().clone(), gathered.detach().clone(), y.detach(), x.grad, weights.grad])
-            assert x.grad is not None and weights.grad is not None
-            del d, tokens, gathered
+            assert x.grad is not None and weights.grad is not None and expert_out.grad is not None
+            grads = [x.grad, weights.grad, expert_out.grad.clone()]
+            found.append([tokens.detach().clone(), gathered.detach().clone(), y.detach(), *grads])
+            del d, tokens, gathered, expert_out
     return found
 
 
