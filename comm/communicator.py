@@ -437,9 +437,9 @@ class Communicator(Collectives):
         if self._closed:
             return
         self._closed = True
+        self._result_memory.close()
         for attachment in self._attachments.values():
             attachment.close()
-        self._result_memory.clear()
         for work in self._unfinished:
             work.give_up(
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")

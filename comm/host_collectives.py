@@ -88,11 +88,12 @@ class HostCollectives:
         self._closed = False
         self._handle = register(self)
         self._store: dist.Store | None = None  # of a standalone group
+        of_world = _place_in_world(exchange)
         self._recorder = new_recorder(
-            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, _place_in_world(exchange)
+            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
         )
         self._attachments: dict[str, Attachment] = {}
-        self._result_memory = ResultMemory(exchange.size)
+        self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
@@ -159,9 +160,9 @@ class HostCollectives:
         """Bytes that this rank keeps for large results on the CPU, whether any result uses them now or not.
 
         Memory of a result that nothing refers to any more is used again for a later one of about its size. There is
-        never more of it than twice what results took at once, nor than this rank's part of a quarter of what was
-        available when the first was made; what was used least recently goes first. `close` gives it back, and so does
-        that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
+        never more of it than twice what results took at once, in whole huge pages, nor than this rank's part of a
+        quarter of what was available when the first was made; what was used least recently goes first. `close` gives it
+        back, and so does that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
         """
         return self._result_memory.num_bytes
 

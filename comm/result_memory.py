@@ -8,7 +8,7 @@ memoryview, for as long as it has the memory. Whatever can reach the memory hold
 what a graph has saved, numpy arrays, DLPack. So the block is free once a weak reference to the memoryview is dead, and
 not before. That is looked at when a block is wanted; nothing of ours runs when a storage dies, on whatever thread, or
 as the interpreter ends. `share_memory_` takes the bytes elsewhere, and gives the block up. What cannot be done is to
-resize a storage that did not allocate its memory.
+resize such a storage, to more or to less, as it did not allocate its memory.
 
 Blocks that are not kept any more belong to their results alone, and are unmapped with them. After a fork the child has
 copies of all pages, blocks and references: what either process uses again is its own.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -57,8 +56,8 @@ class _Block:
 class ResultMemory:
     """The blocks that one rank keeps for its results, in use or not.
 
-    They take no more memory than twice what was in use at once, and than `most_bytes`. Of those that are in use by
-    nothing the one that was used least recently goes first, then those that are in use.
+    They take no more memory than twice what blocks in use took at once, and than `most_bytes`. Of those that nothing
+    uses the one that was used least recently goes first, then those that are in use.
 
     Args:
         ranks: that may share this host's memory.
@@ -66,11 +65,12 @@ class ResultMemory:
         least_bytes: of a result that gets a block.
     """
 
+    _closed = False
+
     def __init__(self, ranks: int = 1, most_bytes: int | None = None, least_bytes: int = LEAST_BYTES) -> None:
         self._ranks, self._most_bytes, self._least_bytes = ranks, most_bytes, least_bytes
-        self._blocks: list[_Block] = []  # in the order of their last use
+        self._blocks: dict[_Block, bool] = {}  # in the order of their last use
         self._most_in_use = 0
-        self._turn = threading.Lock()
 
     def new_empty(self, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """`like.new_empty(shape, dtype=dtype)`, in a block where that is a large one on the CPU.
@@ -79,44 +79,46 @@ class ResultMemory:
         """
         dtype = dtype or like.dtype
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < self._least_bytes or type(like) is not torch.Tensor or not like.is_cpu:
+        if num_bytes < self._least_bytes or type(like) is not torch.Tensor or not like.is_cpu or self._closed:
             return like.new_empty(shape, dtype=dtype)
         try:
             octets = self._take(num_bytes)
-        except (OSError, OverflowError):  # no such memory: torch says so in its own way, or finds some
-            self.clear()
+        except (OSError, OverflowError) as error:  # no such memory: torch says so in its own way, or finds some
+            if isinstance(error, OSError):
+                self.clear()
             return like.new_empty(shape, dtype=dtype)
         # Resized and not viewed: a view that was made under no_grad must not be written to where gradients are wanted.
         return torch.frombuffer(octets, dtype=dtype).resize_(shape)
 
     def _take(self, num_bytes: int) -> memoryview:
-        # Nobody waits: in a forked child, a thread that is not there may have had its turn.
-        if not self._turn.acquire(blocking=False):
-            return _Block(num_bytes).lend(num_bytes)
-        try:
-            blocks = self._blocks
-            fitting = [block for block in blocks if num_bytes <= block.num_bytes <= 2 * num_bytes and not block.in_use]
-            if fitting:
-                block = min(reversed(fitting), key=lambda block: block.num_bytes)
-                blocks.remove(block)
-            else:
-                block = _Block(_rounded(num_bytes))
-            octets = block.lend(num_bytes)
-            blocks.append(block)
-            self._forget_excess(blocks)
-            return octets
-        finally:
-            self._turn.release()
-
-    def _forget_excess(self, blocks: list[_Block]) -> None:
         if self._most_bytes is None:
             self._most_bytes = available_bytes() // (4 * self._ranks)
+        block = self._claim(num_bytes) or _Block(_rounded(num_bytes))
+        octets = block.lend(num_bytes)
+        # Back again, as the one used last. An exception from outside that comes before costs the block, and no more.
+        self._blocks[block] = True
+        self._forget_excess()
+        return octets
+
+    def _claim(self, num_bytes: int) -> _Block | None:
+        """A block of about a size that nothing uses, and no other thread finds now. No lock: one might be left taken."""
+        fitting = [block for block in reversed(list(self._blocks)) if num_bytes <= block.num_bytes <= 2 * num_bytes]
+        for block in sorted(fitting, key=lambda block: block.num_bytes):
+            if block.in_use or not self._blocks.pop(block, False):
+                continue
+            if not block.in_use:  # another thread may have had it, and put it back, since that was asked
+                return block
+            self._blocks[block] = True
+        return None
+
+    def _forget_excess(self) -> None:
+        blocks = list(self._blocks)
         self._most_in_use = max(self._most_in_use, sum(block.num_bytes for block in blocks if block.in_use))
-        excess = sum(block.num_bytes for block in blocks) - min(2 * self._most_in_use, self._most_bytes)
+        excess = sum(block.num_bytes for block in blocks) - min(2 * self._most_in_use, self._most_bytes or 0)
         for block in sorted(blocks, key=lambda block: block.in_use):
             if excess <= 0:
                 break
-            blocks.remove(block)
+            self._blocks.pop(block, None)
             excess -= block.num_bytes
 
     @property
@@ -126,11 +128,16 @@ class ResultMemory:
 
     def clear(self) -> None:
         """Keeps no block any more: what is in use by nothing goes back to the system now, the rest with its results."""
-        self._blocks = []
+        self._blocks.clear()
+
+    def close(self) -> None:
+        """The same, for good: later results have torch's own memory."""
+        self._closed = True
+        self.clear()
 
 
 def _rounded(num_bytes: int) -> int:
-    """Up by an eighth at most, so that blocks serve results of about the same size; whole huge pages.
+    """Up by an eighth or to whole huge pages, so that blocks serve results of about the same size.
 
     >>> [_rounded(mebibytes << 20) >> 20 for mebibytes in (3, 100)]
     [4, 104]

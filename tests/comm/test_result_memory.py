@@ -231,12 +231,48 @@ def test_a_result_may_die_on_any_thread() -> None:
     assert new(memory).data_ptr() == first
 
 
-def test_whoever_finds_another_at_it_gets_memory_of_its_own() -> None:
+def test_threads_at_it_together_never_hold_the_same_memory() -> None:
+    memory, held, taken = ResultMemory(), {}, []
+
+    def take_and_drop(number: int) -> None:
+        for _ in range(200):
+            mine = new(memory)
+            address = mine.data_ptr()
+            taken.append(held.setdefault(address, number) == number)
+            del held[address], mine
+
+    threads = [threading.Thread(target=take_and_drop, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 800 and all(taken)
+
+
+@pytest.mark.parametrize("name", ["_claim", "_forget_excess"])
+def test_an_interrupt_costs_one_block_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ResultMemory()
-    first = new(memory).data_ptr()
-    with memory._turn:  # as a forked child may find it, whose other threads are not there
-        assert new(memory).data_ptr() != first
-    assert new(memory).data_ptr() == first
+    new(memory)
+    step = getattr(ResultMemory, name)
+
+    def interrupted(*arguments: object) -> None:
+        step(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ResultMemory, name, interrupted)
+        new(memory)
+    again = new(memory).data_ptr()
+    assert new(memory).data_ptr() == again and memory.num_bytes == next(iter(memory._blocks)).num_bytes
+
+
+def test_after_close_nothing_is_kept() -> None:
+    memory = ResultMemory()
+    result = new(memory)
+    memory.close()
+    assert memory.num_bytes == 0
+    del result
+    assert new(memory).untyped_storage().resizable() and memory.num_bytes == 0
 
 
 _AT_EXIT = """
