@@ -101,7 +101,7 @@ class ResultMemory:
         return octets
 
     def _claim(self, num_bytes: int) -> _Block | None:
-        """A block of about a size that nothing uses, and no other thread finds now. No lock: one might be left taken."""
+        """A block of about a size that nothing uses, and no other thread finds now. A lock might be left taken."""
         fitting = [block for block in reversed(list(self._blocks)) if num_bytes <= block.num_bytes <= 2 * num_bytes]
         for block in sorted(fitting, key=lambda block: block.num_bytes):
             if block.in_use or not self._blocks.pop(block, False):
