@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import weakref
 from collections import defaultdict
 from dataclasses import astuple
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import trace_events, trace_file
+from thinwire.comm import flight_recorder, trace_events, trace_file
 from thinwire.comm.clocks import compare_clocks
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.trace_events import Trace, Track
@@ -25,6 +26,12 @@ from thinwire.testing import RankError, run_ranks
 HIDDEN = 64
 DIRECT = ["quantise and store", "wait for peers", "routing"]
 STAGED = ["plan", "exchange counts", "pack", "post", "wait for peers", "unpack", "routing"]
+
+
+@pytest.fixture(autouse=True)
+def no_other_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is named after the largest communicator of its process, and other tests may have left some open."""
+    monkeypatch.setattr(flight_recorder, "_recorders", weakref.WeakSet())
 
 
 def _rounds(comm: tw.Communicator, transport: str, number: int = 2) -> list[tuple[int, ...]]:
