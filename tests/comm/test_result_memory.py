@@ -249,6 +249,22 @@ def test_threads_at_it_together_never_hold_the_same_memory() -> None:
     assert len(taken) == 800 and all(taken)
 
 
+def test_a_block_that_another_thread_took_since_it_was_seen_idle_is_left_to_it() -> None:
+    memory, taken = ResultMemory(), []
+
+    class Raced(dict):  # type: ignore[type-arg]
+        def pop(self, block: Any, *default: Any) -> Any:
+            if not taken:
+                taken.append(block.lend(8))  # and put it back, before this thread takes it out
+            return super().pop(block, *default)
+
+    new(memory)
+    memory._blocks = Raced(memory._blocks)
+    mine = new(memory)
+    assert taken and mine.data_ptr() != torch.frombuffer(taken[0], dtype=torch.uint8).data_ptr()
+    assert len(memory._blocks) == 2 and all(block.in_use for block in memory._blocks)
+
+
 @pytest.mark.parametrize("name", ["_claim", "_forget_excess"])
 def test_an_interrupt_costs_one_block_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ResultMemory()
