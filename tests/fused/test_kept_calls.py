@@ -20,9 +20,9 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thinwire as tw
+from tests.odd_tensors import odd
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ThinwireError, WireFormatError
@@ -50,27 +50,6 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     if x.is_neg():
         return x  # a copy would be positive
     return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def odd(rng: random.Random, x: torch.Tensor) -> Any:
-    """What looks like x, and is not plain."""
-    kind = rng.randrange(8)
-    if kind == 0 and x.dim():
-        return x.repeat_interleave(2, 0)[::2]
-    if kind == 1 and x.is_floating_point():
-        return torch._neg_view(-x)  # the memory has the other sign
-    if kind == 2:
-        return x.to_sparse() if x.dim() and x.dtype != torch.bfloat16 else x
-    if kind == 3:
-        with FakeTensorMode() as mode:
-            return mode.from_tensor(x)
-    if kind == 4:
-        return x.to("meta")
-    if kind == 5 and x.dim() > 1 and x.dtype == torch.float32:
-        return torch.nested.nested_tensor([torch.zeros(x.shape[1:])] * 2)
-    if kind == 6 and x.is_floating_point():
-        return x.clone().requires_grad_()
-    return torch.nn.Parameter(x.clone(), requires_grad=False)
 
 
 def all_to_all(kind: random.Random, rng: random.Random, rank: int) -> Call:
