@@ -142,6 +142,19 @@ def test_a_place_is_of_one_call() -> None:
     run_ranks(_other_outputs, 2, mode="thread")
 
 
+def _at_once(comm: Communicator) -> None:
+    open_channel(comm, piece_bytes=1 << 22)
+    out, x = tw.empty(4096, 1024, comm=comm), torch.zeros(4096, 1024)
+    for number in range(8):
+        x.fill_(number)
+        tw.all_to_all_v(x, [2048, 2048], [2048, 2048], out=out, wire="none", comm=comm)
+        assert out[::1024, -1].tolist() == [float(number)] * 4 and out[-1, -1] == number
+
+
+def test_rows_are_there_when_the_call_ends() -> None:
+    run_ranks(_at_once, 2, mode="thread")
+
+
 def _disagree(comm: Communicator) -> None:
     channel_of(comm)
     rank, out = comm.rank, tw.empty(400, 64, comm=comm)
