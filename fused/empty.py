@@ -122,11 +122,11 @@ class SymmetricTensors(Attachment):
         unused = [region.number for region in self._regions if region.users() is None]
         told = comm.all_gather_data((secrets.randbelow(_MOST_NUMBER - 1) + 1, unused), (int, [int]))
         gone = set.intersection(*(set(numbers) for _, numbers in told))
-        for region in self._regions:
-            if region.number in gone:
-                region.memory.close()
+        closing = [region.memory for region in self._regions if region.number in gone]
         self._regions = [region for region in self._regions if region.number not in gone]
-        self._tell_channel()
+        self._tell_channel()  # before their addresses are others'
+        for memory in closing:
+            memory.close()
         memory = allocate(comm, num_bytes)
         # The tensor's own keeper, as the memory itself is kept here: so its end can be seen, that of all views too.
         keeper = (ctypes.c_ubyte * num_bytes).from_address(memory.local.data_ptr())
