@@ -154,10 +154,11 @@ def _many_calls(comm: Communicator) -> None:
     for call in range(60):
         counts = [[rng.choice([0, 1, 40, 300]) for _ in range(comm.size)] for _ in range(comm.size)]
         rows = [
-            torch.tensor([[call, source, target, number] for number in range(counts[source][target])]).view(-1, 4)
+            torch.tensor([(call, source, target, row) for row in range(counts[source][target])], dtype=torch.int64)
             for source in range(comm.size)
             for target in range(comm.size)
         ]
+        rows = [of_a_pair.view(-1, 4) for of_a_pair in rows]
         x = torch.cat(rows[comm.rank * comm.size : (comm.rank + 1) * comm.size]).to(comm.device)
         pending = all_to_all_v(
             x, counts[comm.rank], [row[comm.rank] for row in counts], wire="none", comm=comm, transport="direct",

@@ -25,7 +25,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
     header_fits,
     report_corruption,
 )
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, sleep_microseconds, yield_processor
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns
 from thinwire.triton_kernels.cpu.pieces import (
     ANSWER,
     BUFFER_PTRS,
@@ -91,7 +91,17 @@ from thinwire.triton_kernels.cpu.pieces import (
 from thinwire.triton_kernels.cpu.pieces import (
     SCALARS as SCALARS,
 )
-from thinwire.triton_kernels.cpu.signal import GIVING_UP, give_up, signalled, someone_is_stuck, tell_stuck, write_report
+from thinwire.triton_kernels.cpu.signal import (
+    GIVING_UP,
+    SLICE_NS,
+    SPINS,
+    give_up,
+    let_others_run,
+    signalled,
+    someone_is_stuck,
+    tell_stuck,
+    write_report,
+)
 from thinwire.triton_kernels.cpu.straight import (
     REGION_PTRS as REGION_PTRS,
 )
@@ -114,16 +124,12 @@ from thinwire.triton_kernels.signal import (
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
 POST, HEADERS, DRAIN, RESUME, CHECK = 1, 2, 4, 8, 16
 PAUSED, REFUSED = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
-_SLICE_NS = 100_000_000
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
 # comes from this peer in this call is taken in and dropped.
 SILENT, AGREES, DIFFERS = 0, 1, 2
 
 _PHASE_HEADERS, _PHASE_PIECES = np.int32(0), np.int32(1)
-# Looks before the first yield, yields before the first nap, and microseconds of a nap. A yield may come back at once
-# although the awaited rank wants this processor: the scheduler goes by who has had how much. A sleep always makes room.
-_SPINS, _YIELDS, _NAP_MICROSECONDS = 200, 100, np.int32(50)
 _ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 
 
@@ -397,7 +403,8 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
     if todo & RESUME == 0:
         for peer in range(world):
             peers[LIMIT, peer] = 0  # a peer's clock starts when it is first missed
-    pause = monotonic_ns() + _SLICE_NS
+    idle_since = monotonic_ns()
+    pause = idle_since + SLICE_NS
     looks = 0
     while True:
         moved, left = False, False
@@ -420,14 +427,14 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
         if todo == POST or not left:
             return np.int64(verdict(call, peers))
         looks = 0 if moved else looks + 1
-        if 0 < looks <= _SPINS:
+        if 0 < looks <= SPINS:
             continue
         now = monotonic_ns()
+        if looks <= SPINS + 1:
+            idle_since = now
         if late(call, peers, draining, now):
             return call[STATUS] if end(call, peers, draining) else np.int64(PAUSED)
         if now > pause:
             return np.int64(PAUSED)
-        if looks > _SPINS + _YIELDS:
-            sleep_microseconds(_NAP_MICROSECONDS)
-        elif not moved:
-            yield_processor()
+        if not moved:
+            let_others_run(now - idle_since)

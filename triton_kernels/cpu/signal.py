@@ -1,7 +1,8 @@
 """Publishing to peers and waiting for them, on the CPU: what `thinwire.triton_kernels.signal` is on GPUs.
 
 `docs/protocol.md` has the argument, under "Signals" and "Waits end". A rank looks a few hundred times and then gives up
-the processor between looks, since ranks may outnumber cores.
+the processor between looks, since ranks may outnumber cores; and a wait that lasts is slept through, in naps of a tenth
+of it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ ARRIVED, GAVE_UP, PAUSED, GIVING_UP = 0, 1, 2, 3
 _FLAG_BYTES = 4
 _MOST_AHEAD = 1  # of epochs, see `docs/protocol.md`
 _LONGEST_NS = 2**62
-_SPINS = 200  # looks before the first yield
-_SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
-# Linux may let a thread that does nothing but yield keep its core from others for a long time, and a rank that is
-# awaited may be bound to the same core. What a nap adds to a wait is a tenth of it at most.
-_YIELDING_NS, _NAP_MICROSECONDS = 1_000_000, np.int32(50)
+SPINS = 200  # looks before the first yield, in a few microseconds
+SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
+_YIELDING_NS, _NAPS_OF_A_WAIT, _LONGEST_NAP_NS = 200_000, 10, 1_000_000
 
 
 # Intrinsics, as they are called in many places: numba takes a hundredth of a second to inline a function into another.
@@ -87,12 +86,25 @@ def someone_is_stuck(buffer_ptrs, world, rank, stuck):
 
 
 @device
-def let_others_run(until):
-    """Gives up the processor: for a moment, or, once that has helped nothing until a time, for a nap."""
-    if monotonic_ns() < until:
+def nap_after(waited):
+    """Microseconds of the nap that a rank takes after so many nanoseconds in which yielding has helped nothing, or 0.
+
+    A yield may come back at once although the awaited rank is bound to the same core: the scheduler goes by who has had
+    how much. A nap makes room, and leaves the core idle where nobody wants it. It adds a tenth to the wait, and what
+    timers are late by, 50 us. To be woken instead, a rank that publishes would have to look each time whether a peer
+    sleeps, after a fence: that costs every signal, and this costs those alone that wait for long.
+    """
+    return 0 if waited < _YIELDING_NS else min(waited // _NAPS_OF_A_WAIT, _LONGEST_NAP_NS) // 1000
+
+
+@device
+def let_others_run(waited):
+    """Gives up the processor: for a moment, or after many nanoseconds of that for a nap."""
+    nap = nap_after(waited)
+    if nap == 0:
         yield_processor()
     else:
-        sleep_microseconds(_NAP_MICROSECONDS)
+        sleep_microseconds(np.int32(nap))
 
 
 @device
@@ -102,12 +114,13 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
     `lines` and `stuck` are offsets in the symmetric buffer, `deadline` is a reading of `monotonic_ns`. After `GAVE_UP`
     the caller gives up; after `PAUSED` it comes back with the same deadline.
     """
-    pause = monotonic_ns() + _SLICE_NS
+    begun = monotonic_ns()
+    pause = begun + SLICE_NS
     peer = 0
     looks = 0
     ended = ARRIVED
     while True:
-        if looks >= _SPINS:
+        if looks >= SPINS:
             now = monotonic_ns()  # and reports: before the flags, see `docs/protocol.md`, "Waits end"
             if now > deadline or someone_is_stuck(buffer_ptrs, world, rank, stuck):
                 ended = GAVE_UP
@@ -120,8 +133,8 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
         if ended != ARRIVED:
             return ended
         looks += 1
-        if looks > _SPINS:
-            let_others_run(pause - _SLICE_NS + _YIELDING_NS)
+        if looks > SPINS:
+            let_others_run(monotonic_ns() - begun)
 
 
 @device
@@ -154,7 +167,8 @@ def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
     Returns GAVE_UP, or GIVING_UP after a slice of time.
     """
     words = report + 4 * REPORT_PEERS
-    pause = monotonic_ns() + _SLICE_NS
+    begun = monotonic_ns()
+    pause = begun + SLICE_NS
     while True:
         now = monotonic_ns()  # before the reports: those that came in time count
         silent = 0
@@ -171,7 +185,7 @@ def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
             return GAVE_UP
         if now > pause:
             return GIVING_UP
-        let_others_run(pause - _SLICE_NS + _YIELDING_NS)
+        let_others_run(now - begun)
 
 
 @device

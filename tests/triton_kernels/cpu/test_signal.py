@@ -26,7 +26,7 @@ from tests.speeds import exhaustive_but
 from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns, store_release
-from thinwire.triton_kernels.cpu.signal import signalled
+from thinwire.triton_kernels.cpu.signal import nap_after, signalled
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
@@ -504,3 +504,12 @@ print("said so")
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "said so\n", done.stderr
+
+
+def test_a_rank_yields_at_first_and_then_naps_for_a_tenth_of_its_wait_up_to_a_millisecond() -> None:
+    @numba.njit
+    def naps(waits: list[int]) -> list[int]:
+        return [nap_after(waited) for waited in waits]
+
+    just_yields = [0, 1, 10_000, 199_999]
+    assert naps([*just_yields, 200_000, 3_000_000, 10_000_000, 2**62]) == [0, 0, 0, 0, 20, 300, 1000, 1000]
