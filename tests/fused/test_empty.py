@@ -206,6 +206,23 @@ def test_an_all_gather_takes_the_same_way() -> None:
     run_ranks(_gather, 3, mode="thread")
 
 
+def _redistribute(comm: Communicator) -> None:
+    channel, rank = channel_of(comm), comm.rank
+    whole = torch.randn(60, 90, generator=torch.Generator().manual_seed(4))
+    rows, columns = whole[20 * rank : 20 * (rank + 1)], whole[:, 30 * rank : 30 * (rank + 1)]
+    out, options = tw.empty(60 * 90, comm=comm), {"wire": "none", "comm": comm}
+    gathered = tw.redistribute(rows, (3, 1), (1, 1), out=out.view(60, 90), **options)
+    assert torch.equal(gathered, whole) and channel.straight_segments == 2
+    turned = tw.redistribute(rows, (3, 1), (1, 3), out=out[:1800].view(60, 30), **options)
+    assert torch.equal(turned, columns) and channel.straight_segments == 4
+    turned = tw.redistribute(columns.clone(), (1, 3), (3, 1), out=out[:1800].view(20, 90), **options)
+    assert torch.equal(turned, rows) and channel.straight_segments == 4  # its parts lie apart
+
+
+def test_a_redistribution_takes_it_where_parts_lie_one_after_the_other() -> None:
+    run_ranks(_redistribute, 3, mode="thread")
+
+
 def _memory(comm: Communicator) -> None:
     channel_of(comm)
     tensors: SymmetricTensors
