@@ -402,7 +402,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
-            *([f"memory of results: {self.memory_bytes / 2**20:.0f} MiB kept"] if self.memory_bytes else []),
+            *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self._result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),
         ]

@@ -52,6 +52,11 @@ class Attachment(ABC):
 
     outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes that it holds for tensors that callers got from it."""
+        return 0
+
     @abstractmethod
     def describe(self) -> str: ...
 
@@ -157,14 +162,14 @@ class HostCollectives:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank keeps for large results on the CPU, whether any result uses them now or not.
+        """Bytes that this rank keeps for large results on the CPU, in use or not, and for tensors of `thinwire.empty`.
 
         Memory of a result that nothing refers to any more is used again for a later one of about its size. There is
         never more of it than twice what results took at once, in whole huge pages, nor than this rank's part of a
         quarter of what was available when the first was made; what was used least recently goes first. `close` gives it
         back, and so does that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
         """
-        return self._result_memory.num_bytes
+        return self._result_memory.num_bytes + sum(one.tensor_bytes for one in list(self._attachments.values()))
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.

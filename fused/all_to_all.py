@@ -101,7 +101,8 @@ def all_to_all_v(
         send_displs: first row of x for each rank; None means one after the other.
         recv_displs: first row of the output for each rank; None means one after the other.
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
-            `max(displ + count)` rows, and gaps are zero.
+            `max(displ + count)` rows, and gaps are zero. Exact rows between CPU ranks are copied once less into a
+            tensor of `thinwire.empty`.
         wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto", for equal splits alone, sends small
             messages exactly.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.

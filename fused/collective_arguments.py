@@ -73,29 +73,8 @@ class Call:
         return cls(what, x, resolved, comm, transport, async_op, exactly)
 
     def check_out(self, out: torch.Tensor | None, shape: Sequence[int], place: int) -> None:
-        """Refuses an output that cannot be filled.
-
-        If it shares memory with x, it must begin `place` bytes from where x begins.
-        """
-        if out is None:
-            return
-        what, x = self.what, self.x
-        if not isinstance(out, torch.Tensor) or out.device != x.device:
-            raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
-        require_dense("out", out)
-        if out.dtype != x.dtype or list(out.shape) != list(shape):
-            raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
-        if not out.is_contiguous() or out.is_conj() or out.is_neg():
-            raise CountsError(
-                f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
-                f"{out.is_conj()}, neg {out.is_neg()}"
-            )
-        if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-            raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
-        if x.is_contiguous() and not (x.is_neg() or x.is_conj()) and out.data_ptr() == x.data_ptr() + place:
-            return
-        if x.numel() and out.numel() and overlap(x, out):
-            raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
+        """As `check_out`."""
+        check_out(self.what, self.x, out, shape, place)
 
     def recorded(self, details: tuple[Any, ...] = ()) -> Recording:
         """The call's entry in the flight recorder, once this rank refuses nothing any more."""
@@ -167,6 +146,32 @@ def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: C
         raise WireFormatError(
             f"{what} has no backward: detach x, or call it under torch.no_grad() or torch.inference_mode()"
         )
+
+
+def check_out(what: str, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int], place: int | None) -> None:
+    """Refuses an output that cannot be filled.
+
+    If it shares memory with x, it must begin `place` bytes from where x begins; None: it must not.
+    """
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor) or out.device != x.device:
+        raise TransportUnavailable(f"{what}: out must be a tensor on {x.device}; got {_describe(out)}")
+    require_dense("out", out)
+    if out.dtype != x.dtype or list(out.shape) != list(shape):
+        raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} {list(shape)}")
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise CountsError(
+            f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
+            f"{out.is_conj()}, neg {out.is_neg()}"
+        )
+    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+        raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
+    if place is not None and x.is_contiguous() and not (x.is_neg() or x.is_conj()):
+        if out.data_ptr() == x.data_ptr() + place:
+            return
+    if x.numel() and out.numel() and overlap(x, out):
+        raise CountsError(f"{what}: out overlaps x: it would be overwritten before it is sent")
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

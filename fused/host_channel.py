@@ -81,6 +81,7 @@ class HostChannel(Channel):
         self._spare: Transfer | None = None  # of `send_plainly`
         self._kinds: dict[object, _Kind] = {}
         self._brings: _Kind | None = None  # whose words the kernel has
+        self._regions: Any = None  # which the kernel has the address of
         self._plainly = kernels.CHECK | kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
@@ -110,6 +111,28 @@ class HostChannel(Channel):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
         self._kernel(self._call, self._peers, 0)  # compiles, or loads what was compiled: nobody waits for it later
+
+    def use_regions(self, regions: list[tuple[int, ...]]) -> None:
+        """From now on exact rows are stored straight into outputs that lie in one of these, and in peers' outputs.
+
+        Not while a call is under way. After an exception from outside, at whatever line, the kernel has these, or none.
+
+        Args:
+            regions: the number of each, the same on all ranks and never 0; its bytes; where each rank's begins here.
+        """
+        # One row at least: the kernel goes by its address, and must go on telling peers once there are none.
+        table = np.zeros((max(1, len(regions)), self._kernels.REGION_PTRS + self.world), np.int64)
+        table[: len(regions)] = np.array(regions).reshape(len(regions), table.shape[1])
+        at, count = (self._kernels.SCALARS.index(name) for name in ("regions", "num_regions"))
+        self._call[count] = 0  # first: no address may be there with another table's length, or of one that is gone
+        self._regions = table
+        self._call[at] = table.ctypes.data
+        self._call[count] = len(regions)
+
+    @property
+    def straight_segments(self) -> int:
+        """Segments that peers have stored straight into outputs of this rank."""
+        return int(self._peers[self._kernels.PEERS.index("straight")].sum())
 
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         row_elements = math.prod(tail)

@@ -7,8 +7,10 @@ Parts travel flat, so groups of consecutive elements share a scale, wherever a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.collective_arguments import check_out
+from thinwire.fused.gradients import require_linear
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
@@ -36,6 +40,7 @@ def redistribute(
     dst: TensorLayout | Sequence[int],
     *,
     shape: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
     comm: Group | None = None,
     transport: str = "auto",
@@ -55,6 +60,9 @@ def redistribute(
             dtype.
         src, dst: layouts over the ranks of `comm`, or numbers of parts such as (4, 1), see `as_tensor_layout`.
         shape: of the whole tensor, to be compared with what x's shape and `src` give.
+        out: contiguous, filled in place; it shares no memory with x. Where the last operation is an all-gather or
+            all-to-all-v of all ranks, whose parts lie one after the other in the result, they are received right into
+            it, and, exactly, stored straight into a tensor of `thinwire.empty`.
         wire: the format of what travels; None means THINWIRE_WIRE, else int8. With `none` values are moved as they are.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged" or "auto", see `all_to_all_v`.
@@ -65,11 +73,12 @@ def redistribute(
         grad_wire: the wire on the way back; None means the same.
 
     Returns:
-        `dst.shard_shape(shape)`, of x's dtype. Where nothing has to travel it may share x's memory.
+        `dst.shard_shape(shape)`, of x's dtype: `out`; or a tensor, which may share x's memory where nothing travels.
 
     Raises:
         LayoutError: layouts that do not fit the tensor, the communicator or each other.
-        WireFormatError: a dtype that the wire cannot carry.
+        CountsError: an `out` that does not fit.
+        WireFormatError: a dtype that the wire cannot carry, or gradients wanted with `out`.
         PeerTimeout: a peer did not answer within the communicator's timeout.
         TransportUnavailable: the direct transport was asked for and cannot be had; or a tensor on another device.
 
@@ -94,8 +103,10 @@ def redistribute(
     if shape is not None and (not isinstance(shape, tuple | list) or tuple(shape) != whole):
         raise LayoutError(f"x is {list(x.shape)}, which in {src} is part of {whole}, not of {shape!r}")
     plan = plan_redistribute(whole, src, dst)
+    check_out("redistribute", x, out, dst.shard_shape(whole), None)
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _carry_out(plan, x, _Link(comm, there, transport))
+        return _carry_out(plan, x, _Link(comm, there, transport), out)
+    require_linear("redistribute", out, False)
     require_float(x, back, "redistribute, on the way back")
     arrives = dst.reduced() if grad_layout is None else as_tensor_layout(grad_layout, comm.size)
     if arrives.slices(whole, comm.rank) != dst.slices(whole, comm.rank):
@@ -136,17 +147,18 @@ class _Redistribute(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link) -> torch.Tensor:
+def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link, out: torch.Tensor | None = None) -> torch.Tensor:
     details = ("from", plan.src, "to", plan.dst)
     with link.comm._settled_recorder().begin("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
         if 0 in plan.shape:
-            return x.new_empty(plan.dst.shard_shape(plan.shape))
+            return x.new_empty(plan.dst.shard_shape(plan.shape)) if out is None else out
         for step in plan.steps:
-            x = _take_step(step, x, link)
-        return x
+            x = _take_step(step, x, link, out if step is plan.steps[-1] else None)
+        return x if out is None or x is out else out.copy_(x)
 
 
-def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
+def _take_step(step: Step, x: torch.Tensor, link: _Link, out: torch.Tensor | None) -> torch.Tensor:
+    """What a rank holds after a step: in `out`, where the step can fill that at once."""
     rank = link.comm.rank
     moved: Any  # a tensor: these collectives are waited for
     if step.op == "slice":
@@ -162,24 +174,44 @@ def _take_step(step: Step, x: torch.Tensor, link: _Link) -> torch.Tensor:
         parts = [x[_within(step.wanted[member], step.held[rank])].reshape(-1) for member in step.group_of(rank)]
         moved = reduce_scatter(torch.cat(parts), **through)
         return moved.view(shape)
+    blocks: Sequence[Block | None]
     if step.op == "all_gather":
-        group = step.group_of(rank)
-        moved = all_gather(x.reshape(-1), **through)
-        out = link.comm._result_memory.new_empty(x, shape)
-        for member, part in zip(group, moved.chunk(len(group)), strict=True):
-            out[_within(step.held[member], step.wanted[rank])] = part.view(x.shape)
-        return out
-    sends, receives = step.blocks[rank], [row[rank] for row in step.blocks]
-    parts = [x[_within(block, step.held[rank])].reshape(-1) for block in sends if block is not None]
-    flat = torch.cat(parts) if parts else x.new_empty(0)
-    counts = [num_elements(block) for block in receives]
-    moved = all_to_all_v(flat, [num_elements(block) for block in sends], counts, **through)
-    out = link.comm._result_memory.new_empty(x, shape)
-    for block, part in zip(receives, moved.split(counts), strict=True):
-        if block is not None:
-            place = _within(block, step.wanted[rank])
-            out[place] = part.view(out[place].shape)
+        blocks, collect = [step.held[member] for member in step.group_of(rank)], partial(all_gather, x.reshape(-1))
+    else:
+        sends, blocks = step.blocks[rank], [row[rank] for row in step.blocks]
+        sent = [x[_within(block, step.held[rank])].reshape(-1) for block in sends if block is not None]
+        flat = torch.cat(sent) if sent else x.new_empty(0)
+        collect = partial(all_to_all_v, flat, [num_elements(block) for block in sends], list(map(num_elements, blocks)))
+    places = [_within(block, step.wanted[rank]) for block in blocks if block is not None]
+    if _fill_in_order(places, shape):
+        moved = collect(out=None if out is None else out.view(-1), **through)
+        return moved.view(shape) if out is None else out
+    moved = collect(**through)
+    out = link.comm._result_memory.new_empty(x, shape) if out is None else out
+    views = [out[place] for place in places]
+    for view, part in zip(views, moved.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))
     return out
+
+
+def _fill_in_order(places: Sequence[Block], shape: Sequence[int]) -> bool:
+    """Whether parts of a tensor of this shape, one after the other, lie as the tensor itself does.
+
+    >>> _fill_in_order([(slice(0, 1), slice(0, 3)), (slice(1, 3), slice(0, 3))], (3, 3))
+    True
+    >>> _fill_in_order([(slice(0, 2), slice(0, 1)), (slice(0, 2), slice(1, 2))], (2, 2))
+    False
+    """
+    position = 0
+    for place in places:
+        sizes = [part.stop - part.start for part in place]
+        cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))  # behind it all has to be whole
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(part.start * stride for part, stride in zip(place, strides, strict=True))
+        if first != position or sizes[cut + 1 :] != list(shape[cut + 1 :]):
+            return False
+        position += math.prod(sizes)
+    return True
 
 
 def _within(block: Block, outer: Block) -> Block:

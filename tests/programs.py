@@ -31,6 +31,8 @@ from tests.moe.schedules import RandomRound, Schedule, Settings
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ThinwireError
+from thinwire.fused.direct import open_channel
+from thinwire.fused.host_channel import HostChannel
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference
@@ -56,6 +58,9 @@ class Ground:
 
     def __init__(self, comm: Communicator) -> None:
         self.comms = {"world": comm}
+        channel = open_channel(comm, piece_bytes=2048, pieces=2)  # so that rows of these sizes are several pieces
+        assert isinstance(channel, HostChannel)
+        self.channel, self.straight_before = channel, channel.straight_segments
         self.eps: dict[str, tuple[ExpertParallel, Settings]] = {}
         self.rounds: dict[str, RandomRound] = {}
         self.trainers: dict[str, tuple[ExpertParallel, int]] = {}
@@ -95,7 +100,7 @@ class Ground:
         self._call(name, tw.all_gather_v, tensors[comm.rank], comm, options, expected)
 
     def all_to_all_v(
-        self, name: str, seed: int, tail: list[int], dtype: str, of: str, told: bool, into: bool, **options: Any
+        self, name: str, seed: int, tail: list[int], dtype: str, of: str, told: bool, into: str, **options: Any
     ) -> None:
         comm, (wire, *_) = self.comms[of], _wires(options)
         rng, world, me = random.Random(seed), comm.size, comm.rank
@@ -115,6 +120,9 @@ class Ground:
         if not into:
             expected = torch.zeros(rows, *tail, dtype=inputs[0].dtype)
         out = expected.clone() if into else None
+        if into == "tw.empty":
+            symmetric = tw.empty(world * (most + 4), *tail, dtype=expected.dtype, comm=comm)
+            out = symmetric[: rows + 1].copy_(expected)
         for source, place in enumerate(places):
             start = sum(counts[source][:me])
             segment = inputs[source][start : start + counts[source][me]]
@@ -302,6 +310,7 @@ class Ground:
         self.seen["waits"] += 1
 
     def close(self) -> None:
+        self.seen["segments stored straight"] += self.channel.straight_segments - self.straight_before
         for made, _ in [*self.eps.values(), *self.trainers.values()]:
             made.close()
         for name, comm in self.comms.items():
@@ -410,7 +419,9 @@ def draw_program(seed: int, world: int) -> list[str]:
             lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {dtype!r}, {of!r}, {through_})")
         elif kind in ("all_gather_v", "all_to_all_v", "exact_to_all"):
             tail, told = rng.choice(([], [5], [130], [2, 3])), rng.random() < 0.5
-            into = f"into={rng.random() < 0.4}, " if kind != "all_gather_v" else ""
+            into = (
+                f"into={rng.choice(('', '', 'a tensor', 'tw.empty', 'tw.empty'))!r}, " if kind != "all_gather_v" else ""
+            )
             if kind == "exact_to_all":
                 kind, dtype, wire = "all_to_all_v", rng.choice(EXACT_DTYPES), "none"
                 through_ = f"wire='none', transport={transport!r}, later={later}"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thinwire.fused.codec import quantize as quantize
     from thinwire.fused.ddp import AllReduceState as AllReduceState
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
+    from thinwire.fused.empty import empty as empty
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
@@ -50,6 +51,7 @@ _MODULES = {
     "fused.all_to_all": "all_to_all_v",
     "fused.codec": "WireRows dequantize quantize",
     "fused.ddp": "AllReduceState all_reduce_hook",
+    "fused.empty": "empty",
     "fused.int8_reduce": "int8_all_to_all_reduce",
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",

@@ -177,6 +177,7 @@ def call_everything(comm: Communicator, transport: str) -> str:
     comm.all_to_all_v(torch.ones(2), torch.ones(2), [1, 1], [1, 1])
     (comm.send if comm.rank else comm.recv)(x, 1 - comm.rank, tag=5)
     comm.all_reduce(x, async_op=True).wait()
+    tw.empty(2, 3, comm=comm)
     return str(comm.flight_recorder())
 
 
@@ -186,7 +187,7 @@ RECORDED = [
     "ExpertParallel", "dispatch", "combine", "dispatch", "abandon", "dispatch", "rebuild",
     "barrier", "exchange_counts", "all_gather_object", "all_gather_data", "require_same", "split",
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather_v", "gather", "scatter",
-    "all_to_all", "all_to_all_v", "all_reduce",
+    "all_to_all", "all_to_all_v", "all_reduce", "empty",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
-from thinwire.errors import LayoutError, WireFormatError
+from thinwire.errors import CountsError, LayoutError, WireFormatError
 from thinwire.fused.redistribute import plan_redistribute, redistribute
 from thinwire.testing import run_ranks
 
@@ -93,6 +93,9 @@ def there_and_back(
         assert there.shape == dst.shard_shape(shape) and there.dtype == dtype and there.is_contiguous()
         back = redistribute(there, dst, src, wire=wire, comm=comm, transport=transport)
         assert torch.equal(x, before) and back.shape == x.shape
+        into = torch.full_like(there, -7)
+        assert redistribute(x, src, dst, out=into, wire=wire, comm=comm) is into and torch.equal(into, there)
+        assert torch.equal(x, before)
         if not src.partial_axes and wire == "none":
             assert torch.equal(back, x)
         results.append((there.double().numpy(), back.double().numpy()))
@@ -302,6 +305,21 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor, Communic
         LayoutError,
         "for 8 ranks, but there are 2",
         lambda x, comm: redistribute(x, CUBE("mp", "None"), (1, 2), comm=comm),
+    ),
+    "an output of another shape": (
+        CountsError,
+        r"redistribute: out is torch.float32 \[4, 4\] on cpu; it must be torch.float32 \[8, 4\]",
+        lambda x, comm: redistribute(x, (2, 1), (1, 2), out=x[:, :4].clone(), wire="none", comm=comm),
+    ),
+    "an output that is the input": (
+        CountsError,
+        "out overlaps x",
+        lambda x, comm: redistribute(x, (2, 1), (2, 1), out=x, wire="none", comm=comm),
+    ),
+    "an output where a gradient is wanted": (
+        WireFormatError,
+        "redistribute has no backward with out",
+        lambda x, comm: redistribute(x.requires_grad_(), (2, 1), (1, 2), out=torch.ones(8, 4), wire="none", comm=comm),
     ),
     "a gradient that is cut otherwise": (
         LayoutError,

@@ -199,7 +199,33 @@ _REBUILD = [
     Case("rebuild", "into the old memory", "BROKEN_SAME_MEMORY", "record_first["),
 ]
 
-CASES = [*_ROUND_TRIP, *_PUBLISH, *_CORRUPTION, *_EXCHANGE, *_COLLECTIVE, *_RING, *_BLAME, *_TIMING, *_REBUILD]
+_STRAIGHT = [
+    _holds("straight", "a pair, 5 epochs, any places, any of them taken", "", 60_000),
+    Case("straight", "goal: the end, after rows of every way", "GOAL_END", GOAL),
+    Case("straight", "goal: a header before the last is read", "GOAL_AHEAD", GOAL),
+    Case("straight", "the receiver's header is not waited for", "BROKEN_NO_READINESS", "(out_first==100"),
+    Case("straight", "no place is not told", "BROKEN_STALE_PLACE", "(word_first"),
+    Case("straight", "a tail before the rows are there", "BROKEN_EARLY_TAIL", "(out_first==epoch"),
+    Case("straight", "a receiver goes by what it told", "BROKEN_NO_MARK", "(out_first==epoch"),
+    Case("straight", "a mark that is of no piece", "BROKEN_MARK_WITHOUT_NUMBER", "(out_first==epoch"),
+    Case("straight", "pieces that differ are left there", "BROKEN_LEAVES_PIECES", "(out_first==100"),
+]
+
+_LIVES = "(tail||(stored!=seen))||dead"
+_PROGRESS = [
+    Case("progress", "who stores is not named", "", HOLDS, 3_000, reduced=False),
+    Case("progress", "goal: the dead is named", "GOAL_NAMED", GOAL, reduced=False),
+    Case("progress", "goal: who stores is spared in the grace time", "GOAL_SPARED", GOAL, reduced=False),
+    Case("progress", "nothing is said before the tail", "BROKEN_NO_PROGRESS", _LIVES, reduced=False),
+    Case("progress", "it is not looked at in the grace time", "BROKEN_ONLY_ROWS_IN_GRACE", _LIVES, reduced=False),
+    Case("progress", "limit: a piece takes longer than the grace time", "LAG=2 TIMEOUT=3 GRACE=1", _LIVES,
+         reduced=False),
+]  # fmt: skip
+
+CASES = [
+    *_ROUND_TRIP, *_PUBLISH, *_CORRUPTION, *_EXCHANGE, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
+    *_REBUILD,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,12 @@ from thinwire.triton_kernels.cpu.pieces import (
     OUT_STEP,
     PARITY_HERE,
     PARITY_THERE,
+    PLACE,
     RANK,
     RECEIVED,
     RECV_COUNT,
     RECV_DISPL,
+    REGIONS,
     REPORT,
     RING_HERE,
     RING_THERE,
@@ -99,6 +101,18 @@ from thinwire.triton_kernels.cpu.signal import (
     someone_is_stuck,
     tell_stuck,
     write_report,
+)
+from thinwire.triton_kernels.cpu.straight import (
+    REGION_PTRS as REGION_PTRS,
+)
+from thinwire.triton_kernels.cpu.straight import (
+    came_straight,
+    look_at_stores,
+    mark_straight,
+    read_place,
+    store_straight,
+    stores_meanwhile,
+    tell_places,
 )
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS
 from thinwire.triton_kernels.signal import (
@@ -154,6 +168,8 @@ def begin(call, peers):
         peers[NEXT_OUT, peer], peers[END_OUT, peer] = 0, pieces
         peers[NEXT_IN, peer], peers[END_IN, peer] = 0, pieces  # of a peer: to be read in its header
         peers[ANSWER, peer] = AGREES if peer == own else SILENT
+    if call[REGIONS]:
+        tell_places(call, peers)
 
 
 @device
@@ -183,6 +199,16 @@ def send_next(call, peers, peer, draining):
         target = peers[PARITY_HERE, peer]
     elif number == 0:
         target = peers[PARITY_THERE, peer] + half * call[HALF_BYTES]
+    elif call[REGIONS] and peers[ANSWER, peer] == SILENT:
+        return False  # the peer says with its header where it wants the rest
+    elif peers[PLACE, peer]:
+        store_straight(call, peers, peer, number)
+        peers[NEXT_OUT, peer] = number + 1
+        if number + 1 == peers[END_OUT, peer]:
+            mark_straight(peers, peer, sent + 1)
+            peers[SENT, peer] = sent + 1
+            publish_tail(peers[TAIL_THERE, peer], np.int32(sent + 1))
+        return True
     elif ring_has_room(call, peers, peer):
         target = peers[RING_THERE, peer] + sent % call[SLOTS] * call[SLOT_BYTES]
     else:
@@ -250,6 +276,8 @@ def read_header(call, peers, peer, fingerprint=FINGERPRINT):
         answer = DIFFERS
     peers[END_IN, peer] = max(pieces, np.int64(1))
     peers[ANSWER, peer] = answer
+    if call[REGIONS] and answer == AGREES and peers[END_OUT, peer] > 1:
+        read_place(call, peers, peer)
     return True
 
 
@@ -257,6 +285,7 @@ def read_header(call, peers, peer, fingerprint=FINGERPRINT):
 def recv_next(call, peers, peer):
     """Takes in the next piece from a peer that has answered, where it is there."""
     number, received, own = peers[NEXT_IN, peer], peers[RECEIVED, peer], peer == call[RANK]
+    straight = False
     if number >= peers[END_IN, peer]:
         return False
     if own:
@@ -268,9 +297,12 @@ def recv_next(call, peers, peer):
         source = peers[PARITY_HERE, peer] + (call[EPOCH] & 1) * call[HALF_BYTES]
     elif ring_has_piece(call, peers, peer):
         source = peers[RING_HERE, peer] + received % call[SLOTS] * call[SLOT_BYTES]
+        straight = came_straight(peers, peer, received + 1)
     else:
         return False
-    if peers[ANSWER, peer] == AGREES and not call[DISCARD]:
+    if straight:
+        number = peers[END_IN, peer] - 1
+    elif peers[ANSWER, peer] == AGREES and not call[DISCARD]:
         # A rank's own exact rows take no slot.
         sums = np.int64(0) if own and call[EXACT] else sums_of(call, call[RANK], source)
         wrong = unpack_piece(call, peers, peer, number, source, sums)
@@ -306,7 +338,7 @@ def missing(where, peer, fingerprint=FINGERPRINT):
     if peers[ANSWER, peer] == SILENT:
         return not signalled(header_line(call, peers, peer), call[EPOCH])
     if 0 < peers[NEXT_IN, peer] < peers[END_IN, peer] and not ring_has_piece(call, peers, peer):
-        return True
+        return not stores_meanwhile(peers, peer)
     return peers[NEXT_OUT, peer] < peers[END_OUT, peer] and not ring_has_room(call, peers, peer)
 
 
@@ -387,6 +419,7 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
                     progress |= read_header(call, peers, peer)
                 if draining and peers[ANSWER, peer] != SILENT:
                     progress |= recv_next(call, peers, peer)
+                    look_at_stores(peers, peer)
                 if call[STATUS] != RUNNING:
                     return call[STATUS]
             if progress:

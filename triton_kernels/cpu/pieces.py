@@ -19,6 +19,7 @@ SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
     "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
     "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
+    "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
     # (for CHECK) how many there are,
     "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
@@ -31,6 +32,7 @@ SCALARS = (
     WORLD, RANK, HALF_LINES, HALF_BYTES, SLOT_BYTES, SLOTS,
     TIMEOUT, GRACE, REPORT, BUFFER_PTRS, STUCK, STATUS, EPOCH, GIVE_UP_BY,
     HALVES, SUMS, SLOT_SUM_BYTES,
+    REGIONS, NUM_REGIONS,
     DISCARD, X, X_STEP, OUT, OUT_STEP, X_ROWS, OUT_ROWS,
     EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
     KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
@@ -40,21 +42,26 @@ SCALARS = (
 #: Rows of `peers`, which has a column for each rank: what a call brings, ...
 PEERS = (
     "send_count", "send_displ", "recv_count", "recv_displ",
-    # what the kernel notes of the call (pieces, the parity piece being number 0; times), and for good (ring pieces),
-    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "sent", "received",
+    # what the kernel notes of the call (pieces, the parity piece being number 0; times; whether it told the peer where
+    # to store, how many pieces the peer had stored straight at the last look, and where it may store itself), and for
+    # good (ring pieces; segments that came straight; pieces stored straight),
+    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "told", "seen", "place",
+    "sent", "received", "straight", "stored",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
     "tail_there", "tail_here", "head_there", "head_here",
 )  # fmt: skip
 (
     SEND_COUNT, SEND_DISPL, RECV_COUNT, RECV_DISPL,
-    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, SENT, RECEIVED,
+    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, TOLD, SEEN, PLACE,
+    SENT, RECEIVED, STRAIGHT, STORED,
     HEADER_THERE, HEADER_HERE, PARITY_THERE, PARITY_HERE, RING_THERE, RING_HERE,
     TAIL_THERE, TAIL_HERE, HEAD_THERE, HEAD_HERE,
 ) = range(len(PEERS))  # fmt: skip
 
+#: Of exact rows: the output is then larger than the cache that its reader could have it in.
+STREAM_BYTES = 4 << 20
 _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
-_STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +143,7 @@ def unpack_piece(call, peers, peer, number, source, sums):
     units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
     target = call[OUT] + peers[RECV_DISPL, peer] * call[OUT_STEP]
     if call[EXACT]:
-        streams = units_of(call, count) >= _STREAM_BYTES
+        streams = units_of(call, count) >= STREAM_BYTES
         for begin in range(0, units, turn):
             size = min(turn, units - begin)
             if sums and not row_fits(sums, source + begin, size, seed, begin // turn):

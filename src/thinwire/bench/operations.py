@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,17 +11,18 @@ import torch
 from thinwire.bench.checks import Verdict
 from thinwire.bench.contender import Candidate, Contender, label_of
 from thinwire.bench.expert_problem import Round
-from thinwire.bench.problems import AllReduce, AllToAll, Problem, ReduceScatter
+from thinwire.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
 from thinwire.bench.timing import Laps
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.empty import empty
 from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.wire import WireFormat
 
-NAME = "thinwire"
+NAME, STRAIGHT = "thinwire", "tw.empty"
 
 
 def collective(problem: Problem, wire: str, transport: str) -> Candidate:
@@ -28,22 +30,35 @@ def collective(problem: Problem, wire: str, transport: str) -> Candidate:
     return Candidate(NAME, wire, transport, lambda: _collective(problem, wire, transport))
 
 
-def _collective(problem: Problem, wire: str, transport: str) -> Contender:
-    call, parsed = _call(problem, wire, transport), WireFormat.parse(wire)
+def straight(problem: AllToAll | AllGather) -> Candidate:
+    """An exact collective into a tensor of `thinwire.empty`."""
+
+    def make() -> Contender:
+        comm, out = problem.comm, problem.out
+        most = max(comm.all_gather_object(len(out)))
+        memory = empty(most, *out.shape[1:], dtype=out.dtype, comm=comm)
+        return replace(_collective(problem, "none", "direct", memory[: len(out)]), implementation=STRAIGHT)
+
+    return Candidate(STRAIGHT, "none", "direct", make)
+
+
+def _collective(problem: Problem, wire: str, transport: str, out: torch.Tensor | None = None) -> Contender:
+    out = problem.out if out is None else out
+    call, parsed = _call(problem, wire, transport, out), WireFormat.parse(wire)
 
     def run() -> Mapping[str, torch.Tensor]:
         call()
-        return {problem.operation: problem.out}
+        return {problem.operation: out}
 
     def judge(operation: str, got: torch.Tensor) -> Verdict:
         return problem.judge(got, parsed)
 
     sent = {problem.operation: sent_bytes(problem, parsed)}
-    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,), (problem.x,))
+    return Contender(NAME, wire, transport, run, judge, sent, (out,), (problem.x,))
 
 
-def _call(problem: Problem, wire: str, transport: str) -> Callable[[], object]:
-    x, out, comm = problem.x, problem.out, problem.comm
+def _call(problem: Problem, wire: str, transport: str, out: torch.Tensor) -> Callable[[], object]:
+    x, comm = problem.x, problem.comm
     if isinstance(problem, AllToAll):
         counts = problem.send_counts, problem.recv_counts
         return partial(all_to_all_v, x, *counts, out=out, wire=wire, comm=comm, transport=transport)

@@ -16,7 +16,7 @@ from thinwire.bench.figures import Sizes, figures_of
 from thinwire.bench.installed import why_absent
 from thinwire.bench.measure import measure
 from thinwire.bench.mpi import OpenMPI
-from thinwire.bench.operations import collective, expert_round
+from thinwire.bench.operations import collective, expert_round, straight
 from thinwire.bench.options import COLLECTIVES, ROUND, Routing, Settings
 from thinwire.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
 from thinwire.bench.routed_rows import group_exchange, routed_rows
@@ -146,6 +146,8 @@ class Session:
         candidates = list(self._collective_baselines(problem))
         for transport in self.settings.transports:
             candidates += [collective(problem, wire, transport) for wire in self.settings.wires]
+            if transport == "direct" and "none" in self.settings.wires and isinstance(problem, AllToAll | AllGather):
+                candidates.append(straight(problem))
         rows = max(self.comm.all_gather_object(problem.rows))
         name = None if routing is None else str(routing)
         sizes = Sizes(rows, problem.size_bytes, self._mean(problem.logical_bytes), name, problem.skew)

@@ -1,0 +1,184 @@
+"""Tensors in symmetric memory: exact rows are stored straight into them by the ranks that send them, in one copy.
+
+`docs/protocol.md`, "Straight into the output", has the argument, and `thinwire.triton_kernels.cpu.straight` what ranks
+tell each other of a call. A rank's mapping keeps its peers' pages, and its own rows' pages are never given to anything
+else while the tensor or its communicator is there: a late store of a peer's meets nothing that is not this tensor's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import secrets
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm.host_collectives import Attachment
+from thinwire.comm.symmetric import SymmetricMemory, allocate
+from thinwire.compiler import opaque
+from thinwire.errors import ArgumentError, TransportUnavailable
+from thinwire.fused.direct import open_channel
+from thinwire.fused.host_channel import HostChannel
+from thinwire.fused.transport import Refusal
+
+_KEY = "empty"
+_MOST_NUMBER = 1 << 62  # of regions
+_NOT_PLAIN = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+@opaque
+def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: Group | None = None) -> torch.Tensor:
+    """A tensor in symmetric memory, zero at first: exact rows that arrive in it are copied once and not twice.
+
+    Peers store straight into it, or into a contiguous part of it, where it is the `out` of an exact (`wire="none"`)
+    `all_to_all_v`, `all_gather` or `all_gather_v` on the direct transport with known receive counts: all of a rank's
+    rows but the first piece (`comm.explain()` says how large a piece is). In all else it is a tensor like any other.
+    Each rank decides for its own output. Collective; blocks the host.
+
+    Its memory is held on all ranks until the first call of this function after no rank has it, or a part of it, any
+    more; `comm.memory_bytes` counts it. `close` lets go of the peers' parts, and a rank's own stays for as long as its
+    tensor does, which is then one like any other. It cannot be resized. It is shared, not copied, by `fork`: what the
+    child writes the parent sees, and what peers store both. A peer that was late when a call ended with PeerTimeout may
+    still store into what was that call's `out`.
+
+    Args:
+        shape: ints of at least 0, or one list or tuple of them; the same on all ranks.
+        dtype: the same on all ranks; None means torch's default.
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made. On
+            others the tensor is one like any other.
+
+    Returns:
+        A contiguous tensor on the CPU.
+
+    Raises:
+        ArgumentError: a shape or a dtype that no tensor has; before peers hear of the call.
+        ConfigMismatch: on every rank, that ranks passed different ones.
+        CapacityError: there is less memory.
+        TransportUnavailable: some rank is not a CPU rank that can map its peers' memory, with numba's kernels, and why.
+            On CUDA always: there peers store into slots, and kernels copy out of these.
+        PeerTimeout: a peer did not take part.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm:
+    ...     out = tw.empty(2, 3, comm=comm)
+    ...     tw.all_to_all_v(torch.ones(2, 3), [2], [2], out=out, wire="none", comm=comm) is out
+    True
+    """
+    sizes, dtype = _checked(shape, dtype)
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    comm = communicator_or_default(comm)
+    with comm._settled_recorder().begin("empty", sizes, dtype):
+        comm.require_same("empty", {"shape": str(sizes), "dtype": str(dtype)})
+        tensors = comm.attached(_KEY, lambda: SymmetricTensors(comm))
+        with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then
+            memory: torch.Tensor = tensors.new(comm, max(1, num_bytes))
+            return memory[:num_bytes].view(dtype).view(sizes)
+
+
+def _checked(shape: tuple[Any, ...], dtype: Any) -> tuple[list[int], torch.dtype]:
+    """A shape and a dtype that a tensor can have."""
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
+    sizes = [size for size in given if type(size) is int and size >= 0]
+    if len(sizes) < len(given):
+        raise ArgumentError(f"empty got the shape {shape!r}, expected ints of at least 0")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype in _NOT_PLAIN:
+        raise ArgumentError(f"empty got the dtype {dtype!r}, expected a torch.dtype of plain numbers")
+    try:
+        torch.empty(sizes, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:  # of sizes, strides or bytes that 64 bits do not hold
+        raise ArgumentError(f"empty got the shape {shape!r} of {dtype}, which is more than a tensor can be") from error
+    return sizes, dtype
+
+
+@dataclass
+class _Region:
+    """A tensor's memory on all ranks.
+
+    Attributes:
+        number: the same on all ranks, and no other's.
+        users: the object that the tensor and its views keep; dead when there is none of them on this rank.
+    """
+
+    number: int
+    memory: SymmetricMemory
+    users: weakref.ref[object] = field(repr=False)
+
+
+class SymmetricTensors(Attachment):
+    """The memory of all that `empty` has made on a communicator, at one rank. Collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        channel, reason = open_channel(comm), None
+        if isinstance(channel, Refusal):
+            reason = channel.reason
+        elif not isinstance(channel, HostChannel):
+            kernels = "its kernels are not numba's, those of CPU ranks"
+            reason = kernels if comm.device.type == "cpu" else f"its tensors live on {comm.device}"
+        for rank, why in enumerate(comm.all_gather_data(reason, str | None)):
+            if why is not None:
+                raise TransportUnavailable(f"empty needs the direct transport between CPU ranks; rank {rank}: {why}")
+        assert isinstance(channel, HostChannel)
+        self._channel, self._checksums = channel, comm.integrity != "none"
+        self._regions: list[_Region] = []
+
+    def new(self, comm: Communicator, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes] of a new region, once those are gone that no rank uses any more. Collective.
+
+        Raises:
+            CapacityError, TransportUnavailable, PeerTimeout: see `allocate`.
+        """
+        in_use = [region.number for region in self._regions if region.users() is not None]
+        told = comm.all_gather_data((secrets.randbelow(_MOST_NUMBER) + 1, in_use), (int, [int]))
+        # In use, and not those in use by nobody: of these a rank may have let go alone, in a call that was interrupted.
+        self._keep({number for _, numbers in told for number in numbers})
+        memory = allocate(comm, num_bytes)
+        # The tensor's own keeper, as the memory itself is kept here: so its end can be seen, that of all views too.
+        keeper = (ctypes.c_ubyte * num_bytes).from_address(memory.local.data_ptr())
+        keeper.memory = memory.local  # type: ignore[attr-defined]
+        self._regions = [*self._regions, _Region(told[0][0], memory, weakref.ref(keeper))]
+        self._tell_channel(self._regions)
+        return torch.frombuffer(keeper, dtype=torch.uint8)
+
+    def _keep(self, numbers: set[int]) -> None:
+        """Lets go of all regions but those of these numbers.
+
+        An exception from outside may come between any two lines: what the channel's table has stays mapped, as
+        `_regions` still has it, and what the next call finds there beside that is in nobody's use.
+        """
+        kept = [region for region in self._regions if region.number in numbers]
+        gone = [region for region in self._regions if region.number not in numbers]
+        self._tell_channel(kept)
+        self._regions = kept
+        for region in gone:
+            region.memory.close()
+
+    def _tell_channel(self, regions: list[_Region]) -> None:
+        self._channel.use_regions(
+            [(region.number, region.memory.num_bytes, *region.memory.buffer_ptrs.tolist()) for region in regions]
+        )
+
+    @property
+    def tensor_bytes(self) -> int:
+        """See `Attachment`."""
+        return sum(region.memory.memory_bytes for region in self._regions)
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        size = self.tensor_bytes / 2**20
+        first = f"empty: {len(self._regions)} tensors in {size:.1f} MiB of symmetric memory"
+        if self._checksums:
+            return f"{first}; rows are copied into them from pieces, which checksums are of"
+        return (
+            f"{first}; what exact segments have beyond {self._channel.layout.SLOT_BYTES} bytes is stored straight into "
+            f"them: {self._channel.straight_segments} segments so far"
+        )
+
+    def close(self) -> None:
+        """Lets go of all of it; tensors stay readable. Not collective."""
+        self._keep(set())

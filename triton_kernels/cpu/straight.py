@@ -1,0 +1,145 @@
+"""Exact rows of an all-to-all-v straight into the receivers' outputs, where these lie in memory of `thinwire.empty`.
+
+A *region* is one symmetric allocation of that function; its number is the same on all ranks. `docs/protocol.md`,
+"Straight into the output", has the argument. What it takes lies in lines of the exchange, behind their flags:
+
+    head of p at q    int64 words 1 to 3: where the rows that q sends to p may be stored, as a region, an offset in p's
+                      memory of it, and bytes; region 0: nowhere
+    tail of q at p    int64 word 1: which of the pieces that q has ever put into its ring at p stands for rows that were
+                      stored straight; int32 word 4: how many pieces q has ever stored straight at p, which says that it
+                      is there, and nothing of the rows
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, store_release
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int64
+from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.pieces import (
+    EXACT,
+    HEAD_HERE,
+    HEAD_THERE,
+    LIMIT,
+    NUM_REGIONS,
+    OUT,
+    OUT_STEP,
+    PLACE,
+    RANK,
+    RECV_COUNT,
+    RECV_DISPL,
+    REGIONS,
+    SEEN,
+    SEND_COUNT,
+    SEND_DISPL,
+    STORED,
+    STRAIGHT,
+    STREAM_BYTES,
+    SUMS,
+    TAIL_HERE,
+    TAIL_THERE,
+    TOLD,
+    UNITS_PER_PIECE,
+    WORLD,
+    X_STEP,
+    X,
+    units_of,
+)
+
+#: Words of a region in the host's table: its number, its bytes on each rank, and from here on each rank's address.
+REGION_NUMBER, REGION_BYTES, REGION_PTRS = 0, 1, 2
+
+_HEAD_REGION, _HEAD_OFFSET, _HEAD_BYTES = 8, 16, 24  # byte offsets in a line
+_TAIL_PIECE, _TAIL_STORED = 8, 16
+
+
+@device
+def region_at(call, index):
+    """The address of a region's words."""
+    return call[REGIONS] + 8 * index * (REGION_PTRS + call[WORLD])
+
+
+@device
+def stored_by(peers, peer):
+    """How many pieces a peer says that it has ever stored straight."""
+    return np.int64(load_acquire(peers[TAIL_HERE, peer] + _TAIL_STORED))
+
+
+@kernel
+def tell_places(call, peers, fingerprint=FINGERPRINT):
+    """Tells every peer where its rows of this call may be stored, or that they may not; before the header does."""
+    number, before = np.int64(0), np.int64(0)
+    for index in range(call[NUM_REGIONS]):
+        region = region_at(call, index)
+        offset = call[OUT] - load_int64(region + 8 * (REGION_PTRS + call[RANK]))
+        if call[EXACT] and not call[SUMS] and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
+            number, before = load_int64(region + 8 * REGION_NUMBER), offset
+    for peer in range(call[WORLD]):
+        line, count = peers[HEAD_THERE, peer], peers[RECV_COUNT, peer]
+        told = number != 0 and peer != call[RANK] and count > 0 and units_of(call, count) > call[UNITS_PER_PIECE]
+        peers[TOLD, peer], peers[PLACE, peer], peers[SEEN, peer] = told, 0, stored_by(peers, peer)
+        store_int64(line + _HEAD_REGION, number if told else np.int64(0))
+        store_int64(line + _HEAD_OFFSET, before + peers[RECV_DISPL, peer] * call[OUT_STEP])
+        store_int64(line + _HEAD_BYTES, units_of(call, count))
+
+
+@kernel
+def read_place(call, peers, peer, fingerprint=FINGERPRINT):
+    """Notes where a peer, whose header is there, wants the rows that this rank sends it: 0 for in its ring.
+
+    What cannot be such a place is none. Each word is read once: what follows from it shall not change with it.
+    """
+    line, size = peers[HEAD_HERE, peer], units_of(call, peers[SEND_COUNT, peer])
+    number, offset = load_int64(line + _HEAD_REGION), load_int64(line + _HEAD_OFFSET)
+    if number == 0 or not call[EXACT] or call[SUMS] or load_int64(line + _HEAD_BYTES) != size:
+        return
+    for index in range(call[NUM_REGIONS]):
+        region = region_at(call, index)
+        if number == load_int64(region + 8 * REGION_NUMBER):
+            if 0 <= offset <= load_int64(region + 8 * REGION_BYTES) - size:
+                peers[PLACE, peer] = load_int64(region + 8 * (REGION_PTRS + peer)) + offset
+
+
+@device
+def store_straight(call, peers, peer, number):
+    """Stores a piece of what goes to `peer` where it told, and says that this rank has come so far."""
+    first = number * call[UNITS_PER_PIECE]
+    units = units_of(call, peers[SEND_COUNT, peer])
+    size = min(call[UNITS_PER_PIECE], units - first)
+    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP] + first
+    if units >= STREAM_BYTES:
+        stream_bytes(peers[PLACE, peer] + first, source, size)
+    else:
+        copy_bytes(peers[PLACE, peer] + first, source, size)
+    peers[STORED, peer] += 1
+    store_release(peers[TAIL_THERE, peer] + _TAIL_STORED, np.int32(peers[STORED, peer]))
+
+
+@device
+def mark_straight(peers, peer, piece):
+    """Says that the ring's piece of this number, counted from 1, stands for what was stored straight."""
+    store_int64(peers[TAIL_THERE, peer] + _TAIL_PIECE, piece)
+
+
+@device
+def came_straight(peers, peer, piece):
+    """Whether the ring's piece of this number stands for what the peer stored straight, and may have."""
+    if peers[TOLD, peer] == 0 or load_int64(peers[TAIL_HERE, peer] + _TAIL_PIECE) != piece:
+        return False
+    peers[STRAIGHT, peer] += 1
+    return True
+
+
+@device
+def stores_meanwhile(peers, peer):
+    """Whether a peer that was told a place has stored more pieces there than at the last look."""
+    return peers[TOLD, peer] != 0 and stored_by(peers, peer) != peers[SEEN, peer]
+
+
+@device
+def look_at_stores(peers, peer):
+    """Begins the peer's time anew if it has stored more since the last look."""
+    if stores_meanwhile(peers, peer):
+        peers[SEEN, peer], peers[LIMIT, peer] = stored_by(peers, peer), 0
