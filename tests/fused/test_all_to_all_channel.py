@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -289,6 +290,37 @@ def _long_segments(rank: int, channel: HostChannel) -> None:
 def test_segments_of_megabytes_at_odd_addresses() -> None:
     group = Group(2, 1 << 16, 4)
     group.run(_long_segments)
+
+
+#: Elements of a row: several rows to what is made before it is stored, and one that is longer than that.
+_WIDTHS = (1025, 20_001)
+
+
+def _moves_to(seen: int, rank: int, channel: HostChannel, group: Group, wire: WireFormat) -> None:
+    channel._peers[kernels.PEERS.index("seen")] = seen
+    generator = torch.Generator().manual_seed(1)
+    for tail in (*((width,) for width in _WIDTHS), ()):
+        counts = [[3, 61], [57, 2]] if tail else [[5, 150_001], [170_003, 1]]
+        inputs = [torch.randn(sum(row), *tail, generator=generator) for row in counts]
+        parts = []
+        for source, x in enumerate(inputs):
+            part = x[sum(counts[source][:rank]) :][: counts[source][rank]]
+            rows = part if tail else torch.nn.functional.pad(part, (0, -len(part) % 1024)).view(-1, 1024)
+            parts.append(dequantize(quantize(rows, wire)).reshape(-1, *tail)[: len(part)])
+        got = exchange(channel, inputs[rank], counts[rank], [row[rank] for row in counts], wire=wire).wait()
+        assert_same_bits(f"{wire} {tail}", torch.cat(parts), got)
+        group.poison_together(rank)
+    if seen:
+        assert channel._peers[kernels.PEERS.index("seen")].tolist() == [seen] * 2
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["no checksums", "checksums"])
+@pytest.mark.parametrize("spec", ["none", "int8", "int4"])
+def test_rows_are_the_same_to_a_near_peer_and_to_a_far_one(spec: str, checksums: bool) -> None:
+    never = 1 << 62  # the next look is further off than the clock goes
+    for seen in (never, never + 1, 0):
+        group = Group(2, 1 << 16, 4, checksums=checksums)
+        group.run(partial(_moves_to, seen), group, WireFormat.parse(spec))
 
 
 def _many_calls(rank: int, channel: HostChannel, group: Group, calls: int, seed: int) -> None:

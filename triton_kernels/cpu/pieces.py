@@ -13,6 +13,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
+from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
 
 #: Words of `call`: first what stays for as long as the channel lives, ...
 SCALARS = (
@@ -44,23 +45,24 @@ PEERS = (
     "send_count", "send_displ", "recv_count", "recv_displ",
     # what the kernel notes of the call (pieces, the parity piece being number 0; times; whether it told the peer where
     # to store, how many pieces the peer had stored straight at the last look, and where it may store itself), and for
-    # good (ring pieces; segments that came straight; pieces stored straight),
-    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "told", "seen", "place",
-    "sent", "received", "straight", "stored",
+    # good (ring pieces; segments that came straight; pieces stored straight; see `peer_stores`),
+    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "told", "seen_stored", "place",
+    "sent", "received", "straight", "stored", "seen",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
     "tail_there", "tail_here", "head_there", "head_here",
 )  # fmt: skip
 (
     SEND_COUNT, SEND_DISPL, RECV_COUNT, RECV_DISPL,
-    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, TOLD, SEEN, PLACE,
-    SENT, RECEIVED, STRAIGHT, STORED,
+    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, TOLD, SEEN_STORED, PLACE,
+    SENT, RECEIVED, STRAIGHT, STORED, SEEN,
     HEADER_THERE, HEADER_HERE, PARITY_THERE, PARITY_HERE, RING_THERE, RING_HERE,
     TAIL_THERE, TAIL_HERE, HEAD_THERE, HEAD_HERE,
 ) = range(len(PEERS))  # fmt: skip
 
 #: Of exact rows: the output is then larger than the cache that its reader could have it in.
 STREAM_BYTES = 4 << 20
+_SCRATCH_RECORDS = 16384  # bytes of records that are made before they are stored: of a cache that is not the only one
 _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
 
 
@@ -106,20 +108,25 @@ def pack_piece(call, peers, peer, number, target, sums):
     units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
     source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
     if call[EXACT]:
-        for begin in range(0, units, turn):
-            size = min(turn, units - begin)
-            copy_bytes(target + begin, source + first + begin, size)
-            if sums:
-                put_row_sums(sums, target + begin, size, seed, begin // turn)
+        peers[SEEN, peer] = store(target, source + first, units, peers[SEEN, peer])
+        for begin in range(0, units if sums else 0, turn):
+            put_row_sums(sums, source + first + begin, min(turn, units - begin), seed, begin // turn)
         return
     layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
     stride = call[X_STEP] * call[COUNTS_PER_ROW]
     whole = min(units, count // call[COUNTS_PER_ROW] - first)
+    scratch = stack_buffer(_SCRATCH_RECORDS)
+    aside = peer != call[RANK] and record_bytes <= _SCRATCH_RECORDS and goes_aside(peers[SEEN, peer])
+    if aside:
+        turn = min(turn, _SCRATCH_RECORDS // record_bytes)
     for begin in range(0, whole, turn):
         record, rows = target + begin * record_bytes, min(turn, whole - begin)
-        pack_kernel(source + (first + begin) * stride, stride, dtype, in_order, record, record_bytes, rows, layout)
+        made = scratch if aside else record
+        pack_kernel(source + (first + begin) * stride, stride, dtype, in_order, made, record_bytes, rows, layout)
         if sums:
-            put_row_sums(sums, record, record_bytes, seed, begin)
+            put_row_sums(sums, made, record_bytes, seed, begin)
+        if aside:
+            peers[SEEN, peer] = store(record, scratch, rows * record_bytes, peers[SEEN, peer])
     if whole < units:  # a 1-D segment ends within a row, which zeros complete
         row = stack_buffer(_SCRATCH_ROW)
         rest = count % call[COUNTS_PER_ROW] * call[X_STEP]

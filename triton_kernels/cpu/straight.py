@@ -31,7 +31,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     RECV_COUNT,
     RECV_DISPL,
     REGIONS,
-    SEEN,
+    SEEN_STORED,
     SEND_COUNT,
     SEND_DISPL,
     STORED,
@@ -79,7 +79,7 @@ def tell_places(call, peers, fingerprint=FINGERPRINT):
     for peer in range(call[WORLD]):
         line, count = peers[HEAD_THERE, peer], peers[RECV_COUNT, peer]
         told = number != 0 and peer != call[RANK] and count > 0 and units_of(call, count) > call[UNITS_PER_PIECE]
-        peers[TOLD, peer], peers[PLACE, peer], peers[SEEN, peer] = told, 0, stored_by(peers, peer)
+        peers[TOLD, peer], peers[PLACE, peer], peers[SEEN_STORED, peer] = told, 0, stored_by(peers, peer)
         store_int64(line + _HEAD_REGION, number if told else np.int64(0))
         store_int64(line + _HEAD_OFFSET, before + peers[RECV_DISPL, peer] * call[OUT_STEP])
         store_int64(line + _HEAD_BYTES, units_of(call, count))
@@ -135,11 +135,11 @@ def came_straight(peers, peer, piece):
 @device
 def stores_meanwhile(peers, peer):
     """Whether a peer that was told a place has stored more pieces there than at the last look."""
-    return peers[TOLD, peer] != 0 and stored_by(peers, peer) != peers[SEEN, peer]
+    return peers[TOLD, peer] != 0 and stored_by(peers, peer) != peers[SEEN_STORED, peer]
 
 
 @device
 def look_at_stores(peers, peer):
     """Begins the peer's time anew if it has stored more since the last look."""
     if stores_meanwhile(peers, peer):
-        peers[SEEN, peer], peers[LIMIT, peer] = stored_by(peers, peer), 0
+        peers[SEEN_STORED, peer], peers[LIMIT, peer] = stored_by(peers, peer), 0

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from thinwire.bench.contender import NotHere
 from thinwire.comm import Communicator
-
-if TYPE_CHECKING:
-    pass
 
 NAME = "Open MPI"
 
@@ -39,6 +36,10 @@ class OpenMPI:
         if (world.rank, world.size) != (comm.rank, comm.size):
             raise NotHere(f"its ranks are others: {world.rank} of {world.size} is {comm.rank} of {comm.size} here")
         self._mpi, self._world = MPI, world
+
+    def barrier(self) -> None:
+        """MPI's own."""
+        self._world.Barrier()
 
     def exchange(self, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
         """Alltoallv of rows [rows, ...] into a new tensor."""

@@ -1,4 +1,4 @@
-"""What waiting needs beside loads and stores: ordered access to a flag, the time, and giving up the processor.
+"""What waiting needs beside loads and stores: ordered access to memory, the time, and giving up the processor.
 
 numba has none of these. The flags are 4 bytes at addresses that are multiples of 4, so the processor reads and writes
 them whole.
@@ -26,6 +26,12 @@ def store_release(builder, address, value):
     """Writes an int32; who reads it with `load_acquire` sees all that was written before it."""
     pointer = builder.inttoptr(address, ir.IntType(32).as_pointer())
     builder.store_atomic(value, pointer, "release", _FLAG_BYTES)
+
+
+@emits("void")
+def finish_stores(builder):
+    """Waits until what was stored has left the processor; stores past the caches come before later ones only so."""
+    builder.fence("seq_cst")
 
 
 def _libc(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:

@@ -7,6 +7,7 @@ megabytes go to memory that is not in the cache, doing without is faster by half
 from __future__ import annotations
 
 from thinwire.triton_kernels.cpu.compat import device, emits, ir
+from thinwire.triton_kernels.cpu.ir.atomics import finish_stores
 from thinwire.triton_kernels.cpu.ir.control import loop
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import constant, integers
@@ -17,7 +18,7 @@ _BLOCK_SHIFT = 7  # a block is 128 bytes
 
 @emits("void")
 def stream_blocks(builder, target, source, blocks):
-    """Copies blocks to a target aligned to a vector."""
+    """Copies blocks to a target aligned to a vector; whoever publishes them calls `finish_stores` before."""
     vector = integers(8, _VECTOR_BYTES)
     once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
     parts = range(0, 1 << _BLOCK_SHIFT, _VECTOR_BYTES)
@@ -31,7 +32,6 @@ def stream_blocks(builder, target, source, blocks):
         for part, value in zip(parts, values, strict=True):
             address = builder.inttoptr(builder.add(written, constant(part)), vector.as_pointer())
             builder.store(value, address, align=_VECTOR_BYTES).set_metadata("nontemporal", once)
-    builder.fence("seq_cst")  # such stores are not ordered with later ones otherwise
 
 
 @device
@@ -41,5 +41,6 @@ def stream_bytes(target, source, count):
     copy_bytes(target, source, head)
     blocks = (count - head) >> _BLOCK_SHIFT
     stream_blocks(target + head, source + head, blocks)
+    finish_stores()
     done = head + (blocks << _BLOCK_SHIFT)
     copy_bytes(target + done, source + done, count - done)

@@ -1,0 +1,155 @@
+"""Thinwire beside Open MPI on CPU ranks: the same bytes, in turn, on ranks that mpirun started.
+
+    mpirun -np 2 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 python -m benchmarks.bench_mpi --json FILE
+
+Where ranks outnumber cores, `--oversubscribe` has those of Open MPI yield while they wait.
+
+All-to-all-v is of bfloat16 rows of 4096, with counts and `out`, and `rows` go from each rank to each rank, its own
+included: of two ranks each reads and writes 2 * rows rows, 16 KiB of them with rows = 1, and so much is in its copy.
+The others are of float32, over a flat tensor of `size` bytes. What a rank does for a call, with the barrier of Open
+MPI's behind it, is repeated for about `--sample-seconds`; a sample is the time by the call, on the slowest rank. After
+each round of all, each has one sample. Results are checked up to 16 MiB. Columns:
+
+    size             bytes of a rank's buffer: its rows, or the tensor that holds all ranks' parts
+    us, least, most  median over the rounds, and extremes
+    of Open MPI      Open MPI's time by this one within the rounds: median, and
+    low, high        extremes of it
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
+
+import numpy as np
+import torch
+
+from benchmarks import timing
+from thinwire.bench import baselines, operations
+from thinwire.bench.contender import Candidate, Contender, NotHere, label_of
+from thinwire.bench.measure import measure
+from thinwire.bench.mpi import NAME, OpenMPI
+from thinwire.bench.options import Settings
+from thinwire.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
+from thinwire.bench.sizes import parse_bytes
+from thinwire.comm import Communicator
+from thinwire.comm.bootstrap import init
+
+COLUMNS = {
+    "operation": "s", "size": "d", "rows": "d", "what": "s", "us": ".1f", "least": ".1f", "most": ".1f",
+    "of Open MPI": ".2f", "low": ".2f", "high": ".2f", "verdict": "s",
+}  # fmt: skip
+HIDDEN, ROWS, SIZES = 4096, (1, 8, 64, 1024, 4096, 8192), ("1M", "4M", "16M", "64M")
+WIRES = ("none", "int8")
+_MOST_CHECKED = 16 << 20  # bytes of a rank: beyond, a check takes longer than the samples
+
+
+def goal_of(operation: str, what: str, rows: int, ranks: int) -> float | None:
+    """Of Open MPI's speed, what thinwire is to reach; None without a goal."""
+    if operation == "all_to_all_v" and what == "thinwire/none/direct":
+        return 1.0 if ranks == 2 else 0.9
+    if operation == "all_to_all_v" and what == "thinwire/int8/direct" and rows >= 1024:
+        return 0.9
+    return 1.0 if operation == "all_reduce" and what == "thinwire/int8/direct" else None
+
+
+def problems(comm: Communicator, rows: Sequence[int], sizes: Sequence[int]) -> Iterator[Problem]:
+    """What is to be solved, one after the other, so that their memory need not be there at once."""
+    for count in rows:
+        counts = np.full((comm.size, comm.size), count)
+        yield AllToAll(comm, torch.bfloat16, counts, HIDDEN, 1.0)
+    for kind in (AllReduce, ReduceScatter, AllGather):
+        for size in sizes:
+            yield kind(comm, torch.float32, size)
+
+
+def candidates(problem: Problem, world: OpenMPI) -> Iterator[Candidate]:
+    """What is compared; the label of each stands in the column `what`."""
+    yield baselines.of_mpi(problem, world)
+    for wire in WIRES:
+        yield operations.collective(problem, wire, "direct")
+    yield baselines.of_group(problem, "gloo")
+    source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
+    yield baselines.copy(source, torch.empty_like(source), (problem.operation,))
+
+
+def behind(candidate: Candidate, barrier: Callable[[], object]) -> Candidate:
+    """The same with a barrier at the end of each call."""
+
+    def make() -> Contender:
+        made = candidate.make()
+        call = made.call
+
+        def run() -> Mapping[str, torch.Tensor]:
+            outputs = call()
+            barrier()
+            return outputs
+
+        made.call = run
+        return made
+
+    return replace(candidate, make=make)
+
+
+def figures(problem: Problem, samples: timing.Times) -> list[dict[str, Any]]:
+    """A line for each that was measured; `samples` are seconds by label."""
+    lines, reference = [], samples[label_of(NAME, "none", None)]
+    rows = problem.rows // problem.comm.size if isinstance(problem, AllToAll) else 0
+    for what, taken in samples.items():
+        ratios = [theirs / own for theirs, own in zip(reference, taken, strict=True)]
+        line = {
+            "operation": problem.operation,
+            "size": problem.size_bytes,
+            "rows": rows,
+            "what": what,
+            "us": statistics.median(taken) * 1e6,
+            "least": min(taken) * 1e6,
+            "most": max(taken) * 1e6,
+            "of Open MPI": statistics.median(ratios),
+            "low": min(ratios),
+            "high": max(ratios),
+            "goal": goal_of(problem.operation, what, rows, problem.comm.size),
+        }
+        lines.append(line | {"verdict": timing.verdict(line["goal"], line["of Open MPI"])})
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = timing.parser(__doc__, repeats=5, timeout_of="wait")
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS, help="to each rank, of all-to-all-v")
+    parser.add_argument("--sizes", nargs="*", default=SIZES, help="bytes of the others")
+    options = parser.parse_args(arguments)
+    sizes = [parse_bytes("--sizes", size) for size in options.sizes]
+    described = timing.machine(timing.check_device("cpu"))
+    settings = Settings(iterations=options.repeats, sample_seconds=options.sample_seconds)
+    lines: list[dict[str, Any]] = []
+    with init(device="cpu", timeout=options.timeout) as comm:
+        try:
+            world = OpenMPI(comm)
+        except NotHere as reason:
+            raise SystemExit(f"{NAME}: {reason}; see python -m benchmarks.bench_mpi --help") from None
+        for problem in problems(comm, options.rows, sizes):
+            compared = [behind(each, world.barrier) for each in candidates(problem, world)]
+            checked = replace(settings, check=problem.size_bytes <= _MOST_CHECKED)
+            found = measure(comm, compared, checked, None)
+            if missing := [
+                label for label, operation in found.wire_bytes if f"{label} {operation}" not in found.samples
+            ]:
+                raise SystemExit(f"{problem.operation} of {problem.size_bytes} bytes: wrong results of {missing}")
+            samples = {name.removesuffix(f" {problem.operation}"): taken for name, taken in found.samples.items()}
+            lines += figures(problem, samples)
+        if comm.rank == 0:
+            timing.print_machine(described)
+            launched = f"mpirun -np {comm.size}"
+            timing.finish(options, "mpi", described, (lines, COLUMNS), lines, ranks=comm.size, launched=launched)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Storing into a slot of a peer: past the caches, where the peer's core shares none with this one.
+
+The peer has read the slot, so its lines lie in the peer's cache, and an ordinary store fetches each from there only to
+overwrite it. Between cores of one cache that is cheap, and the peer finds what it is to read near by. Between caches,
+of two sockets or of the parts that a large processor is made of, it takes several times as long as memory does, which
+stores past the caches go to. Nobody says reliably which it is: virtual machines tell of one cache where there are two,
+and are moved about. So now and then the first bytes of what is stored go the ordinary way, and are timed.
+
+What a sender found out is one number for each peer, `seen`: twice the time of its last look, and one more if the peer
+is far. Zero means that it has not looked. Either way the same bytes are stored, and before whatever is published next.
+"""
+
+from __future__ import annotations
+
+from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, monotonic_ns
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
+from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+
+_LEAST_BYTES = 4096  # fewer are not worth a look at the clock
+_LOOK_NS, _LOOK_BYTES = 2_000_000, 16384  # a look at a far peer costs some microseconds
+#: Nanoseconds for so many bytes. To near peers stores take 1 to 2, to far ones 4 and more, and past the caches 1.
+_FAR_NS, _FAR_BYTES = 3, 10
+
+
+@device
+def goes_aside(seen):
+    """Whether what is made for a peer had better be made elsewhere and go through `store`."""
+    return seen & 1 != 0 or monotonic_ns() - (seen >> 1) > _LOOK_NS
+
+
+@device
+def store(target, source, count, seen):
+    """Copies `count` bytes to a peer, and returns what is now `seen` of it."""
+    if count < _LEAST_BYTES:
+        copy_bytes(target, source, count)
+        return seen
+    begun, done = monotonic_ns(), 0
+    if begun - (seen >> 1) > _LOOK_NS:
+        done = min(count, _LOOK_BYTES)
+        copy_bytes(target, source, done)
+        finish_stores()  # a core has room for some kilobytes that are still to be stored
+        ended = monotonic_ns()
+        seen = 2 * ended + (1 if (ended - begun) * _FAR_BYTES > done * _FAR_NS else 0)
+    if seen & 1:
+        stream_bytes(target + done, source + done, count - done)
+    else:
+        copy_bytes(target + done, source + done, count - done)
+    return seen
