@@ -402,6 +402,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
+            *([f"threads for rows of a large call: {self._cpu_share}"] if self._device.type == "cpu" else []),
             *([f"memory of results: {self.memory_bytes / 2**20:.0f} MiB kept"] if self.memory_bytes else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),
