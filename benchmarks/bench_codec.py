@@ -2,11 +2,13 @@
 
     python -m benchmarks.bench_codec --device cpu
     python -m benchmarks.bench_codec --device cuda --json codec.json
+    python -m benchmarks.bench_codec --threads 2 --rows 32 256 1024 4096 --wires int8 --dtypes bfloat16
 
 A copy reads and writes as many bytes as the tensor has, and is what any transport does at the least. `share` is the
 copy's time by the codec's: 1 means that quantising costs what copying costs. For dequantise the copy is of the output.
-On a CPU everything runs in one thread, at one size that lies in memory and one that lies in the processor's cache. On a
-GPU the tensors rotate, so that none is found in the cache.
+On a CPU everything runs in one thread, at one size that lies in memory and one that lies in the processor's cache. With
+`--threads` it also runs in that many, or fewer where the call is small; the last columns are the time of one thread by
+that of several, for the copy too. On a GPU the tensors rotate, so that none is found in the cache.
 """
 
 from __future__ import annotations
@@ -41,15 +43,16 @@ COLUMNS = {
     "share ": ".2f",
     "x torch ": ".1f",
 }
+THREADS_COLUMNS = {f"{name}: x one thread": ".2f" for name in ("copy", "quantise", "dequantise")}
 REFERENCE_ROUNDS = 3  # it takes long, and varies little for that
 _CALLS_PER_SAMPLE_BYTES = 32 << 20
 _GPU_BYTES = 2 << 30  # what tensors rotate over: many times any cache
 
 
 def bench(
-    device: torch.device, rows: int, hidden: int, dtype: torch.dtype, wire: WireFormat, repeats: int
+    device: torch.device, rows: int, hidden: int, dtype: torch.dtype, wire: WireFormat, repeats: int, threads: int = 1
 ) -> dict[str, float]:
-    """Times in seconds a call, and shares."""
+    """Times in seconds a call, and shares; with several threads also the times of one by theirs."""
     size = rows * hidden * dtype.itemsize
     on_gpu = device.type == "cuda"
     sets = max(2, _GPU_BYTES // (3 * size)) if on_gpu else 1
@@ -74,6 +77,19 @@ def bench(
         "quantise in torch": lambda: quantize_reference(xs[0], wire),
         "dequantise in torch": lambda: dequantize_reference(records[0], wire, hidden, dtype),
     }
+    if threads > 1:
+        options = {"threads": threads}
+
+        def copy_on_threads() -> None:
+            torch.set_num_threads(threads)
+            functions["copy"]()
+            torch.set_num_threads(1)
+
+        functions |= {
+            "copy on threads": copy_on_threads,
+            "quantise on threads": every(lambda i: pack_rows(xs[i], wire, None, records[i], **options)),
+            "dequantise on threads": every(lambda i: unpack_rows(records[i], wire, None, None, outs[i], **options)),
+        }
     limits = {name: REFERENCE_ROUNDS for name in functions if name.endswith("in torch")}
     times = timing.interleaved(functions, device, repeats, limits)
     per_call = {name: [t / (1 if name in limits else calls * sets) for t in taken] for name, taken in times.items()}
@@ -87,6 +103,11 @@ def bench(
         "quantise in torch": median["quantise in torch"],
         "dequantise in torch": median["dequantise in torch"],
         "copied bytes per second": 2 * size / median["copy"],
+        **{
+            f"{name}: x one thread": timing.median_ratio(per_call[name], per_call[f"{name} on threads"])
+            for name in ("copy", "quantise", "dequantise")
+            if threads > 1
+        },
     }
 
 
@@ -115,10 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", help="default: 4096 and 16 on a CPU, 4096 and 128 on a GPU")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU rank, for one call")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--wires", nargs="+", default=list(WIRES), metavar="WIRE")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     options = parser.parse_args(arguments)
+    if options.threads > 1 and options.device != "cpu":
+        parser.error("--threads is for --device cpu")
     device = timing.check_device(options.device)
     described = timing.machine(device)
     timing.print_machine(described)
@@ -126,10 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for rows in options.rows or ([4096, 16] if device.type == "cpu" else [4096, 128]):
         for name in options.dtypes:
             for wire in options.wires:
-                figure = bench(device, rows, options.hidden, DTYPES[name], WireFormat.parse(wire), options.repeats)
+                form = DTYPES[name], WireFormat.parse(wire)
+                figure = bench(device, rows, options.hidden, *form, options.repeats, options.threads)
                 figures.append({"rows": rows, "hidden": options.hidden, "dtype": name, "wire": wire, **figure})
-    table = ([_columns(figure) for figure in figures], COLUMNS)
-    timing.finish(options, "codec", described, table, figures, repeats=options.repeats)
+    table = ([_columns(figure) for figure in figures], COLUMNS | (THREADS_COLUMNS if options.threads > 1 else {}))
+    timing.finish(options, "codec", described, table, figures, repeats=options.repeats, threads=options.threads)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,12 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from thinwire.comm.control_groups import control_groups
 from thinwire.errors import CapacityError
 
-# Where control groups say what their processes may hold: the limit, the use, and the part of it that can be dropped.
-_CONTROL_GROUPS = {
-    "": ("/sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": (
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
+# What a control group's processes may hold: the limit, the use, and the part of it that can be dropped.
+_VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+_VERSION_2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 
 
 def available_bytes() -> int:
@@ -53,29 +47,16 @@ def _address_space_in_use() -> int:
 
 def _control_group_bytes() -> Iterator[int]:
     """What each control group that this process is in leaves, where it has a limit."""
-    try:
-        memberships = Path("/proc/self/cgroup").read_text().splitlines()
-    except FileNotFoundError:
-        return
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        kind = "memory" if "memory" in controllers.split(",") else controllers
-        if kind not in _CONTROL_GROUPS:
+    for group, is_version_2 in control_groups("memory"):
+        limit_name, use_name, droppable = _VERSION_2 if is_version_2 else _VERSION_1
+        try:
+            limit = (group / limit_name).read_text().strip()
+            use = int((group / use_name).read_text())
+            statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except OSError:  # no such group here, or the root, which has no limit
             continue
-        root, limit_name, use_name, droppable = _CONTROL_GROUPS[kind]
-        folder = Path(root + path)
-        # Limits of the groups above hold too. A container may see its own group as the root, under another path.
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(root):
-                break
-            try:
-                limit = (group / limit_name).read_text().strip()
-                use = int((group / use_name).read_text())
-                statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except OSError:  # no such group here, or the root, which has no limit
-                continue
-            if limit.isdigit():
-                yield int(limit) - use + sum(int(value) for name, value in statistics if name in droppable)
+        if limit.isdigit():
+            yield int(limit) - use + sum(int(value) for name, value in statistics if name in droppable)
 
 
 def require_available(ranks: int, num_bytes: int, available: int, where: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
+from thinwire.comm.cpu_share import CpuShare, cpu_share
 from thinwire.comm.flight_files import WrittenOnSignal
 from thinwire.comm.flight_recorder import write_all
 from thinwire.comm.groups import as_device, backends_of, group_of, member_group
@@ -221,6 +222,14 @@ def init(
         atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
     return domains.choose(opened)
+
+
+def current_cpu_share() -> CpuShare:
+    """What calls may use that no communicator is passed to; see `cpu_share`."""
+    comm = current_domains().current()
+    if comm is not None:
+        return comm._cpu_share
+    return cpu_share(dist.get_world_size() if dist.is_initialized() else None)
 
 
 def default_communicator() -> Communicator:

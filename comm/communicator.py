@@ -402,6 +402,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
+            *([f"threads for rows of a large call: {self._cpu_share}"] if self._device.type == "cpu" else []),
             *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self._result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.clocks import compare_clocks
+from thinwire.comm.cpu_share import cpu_share
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
@@ -98,6 +99,7 @@ class HostCollectives:
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
         )
         self._attachments: dict[str, Attachment] = {}
+        self._cpu_share = cpu_share(of_world[2], isinstance(exchange, ThreadExchange))
         self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
 

@@ -306,7 +306,7 @@ def _post_quantized(
     else:
         rows, row_out = (tensor.reshape(len(tensor), math.prod(x.shape[1:])) for tensor in (x, out))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    backend = select_backend(x.device, wire)
+    backend = select_backend(x.device, wire, comm._cpu_share.threads)
 
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
         backend.pack_rows(rows, wire, row_sends.row_index(start, stop, x.device), records)

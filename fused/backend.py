@@ -47,20 +47,26 @@ class Backend:
     sum_records: Callable[..., None]
 
 
-def select_backend(device: torch.device, wire: WireFormat) -> Backend:
-    """The backend for tensors on `device` in format `wire`.
+def select_backend(device: torch.device, wire: WireFormat, threads: int = 1) -> Backend:
+    """The backend for tensors on `device` in format `wire`; up to `threads` threads share rows of large CPU tensors.
 
     Raises:
         TransportUnavailable: it is not installed (the message names the extra), the variable names none of them, or
             the GPU does not take the format.
     """
     # Small calls are over in microseconds, and most of a choice is looking things up.
-    return _select(device, wire, os.environ.get(BACKEND_VARIABLE), os.environ.get("TRITON_INTERPRET"), HAS_NUMBA)
+    requested, interpreted = os.environ.get(BACKEND_VARIABLE), os.environ.get("TRITON_INTERPRET")
+    return _select(device, wire, threads, requested, interpreted, HAS_NUMBA)
 
 
 @functools.lru_cache(maxsize=256)
 def _select(
-    device: torch.device, wire: WireFormat, requested: str | None, interpreted: str | None, has_numba: bool
+    device: torch.device,
+    wire: WireFormat,
+    threads: int,
+    requested: str | None,
+    interpreted: str | None,
+    has_numba: bool,
 ) -> Backend:
     if device.type not in ("cpu", "cuda"):
         raise TransportUnavailable(f"tensors on {device} have no kernels; accepted: tensors on the CPU or on CUDA")
@@ -74,7 +80,7 @@ def _select(
     if name == "triton":
         backend = _triton(device, reason)
     elif name == "numba":
-        backend = _numba(device, reason)
+        backend = _numba(device, reason, threads)
     elif name == "torch":
         backend = reference_backend(reason)
     else:
@@ -142,7 +148,7 @@ def _triton(device: torch.device, reason: str) -> Backend:
     return Backend("triton", reason, pack.pack_rows, pack.unpack_rows, sums.pack_weighted_sums, sums.sum_records)
 
 
-def _numba(device: torch.device, reason: str) -> Backend:
+def _numba(device: torch.device, reason: str, threads: int) -> Backend:
     if device.type != "cpu":
         raise TransportUnavailable(f"the numba backend takes CPU tensors, not tensors on {device}")
     if not HAS_NUMBA:
@@ -154,7 +160,12 @@ def _numba(device: torch.device, reason: str) -> Backend:
     from thinwire.triton_kernels.cpu import sums as cpu_sums
 
     return Backend(
-        "numba", reason, cpu_pack.pack_rows, cpu_pack.unpack_rows, cpu_sums.pack_weighted_sums, cpu_sums.sum_records
+        "numba",
+        reason,
+        functools.partial(cpu_pack.pack_rows, threads=threads),
+        functools.partial(cpu_pack.unpack_rows, threads=threads),
+        cpu_sums.pack_weighted_sums,
+        cpu_sums.sum_records,
     )
 
 

@@ -135,6 +135,7 @@ class Channel(ExchangeTransport):
 
     phases = ("headers", "pieces")
     slots = "pieces"
+    threads = 1  # for the rows of one call
 
     def __init__(
         self,

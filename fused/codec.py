@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.comm.bootstrap import current_cpu_share
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, WireFormatError
-from thinwire.fused.backend import select_backend
+from thinwire.fused.backend import Backend, select_backend
 from thinwire.wire import WireFormat
 
 __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize", "resolve_wire"]
@@ -22,6 +23,7 @@ __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize"
 WIRE_VARIABLE = "THINWIRE_WIRE"
 #: What a quantised wire carries.
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SHARED_BYTES = 1 << 20  # of the smallest tensor that threads might be worth it for
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
     row_bytes = wire.row_bytes(x.shape[-1], x.dtype)
     rows = x.detach().resolve_neg().reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
     records = torch.empty(rows.shape[0], row_bytes, dtype=torch.uint8, device=x.device)
-    select_backend(x.device, wire).pack_rows(rows, wire, None, records)
+    _backend(rows, wire).pack_rows(rows, wire, None, records)
     return WireRows(records, wire, x.shape, x.dtype)
 
 
@@ -183,8 +185,14 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
         accepted = "float32, float16 or bfloat16" if rows.wire.quantized else f"{rows.dtype} (the wire is 'none')"
         raise WireFormatError(f"dequantize to {dtype} is not possible; accepted: {accepted}")
     out = torch.empty(records.shape[0], rows.shape[-1], dtype=dtype, device=records.device)
-    select_backend(out.device, rows.wire).unpack_rows(records, rows.wire, None, None, out)
+    _backend(out, rows.wire).unpack_rows(records, rows.wire, None, None, out)
     return out.view(tuple(rows.shape))
+
+
+def _backend(rows: torch.Tensor, wire: WireFormat) -> Backend:
+    """The kernels for rows, or their records."""
+    shared = rows.is_cpu and rows.nbytes >= _SHARED_BYTES
+    return select_backend(rows.device, wire, current_cpu_share().threads if shared else 1)
 
 
 def readable_records(rows: WireRows) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
-from thinwire.fused.backend import select_backend
+from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, Transfer, channel_layout
 from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.fused.device_channel import DeviceChannel
@@ -40,10 +40,11 @@ def open_channel(
         layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda", comm.integrity != "none")
         settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
-        kind = DeviceChannel if uses_triton(comm) else HostChannel
+        on_device = uses_triton(comm)
 
         def make(memory: SymmetricMemory) -> Channel:
-            return kind(memory, layout, comm.rank, comm.timeout, voters(comm))
+            ends = memory, layout, comm.rank, comm.timeout, voters(comm)
+            return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm._cpu_share.threads)
 
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 
@@ -77,10 +78,11 @@ def send_rows(
                 f"piece of the direct transport, {channel.layout.SLOT_BYTES} bytes: pass "
                 "transport='staged', or a smaller alignment"
             )
-        x, sends = _pack(x, sends, wire, step), dense_segments(sends.counts)
-        recv_buffer = recv_buffer and _unpacked_into(recv_buffer, wire, step)
+        backend = select_backend(x.device, wire, channel.threads)
+        x, sends = _pack(x, sends, wire, step, backend), dense_segments(sends.counts)
+        recv_buffer = recv_buffer and _unpacked_into(recv_buffer, wire, step, backend)
         transfer = Transfer(
-            channel, row_format, x, step, sends, recv_buffer, lambda n: _unpacked_into(place(n), wire, step)
+            channel, row_format, x, step, sends, recv_buffer, lambda n: _unpacked_into(place(n), wire, step, backend)
         )
         return channel.send(transfer, wait=wait)
     if not x.is_contiguous():
@@ -93,23 +95,23 @@ def send_rows(
     return channel.send(Transfer(channel, row_format, x, step, sends, recv_buffer, place), wait=wait)
 
 
-def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int) -> torch.Tensor:
+def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int, backend: Backend) -> torch.Tensor:
     """The records of the rows that are sent, side by side."""
     rows = x.flatten(1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     records = torch.empty(sum(sends.counts), record_bytes, dtype=torch.uint8, device=x.device)
-    select_backend(x.device, wire).pack_rows(rows, wire, sends.row_index(0, max(sends.counts), x.device), records)
+    backend.pack_rows(rows, wire, sends.row_index(0, max(sends.counts), x.device), records)
     return records
 
 
-def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int) -> RecvBuffer:
+def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int, backend: Backend) -> RecvBuffer:
     """Where records go that are unpacked into an output when all are here."""
     counts, out = placed.segments.counts, placed.memory
     received = new_rows(out.new_empty(0, dtype=torch.uint8), sum(counts), (record_bytes,))
 
     def unpack() -> torch.Tensor:
         index = placed.segments.row_index(0, max(counts), out.device)
-        select_backend(out.device, wire).unpack_rows(received, wire, None, index, out.detach().flatten(1))
+        backend.unpack_rows(received, wire, None, index, out.detach().flatten(1))
         return out
 
     return RecvBuffer(dense_segments(counts), received, unpack)

@@ -61,10 +61,12 @@ class HostChannel(Channel):
         rank: int,
         timeout: float,
         voters: Exchange | None = None,
+        threads: int = 1,
     ) -> None:
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
 
         super().__init__(memory, layout, rank, timeout, voters)
+        self.threads = threads
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)

@@ -195,7 +195,9 @@ class ParallelConfig(ParallelSettings):
         return self._backend(self.grad_wire)
 
     def _backend(self, wire: WireFormat) -> Backend:
-        return reference_backend("float64") if self.is_double else select_backend(self.comm.device, wire)
+        if self.is_double:
+            return reference_backend("float64")
+        return select_backend(self.comm.device, wire, self.comm._cpu_share.threads)
 
     @property
     def local_experts(self) -> range:

@@ -11,6 +11,15 @@ import torch
 from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
+from thinwire.triton_kernels.cpu.team import (
+    claim,
+    finish,
+    rows_of_chunk,
+    run_in_team,
+    team_at,
+    threads_for,
+    wait_for_team,
+)
 from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
 
@@ -34,23 +43,69 @@ def unpack_kernel(
         dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
 
 
+@kernel
+def pack_in_team_kernel(
+    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, fingerprint=FINGERPRINT
+):
+    """`pack_kernel` in each thread of a team."""
+    team = team_at(words)
+    chunk = claim(team)
+    while chunk >= 0:
+        first, stop = rows_of_chunk(team, chunk, count)
+        index = row_index + 8 * first if row_index else row_index
+        rows = x if row_index else x + first * x_stride
+        target = records + first * record_stride
+        pack_kernel(rows, x_stride, dtype, index, target, record_stride, stop - first, layout)
+        finish(team)
+        chunk = claim(team)
+    wait_for_team(team)
+
+
+@kernel
+def unpack_in_team_kernel(
+    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, words,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """`unpack_kernel` in each thread of a team; no two items have the same row."""
+    team = team_at(words)
+    chunk = claim(team)
+    while chunk >= 0:
+        first, stop = rows_of_chunk(team, chunk, count)
+        chosen = record_index + 8 * first if record_index else record_index
+        index = row_index + 8 * first if row_index else row_index
+        source = records if record_index else records + first * record_stride
+        target = out if row_index else out + first * out_stride
+        unpack_kernel(source, record_stride, chosen, target, out_stride, dtype, index, stop - first, layout)
+        finish(team)
+        chunk = claim(team)
+    wait_for_team(team)
+
+
 def _in_a_row(index: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """An index without gaps, which the caller holds on to while a kernel reads it, and its address: 0 for None."""
     index = None if index is None else index.contiguous()
     return index, 0 if index is None else index.data_ptr()
 
 
-def pack_rows(x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor) -> None:
+def pack_rows(
+    x: torch.Tensor, wire: WireFormat, row_index: torch.Tensor | None, records: torch.Tensor, threads: int = 1
+) -> None:
     """Record i = x[row_index[i]], quantised: `thinwire.triton_kernels.pack.pack_rows` for CPU tensors.
 
-    The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
+    Up to `threads` threads share the rows of a large call. The columns of a row lie side by side. Raises
+    WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count = records.shape[0]
     if count == 0:
         return
     row_index, rows = _in_a_row(row_index)
     stride, code, layout = x.stride(0) * x.itemsize, dtype_code(x.dtype), record_layout(wire, x.shape[1], x.dtype)
-    pack_kernel(x.data_ptr(), stride, code, rows, records.data_ptr(), records.stride(0), count, layout)
+    arguments = x.data_ptr(), stride, code, rows, records.data_ptr(), records.stride(0), count, layout
+    threads = threads_for(count * x.shape[1] * x.itemsize, threads)
+    if threads == 1:
+        pack_kernel(*arguments)
+    else:
+        run_in_team(threads, count, pack_in_team_kernel, *arguments)
 
 
 def unpack_rows(
@@ -59,10 +114,12 @@ def unpack_rows(
     record_index: torch.Tensor | None,
     row_index: torch.Tensor | None,
     out: torch.Tensor,
+    threads: int = 1,
 ) -> None:
     """out[row_index[i]] = record record_index[i]: `thinwire.triton_kernels.pack.unpack_rows` for CPU tensors.
 
-    The columns of a row lie side by side. Raises WireFormatError for another dtype, TransportUnavailable without numba.
+    Up to `threads` threads share the rows of a large call. The columns of a row lie side by side. Raises
+    WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count = item_count(records, record_index, row_index)
     if count == 0:
@@ -71,4 +128,9 @@ def unpack_rows(
     row_index, rows = _in_a_row(row_index)
     stride, code = out.stride(0) * out.itemsize, dtype_code(out.dtype)
     layout = record_layout(wire, out.shape[1], out.dtype)
-    unpack_kernel(records.data_ptr(), records.stride(0), chosen, out.data_ptr(), stride, code, rows, count, layout)
+    arguments = records.data_ptr(), records.stride(0), chosen, out.data_ptr(), stride, code, rows, count, layout
+    threads = threads_for(count * out.shape[1] * out.itemsize, threads)
+    if threads == 1:
+        unpack_kernel(*arguments)
+    else:
+        run_in_team(threads, count, unpack_in_team_kernel, *arguments)

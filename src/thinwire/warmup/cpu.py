@@ -20,6 +20,9 @@ from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
+from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
+from thinwire.triton_kernels.cpu.team import BYTES_PER_THREAD
+from thinwire.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ def call_every_kernel() -> None:
                     else:
                         dispatched.abandon()
 
+    wire, rows = WireFormat.parse("int8"), torch.zeros(4, 2 * BYTES_PER_THREAD // 16)
+    records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
+    pack_rows(rows, wire, None, records, threads=2)
+    unpack_rows(records, wire, None, None, rows, threads=2)
     checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 

@@ -34,6 +34,19 @@ def finish_stores(builder):
     builder.fence("seq_cst")
 
 
+@emits("boolean", expected="int32", value="int32")
+def compare_and_swap(builder, address, expected, value):
+    """Replaces an int32 if it is the expected one, in one step, and says whether it was."""
+    pointer = builder.inttoptr(address, ir.IntType(32).as_pointer())
+    return builder.extract_value(builder.cmpxchg(pointer, expected, value, "acq_rel", "acquire"), 1)
+
+
+@emits("void", value="int32")
+def add_release(builder, address, value):
+    """Adds to an int32 in one step; who reads the sum with `load_acquire` sees what was written before each step."""
+    builder.atomic_rmw("add", builder.inttoptr(address, ir.IntType(32).as_pointer()), value, "release")
+
+
 def _libc(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     # Declared by name and found in the process when the code is loaded: a ctypes pointer could not be cached on disk.
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)

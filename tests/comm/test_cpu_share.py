@@ -1,0 +1,76 @@
+"""How many threads a CPU rank uses: by the variable, else by its share of the cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from thinwire.comm import cpu_share as module
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
+from thinwire.comm.threads import ThreadWorld
+from thinwire.errors import ThinwireError
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    """16 cores and no launcher."""
+    module._share.cache_clear()
+    for name in (VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(module, "control_groups", lambda controller: [])
+    yield
+    module._share.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "expected"),
+    [
+        (None, {}, CpuShare(16, "16 cores")),
+        (3, {}, CpuShare(5, "16 cores, 3 ranks")),
+        (40, {}, CpuShare(1, "16 cores, 40 ranks")),
+        (40, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(4, "16 cores, 4 ranks on this host")),
+        (40, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, CpuShare(2, "16 cores, 8 ranks on this host")),
+        (None, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(4, "16 cores, 4 ranks on this host")),
+        (2, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(8, "16 cores, 2 ranks")),  # of another launch
+        (2, {"LOCAL_WORLD_SIZE": "x"}, CpuShare(8, "16 cores, 2 ranks")),
+        (2, {VARIABLE: "7"}, CpuShare(7, "by THINWIRE_CPU_THREADS")),
+        (2, {VARIABLE: ""}, CpuShare(8, "16 cores, 2 ranks")),
+    ],
+)
+def test_threads_are_the_share_of_the_cores_unless_told(ranks, environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_share(ranks) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1025", "1e2", "9" * 50, " 2"])
+def test_a_number_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ThinwireError, match=f"{VARIABLE} is .* in the environment, expected 1 to 1024"):
+        cpu_share(2)
+    with pytest.raises(ThinwireError, match=VARIABLE):
+        Communicator.of_threads(ThreadWorld(2))
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 16)])
+def test_a_quota_allows_fewer_cores(quota, cores, monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(module, "control_groups", lambda controller: [(tmp_path / "none", True), (tmp_path, True)])
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 16)])
+def test_a_quota_of_version_1_allows_fewer_cores(quota, cores, monkeypatch, tmp_path):
+    (tmp_path / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr(module, "control_groups", lambda controller: [(tmp_path, False)])
+    assert usable_cores() == cores
+
+
+def test_ranks_that_are_threads_share_with_each_other_whatever_a_launcher_says(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    comm = Communicator.of_threads(ThreadWorld(8))[0]
+    assert "threads for rows of a large call: 2 (16 cores, 8 ranks)" in comm.explain()

@@ -1,0 +1,65 @@
+"""THINWIRE_CPU_THREADS: calls whose rows several threads share give the bits that one thread gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("numba", reason="ranks of the CPU need numba")
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.cpu_share import VARIABLE
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.codec import dequantize, quantize
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.testing import run_ranks
+from thinwire.triton_kernels.cpu import team
+
+WORLD = 8
+Call = Callable[[Communicator], list[torch.Tensor]]
+
+
+def codec(comm: Communicator) -> list[torch.Tensor]:
+    rows = quantize(values(comm, 1, 1 << 19), "int8")
+    return [rows.records, dequantize(rows)]
+
+
+def staged_rows(comm: Communicator) -> list[torch.Tensor]:
+    counts = [(comm.rank + peer) % 4 for peer in range(WORLD)]
+    received = all_to_all_v(values(comm, sum(counts), 300), counts, counts, comm=comm, transport="staged")
+    assert isinstance(received, torch.Tensor)
+    return [received]
+
+
+def staged_round(comm: Communicator) -> list[torch.Tensor]:
+    with ExpertParallel(comm, WORLD, 2, 72, 9, transport="staged", wire="int8") as ep:
+        x, ids = values(comm, 9, 72), torch.arange(18).view(9, 2) * (comm.rank + 1) % WORLD
+        d = ep.dispatch(x, ids, x[:, :2].abs())
+        return [d.tokens, ep.combine(d.tokens * 2, d)]
+
+
+def values(comm: Communicator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
+
+
+@pytest.mark.parametrize("call", [codec, staged_rows, staged_round])
+def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    started: list[object] = []
+
+    def start(kernel: object, arguments: tuple[object, ...]) -> None:
+        started.append(kernel)
+        threading.Thread(target=kernel, args=arguments).start()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(team, "start_new_thread", start)
+    results = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv(VARIABLE, threads)
+        results.append(run_ranks(call, WORLD, mode="thread"))
+        assert bool(started) == (threads == "3")
+    for one, several in zip(*results, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, several, strict=True))

@@ -1,0 +1,158 @@
+"""Teams of threads on the CPU: each row once, the same bits for any number of threads, and nothing after the return."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("numba", reason="the CPU kernels need numba")
+
+import torch
+
+from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from thinwire.triton_kernels.cpu import team
+from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
+from thinwire.wire import WireFormat
+
+POISON = 0xA5
+INT8 = WireFormat.parse("int8")
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Teams for the smallest calls, too."""
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+
+
+def index_or_none(random_numbers, rows, distinct):
+    """In some calls an index, with gaps between its numbers."""
+    if random_numbers.random() < 0.5:
+        return None
+    numbers = random_numbers.sample(range(rows), rows) if distinct else random_numbers.choices(range(rows), k=rows)
+    table = torch.zeros(rows, 2, dtype=torch.int64)
+    table[:, 0] = torch.tensor(numbers, dtype=torch.int64)
+    return table[:, 0]
+
+
+@pytest.mark.parametrize("spec", WIRES)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 20))])
+def test_any_number_of_threads_gives_the_same_bits(spec, seed, always):
+    chosen, wire = random.Random(f"{spec} {seed}"), WireFormat.parse(spec)
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in DTYPES:
+        rows, hidden, threads = chosen.choice([1, 2, 7, 100]), chosen.choice([1, 42, 431, 1024]), chosen.randint(2, 9)
+        x = magnitudes(rows, hidden + 3, dtype, generator)[:, 2:-1]
+        index = index_or_none(chosen, rows, distinct=False)
+        records = [torch.full((rows + 1, wire.row_bytes(hidden, dtype)), POISON, dtype=torch.uint8) for _ in range(2)]
+        for number, made in zip((1, threads), records, strict=True):
+            pack_rows(x, wire, index, made[:rows], threads=number)
+        assert torch.equal(*records), (dtype, rows, hidden, threads)
+        record_index = index_or_none(chosen, rows, distinct=False)
+        row_index = index_or_none(chosen, rows, distinct=True)
+        outs = [torch.zeros(rows + 1, hidden + 5, dtype=dtype) for _ in range(2)]
+        for number, out in zip((1, threads), outs, strict=True):
+            unpack_rows(records[0][:rows], wire, record_index, row_index, out[:rows, 3 : 3 + hidden], threads=number)
+        assert_same_bits(f"{dtype}", *outs)
+
+
+def test_a_call_gets_threads_by_its_bytes():
+    mebibytes = team.BYTES_PER_THREAD
+    assert [team.threads_for(size, 4) for size in (0, 2 * mebibytes - 1, 2 * mebibytes, 64 * mebibytes)] == [1, 1, 2, 4]
+
+
+def test_a_thread_that_starts_late_touches_nothing(always, monkeypatch):
+    late = []
+    monkeypatch.setattr(team, "start_new_thread", lambda kernel, arguments: late.append((kernel, arguments)))
+    x = torch.randn(50, 300)
+    records = torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8)
+    expected = records.clone()
+    pack_rows(x, INT8, None, expected)
+    pack_rows(x, INT8, None, records, threads=3)
+    assert torch.equal(records, expected) and len(late) == 2
+    records.fill_(POISON)
+    for kernel, arguments in late:
+        kernel(*arguments)
+    assert (records == POISON).all()
+
+
+def test_fewer_threads_than_wanted_are_told_and_do_it_all(always, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(team, "start_new_thread", refuse)
+    x = torch.randn(50, 300)
+    records, expected = (torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8) for _ in range(2))
+    pack_rows(x, INT8, None, expected)
+    with caplog.at_level(logging.WARNING, logger="thinwire"):
+        pack_rows(x, INT8, None, records, threads=3)
+    assert torch.equal(records, expected)
+    assert "1 of 3 threads share the rows of a call: can't start new thread" in caplog.text
+
+
+def test_an_interrupted_call_leaves_no_thread_that_writes(always):
+    x = torch.randn(1000, 2048)
+    records = torch.empty(1000, INT8.row_bytes(2048), dtype=torch.uint8)
+    pack_rows(x, INT8, None, records, threads=4)
+    interrupted, chosen = 0, random.Random(0)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-5, 1e-3))
+                for _ in range(20):
+                    pack_rows(x, INT8, None, records, threads=4)
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                records.fill_(POISON)
+                interrupted += 1
+                time.sleep(0.002)
+                assert (records == POISON).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 30
+
+
+def test_a_child_has_teams_of_its_own(always):
+    x = torch.randn(200, 512)
+    records, expected = (torch.empty(200, INT8.row_bytes(512), dtype=torch.uint8) for _ in range(2))
+    pack_rows(x, INT8, None, expected, threads=3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        pack_rows(x, INT8, None, records, threads=3)
+        # Not compared by torch, whose own threads do not outlive a fork.
+        os._exit(0 if records.numpy().tobytes() == expected.numpy().tobytes() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunks", [8, 1 << 14])  # the second so that threads often want one at the same time
+def test_every_row_is_done_once(chunks, monkeypatch):
+    import numba
+    import numpy as np
+
+    @numba.njit(nogil=True)
+    def count_rows(counts, words):
+        at = team.team_at(words)
+        chunk = team.claim(at)
+        while chunk >= 0:
+            first, stop = team.rows_of_chunk(at, chunk, len(counts))
+            for row in range(first, stop):
+                counts[row] += 1
+            team.finish(at)
+            chunk = team.claim(at)
+        team.wait_for_team(at)
+
+    monkeypatch.setattr(team, "_CHUNKS_PER_THREAD", chunks)
+    for rows in (1, 2, 31, 1000, 100_003):
+        for threads in (1, 2, 3, 8):
+            for _ in range(20):
+                counts = np.zeros(rows, np.int64)
+                team.run_in_team(threads, rows, count_rows, counts)
+                assert (counts == 1).all(), (rows, threads)
