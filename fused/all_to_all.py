@@ -309,7 +309,8 @@ def _post_quantized(
     backend = select_backend(x.device, wire, comm._cpu_share.threads)
 
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
-        backend.pack_rows(rows, wire, row_sends.row_index(start, stop, x.device), records)
+        picked, row_index = row_sends.pick(rows, start, stop)
+        backend.pack_rows(picked, wire, row_index, records)
 
     row_bytes, label = wire.row_bytes(rows.shape[1], x.dtype), f"all_to_all_v {wire!r} {x.dtype} {list(x.shape[1:])}"
     sizes = sends.counts, placed.segments.counts
@@ -318,9 +319,9 @@ def _post_quantized(
 
     def finish() -> torch.Tensor:
         for start, stop in exchange.arrivals():
-            record_index = slots.row_index(start, stop, out.device)
-            row_index = row_receives.row_index(start, stop, out.device)
-            backend.unpack_rows(exchange.received, wire, record_index, row_index, row_out)
+            records, record_index = slots.pick(exchange.received, start, stop)
+            picked, row_index = row_receives.pick(row_out, start, stop)
+            backend.unpack_rows(records, wire, record_index, row_index, picked)
         if flat:
             for part, first in zip(placed.segments.cut(out), row_receives.displs, strict=True):
                 part.copy_(row_out[first:].view(-1)[: len(part)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,22 @@ class Segments(NamedTuple):
         """
         pairs = zip(*self.within(start, stop), strict=True)
         return torch.cat([torch.arange(displ, displ + count, device=device) for count, displ in pairs])
+
+    def pick(self, x: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows start ... stop - 1 of every segment of x, in order of peers: a tensor, and which of its rows they are.
+
+        None stands for all of them, a view. An index, which takes several operations of torch's to make, is made only
+        where they do not lie in one run.
+
+        >>> Segments([2, 0, 3], [4, 0, 6]).pick(torch.arange(9), 0, 3)
+        (tensor([4, 5, 6, 7, 8]), None)
+        >>> Segments([2, 0, 3], [4, 0, 6]).pick(torch.arange(9), 0, 1)
+        (tensor([0, 1, 2, 3, 4, 5, 6, 7, 8]), tensor([4, 6]))
+        """
+        runs = [(displ, displ + count) for count, displ in zip(*self.within(start, stop), strict=True) if count]
+        if any(end != begin for (_, end), (begin, _) in pairwise(runs)):
+            return x, self.row_index(start, stop, x.device)
+        return x[runs[0][0] : runs[-1][1]] if runs else x[:0], None
 
 
 def dense_segments(counts: list[int]) -> Segments:

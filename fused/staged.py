@@ -1,8 +1,8 @@
 """The staged transport: records are packed into a buffer, travel point to point, and land in slot order.
 
-A pair's records travel in pieces of about `piece_bytes`, cut alike by both sides; a piece is packed while the one
-before travels. Every rank posts its pieces in ascending order and waits only after it has posted all of them, so no
-rank can wait for one that waits for it.
+A pair's records travel in pieces that both sides cut alike (`cut_pieces`); a piece is packed while the one before
+travels. Every rank posts its pieces in ascending order and waits only after it has posted all of them, so no rank can
+wait for one that waits for it.
 
 A rank's own records take the same way but for the network: what a row looks like on arrival does not depend on which
 rank it came from.
@@ -21,18 +21,34 @@ from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.integrity import Rows
 from thinwire.fused.counts import dense_segments
 
-#: Bytes of one piece of one pair's records. Over NCCL each piece costs launches on every rank, which take as long as
-#: NVLink needs for a few MiB.
-PIECE_BYTES, NCCL_PIECE_BYTES = 1 << 20, 8 << 20
+#: Bytes of the first piece of a pair's records, and of the longest. Over Gloo each costs posts, waits and wake-ups,
+#: which compete with Gloo's own thread for cores; but nothing travels before the first one is packed, and the sums of
+#: an all-reduce go on by pieces. Over NCCL each costs launches on every rank, which take as long as NVLink needs for a
+#: few MiB.
+PIECE_BYTES, NCCL_PIECE_BYTES = (1 << 20, 2 << 20), (8 << 20, 8 << 20)
 
 
-def piece_bytes(backend: str) -> int:
-    """Bytes of one piece of one pair's records over the backend of a process group, the same on all its ranks.
+def cut_pieces(rows: int, record_bytes: int, backend: str) -> Iterator[tuple[int, int]]:
+    """Where pieces of so many records of a pair start and stop; the last may stop after them.
 
-    >>> piece_bytes("gloo"), piece_bytes("nccl")
-    (1048576, 8388608)
+    That depends on where a piece starts, and not on how many records there are: pairs differ in that.
+
+    Args:
+        record_bytes: of one record.
+        backend: of the process group, the same on all its ranks.
+
+    >>> list(cut_pieces(5000, 1 << 10, "gloo"))
+    [(0, 1024), (1024, 2048), (2048, 4096), (4096, 6144)]
+    >>> list(cut_pieces(5000, 1 << 10, "nccl"))
+    [(0, 8192)]
     """
-    return NCCL_PIECE_BYTES if backend == "nccl" else PIECE_BYTES
+    first, longest = NCCL_PIECE_BYTES if backend == "nccl" else PIECE_BYTES
+    start = 0
+    while start < rows:
+        num_bytes = min(max(first, start * record_bytes), longest)
+        stop = start + max(1, num_bytes // record_bytes)
+        yield start, stop
+        start = stop
 
 
 @dataclass
@@ -57,7 +73,7 @@ class StagedExchange:
         record_bytes: int,
         pack: Callable[[int, int, torch.Tensor], None],
         label: str,
-        piece_rows: int | None = None,
+        cut_like: int = 0,
         sizes: Sizes | None = None,
     ) -> StagedExchange:
         """Packs and posts everything; waits for nothing but what `pack` waits for.
@@ -69,16 +85,14 @@ class StagedExchange:
                 of every rank's share (fewer where a share ends before), in order of ranks.
             label, sizes: what the records are, and how much they hold; see `Communicator.post`. Records are padded, so
                 those of different sizes may have as many bytes.
-            piece_rows: of a piece of a pair's records; None: about `piece_bytes`.
+            cut_like: bytes of larger records, whose pieces these shall be.
         """
         recorder, slots = comm._recorder, dense_segments(recv_counts)
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
         received = comm._result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
         packed = comm._result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
-        piece_rows = piece_rows or max(1, piece_bytes(comm._exchange.backend) // record_bytes)
-        pieces = []
-        for start in range(0, max(*recv_counts, *(send_counts or [0])), piece_rows):
-            stop = start + piece_rows
+        pieces, most_rows = [], max(*recv_counts, *(send_counts or [0]))
+        for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm._exchange.backend):
             incoming = slots.within(start, stop).cut(received)
             recorder.phase("pack")
             if send_counts is None:

@@ -15,7 +15,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import split_parts
-from thinwire.fused.staged import StagedExchange, piece_bytes
+from thinwire.fused.staged import StagedExchange
 from thinwire.wire import WireFormat
 
 
@@ -145,13 +145,13 @@ class GatherLeg(_Rows):
         call: str,
     ) -> None:
         super().__init__(comm.device, row, wire, dtype)
-        self.parts, counts, most_bytes = parts, self.counts(parts), self.record_bytes
+        self.parts, counts, cut_like = parts, self.counts(parts), 0
         if isinstance(own, ScatterLeg):
-            pack, most_bytes = self._packs_sums(own, max(counts)), max(most_bytes, own.record_bytes)
+            pack, cut_like = self._packs_sums(own, max(counts)), own.record_bytes
         else:
             pack = functools.partial(self.pack, own)
-        self.slots, step = dense_segments(counts), max(1, piece_bytes(comm._exchange.backend) // most_bytes)
-        self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, f"gather: {call}", step)
+        self.slots = dense_segments(counts)
+        self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, f"gather: {call}", cut_like)
 
     def _packs_sums(self, leg: ScatterLeg, most_rows: int) -> Callable[[int, int, torch.Tensor], None]:
         # Sums of exact rows go on as they are; quantised ones from float32, rounded once.

@@ -152,7 +152,7 @@ def test_exact_moves_of_every_dtype_equal_slicing(size: int, mode: str, transpor
 
 
 def _quantized_moves(comm: Communicator, transport: str, piece_bytes: int) -> None:
-    staged.PIECE_BYTES = piece_bytes
+    staged.PIECE_BYTES = piece_bytes, 2 * piece_bytes
     if transport == "direct":
         open_channel(comm, None, piece_bytes)
     for seed, (spec, hidden, dtype) in enumerate(

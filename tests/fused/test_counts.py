@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire.errors import CountsError
-from thinwire.fused.counts import equal_split, parse_integers, receive_segments, send_segments
+from thinwire.fused.counts import Segments, equal_split, parse_integers, receive_segments, send_segments
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,22 @@ def test_an_uneven_split_is_refused() -> None:
     assert equal_split(6, 3) == [2, 2, 2]
     with pytest.raises(CountsError, match="7 rows cannot be split equally among 3 ranks; pass send_counts"):
         equal_split(7, 3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "displs", "in_one_run"),
+    [
+        ([5, 4], [0, 5], False),  # whole, they lie in one run; halves do not
+        ([0, 7, 0], [9, 1, 0], True),
+        ([3, 0, 3], [4, 0, 0], False),
+        ([2, 2], [1, 1], False),  # the same rows twice
+        ([0, 0], [0, 3], True),
+    ],
+)
+def test_rows_that_are_picked_are_those_of_the_index(counts: list[int], displs: list[int], in_one_run: bool) -> None:
+    x, segments = torch.randn(9, 2), Segments(counts, displs)
+    for start, stop in [(0, 2), (1, 5), (2, 9), (0, 9)]:
+        picked, index = segments.pick(x, start, stop)
+        assert torch.equal(x[segments.row_index(start, stop)], picked if index is None else picked[index])
+        assert index is None or not in_one_run
+    assert segments.pick(x, 0, 2)[1] is None or not in_one_run

@@ -151,7 +151,7 @@ def test_quantised_wires_stay_within_the_gates(
 
 
 def _in_small_pieces(comm: Communicator) -> list[tuple[float, float]]:
-    staged.PIECE_BYTES = 1024
+    staged.PIECE_BYTES = 1024, 2048
     return _rounds(comm, "int8", "int8", torch.float32)
 
 
