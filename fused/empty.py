@@ -24,7 +24,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel
-from thinwire.fused.transport import Refusal
+from thinwire.fused.transport import Refusal, uses_triton
 
 _KEY = "empty"
 _MOST_NUMBER = 1 << 62  # of regions
@@ -114,15 +114,16 @@ class SymmetricTensors(Attachment):
     """The memory of all that `empty` has made on a communicator, at one rank. Collective."""
 
     def __init__(self, comm: Communicator) -> None:
-        channel, reason = open_channel(comm), None
-        if isinstance(channel, Refusal):
-            reason = channel.reason
-        elif not isinstance(channel, HostChannel):
-            kernels = "its kernels are not numba's, those of CPU ranks"
-            reason = kernels if comm.device.type == "cpu" else f"its tensors live on {comm.device}"
+        reason = None if comm.device.type == "cpu" else f"its tensors live on {comm.device}"
+        if reason is None and uses_triton(comm):
+            reason = "its kernels are not numba's, those of CPU ranks"
+        needs = "empty needs the direct transport between CPU ranks"
         for rank, why in enumerate(comm.all_gather_data(reason, str | None)):
             if why is not None:
-                raise TransportUnavailable(f"empty needs the direct transport between CPU ranks; rank {rank}: {why}")
+                raise TransportUnavailable(f"{needs}; rank {rank}: {why}")
+        channel = open_channel(comm)
+        if isinstance(channel, Refusal):
+            raise TransportUnavailable(f"{needs}; {channel.reason}")
         assert isinstance(channel, HostChannel)
         self._channel, self._checksums = channel, comm.integrity != "none"
         self._regions: list[_Region] = []

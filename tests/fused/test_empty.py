@@ -333,6 +333,27 @@ def test_ranks_with_tritons_kernels_are_told_that_there_is_none() -> None:
     run_ranks(_tritons, 2, env={"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"})
 
 
+def _on_a_gpu(comm: Communicator) -> None:
+    comm._device = torch.device("cuda:1" if comm.rank else "cpu")
+    with pytest.raises(TransportUnavailable, match="rank 1: its tensors live on cuda:1"):
+        tw.empty(3, comm=comm)
+    assert comm.attached("all_to_all_v") is None  # nothing was allocated for it
+
+
+def test_ranks_with_gpus_are_told_that_there_is_none_before_memory_is_taken() -> None:
+    run_ranks(_on_a_gpu, 2, mode="thread")
+
+
+def _refused(comm: Communicator) -> None:
+    with pytest.raises(TransportUnavailable, match="CPU ranks; it needs the numba backend and .* on rank 0"):
+        tw.empty(3, comm=comm)
+
+
+@pytest.mark.exhaustive
+def test_ranks_without_the_direct_transport_are_told_why() -> None:
+    run_ranks(_refused, 2, env={"THINWIRE_BACKEND": "torch"})
+
+
 def test_a_place_that_cannot_be_is_none() -> None:
     meeting = threading.Barrier(2)
 
