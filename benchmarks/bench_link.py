@@ -1,4 +1,4 @@
-"""What int8 gains where the network is the limit: two hosts, joined by a link of 1 and of 10 Gbit/s.
+"""What int8 gains where the network is the limit: two hosts, joined by a link of 1, of 2.5 and of 10 Gbit/s.
 
     sudo .venv/bin/python -m benchmarks.bench_link --json benchmarks/results/cpu/link.json
 
@@ -11,13 +11,31 @@ all-to-all announces what it will receive only after it has begun to send, on th
 second hears of it behind all the other's rows, and the two directions take turns. So `x best bf16` compares with the
 fastest way to move the rows unquantised instead, which is a receive posted before the send.
 
+All of this is done --runs times, over a new link between new ranks. Times are medians over all samples, ratios medians
+over runs of the median within a run; in parentheses are the least and the greatest run.
+
 `Gbit/s` is what a rank sent in a second, without the headers of TCP and IP, which take 4.4 % of the link. Both hosts
 share this machine's processors, which a link of 10 Gbit/s keeps busy by itself: more cores, more gain.
+
+The second table says where the time goes, in ms a call, from calls of their own, the mean over ranks and runs:
+
+    whole             from call to return
+    call ... unpack   processor time of the thread that calls: before the first piece, to quantise it, to hand it to
+                      Gloo, which sends what it can at once, to wait, and to dequantise
+    Gloo, other       of the thread of Gloo's that sends and receives, and of one that waits on behalf of the caller's
+    in line           time that the caller's and Gloo's thread were ready to run, but found no core free
+    link              what the bytes take on the link, with their headers
+    cores             processor time of both ranks, by the number of cores
+
+No call can take less than either of the last two. Twice the cores would halve the second, but for what one thread must
+do alone; on half as many, a link of half the rate shows the same proportion of the two: --rate 5gbit on two cores is
+10gbit on four, at half the speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +48,7 @@ if not __package__:  # run as a file
 import torch
 import torch.distributed as dist
 
-from benchmarks import link, timing
+from benchmarks import link, processor_time, timing
 from thinwire.comm import Communicator
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.wire import WireFormat
@@ -44,19 +62,24 @@ COLUMNS = {
     "wire MB": ".1f",
     "ms": ".1f",
     "Gbit/s": ".3f",
-    "x all_to_all": ".2f",
-    "x best bf16": ".2f",
+    "x all_to_all": "s",
+    "x best bf16": "s",
     "error": ".4f",
 }
-GOALS = {("1gbit", "thinwire int8"): 1.9}
+PARTS = (
+    processor_time.WHOLE, processor_time.OUTSIDE, "pack", "post", "wait for peers", "unpack", processor_time.GLOO,
+    processor_time.OTHER, processor_time.IN_LINE,
+)  # fmt: skip
+GOALS = {(rate, "thinwire int8"): goal for rate, goal in (("1gbit", 1.9), ("2.5gbit", 1.9), ("10gbit", 1.2))}
+HEADERS = 1.046  # what a byte takes on the link with those of TCP, IP and Ethernet
 
 
 def measure(comm: Communicator, *, rows: int, hidden: int, wires: Sequence[str], repeats: int) -> dict[str, Any]:
     """One rank's part: `rows` bfloat16 rows [hidden] to the other rank and as many from it, in every way in turn.
 
     Returns:
-        `samples`, the seconds of every transfer on the slower rank; `wire_bytes` that a rank sends; and `error`, the
-        relative L2 error of what arrived here.
+        `samples`, the seconds of every transfer on the slower rank; `wire_bytes` that a rank sends; `error`, the
+        relative L2 error of what arrived here; and `account`, what `processor_time.account` says of this rank.
     """
     other = 1 - comm.rank
     counts = [0, 0]
@@ -88,49 +111,82 @@ def measure(comm: Communicator, *, rows: int, hidden: int, wires: Sequence[str],
         function()
         error[name] = timing.relative_error(out, sent)
     samples = timing.interleaved_over_ranks(comm, transfers, repeats, sample_seconds=0)
-    return {"samples": samples, "wire_bytes": wire_bytes, "error": error}
+    calls = -(-repeats // 3)
+    account = {name: processor_time.account(comm, function, calls) for name, function in transfers.items()}
+    return {"samples": samples, "wire_bytes": wire_bytes, "error": error, "account": account}
 
 
-def figures(rate: str, logical_bytes: int, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each way to move the rows: medians, and ratios within the rounds."""
-    samples = ranks[0]["samples"]
-    best = min(EXACT, key=lambda name: statistics.median(samples[name]))
+def figures(
+    rate: str, logical_bytes: int, runs: Sequence[Sequence[dict[str, Any]]], cores: int
+) -> list[dict[str, Any]]:
+    """A line for each way to move the rows, from what both ranks measured in each run, on so many cores.
+
+    Times are over all runs; ratios are medians within runs, of all runs and the one in the middle.
+    """
     lines = []
-    for name, seconds in samples.items():
-        median, wire_bytes = statistics.median(seconds), ranks[0]["wire_bytes"][name]
+    for name, wire_bytes in runs[0][0]["wire_bytes"].items():
+        samples = [ranks[0]["samples"] for ranks in runs]
+        spread = timing.spread([seconds for run in samples for seconds in run[name]])
+        to_all_to_all = [timing.median_ratio(run[COLLECTIVE], run[name]) for run in samples]
+        to_best = [timing.median_ratio(run[_best(run)], run[name]) for run in samples]
+        accounts = [rank["account"][name] for ranks in runs for rank in ranks]
         lines.append(
             {
                 "rate": rate,
                 "transfer": name,
                 "logical_bytes": logical_bytes,
                 "wire_bytes": wire_bytes,
-                **timing.spread(seconds),
-                "wire_bits_per_second": wire_bytes * 8 / median,
-                "ratio_to_all_to_all": timing.median_ratio(samples[COLLECTIVE], seconds),
-                "ratio_to_best_bf16": timing.median_ratio(samples[best], seconds),
-                "error": max(rank["error"][name] for rank in ranks),
-                "samples": seconds,
+                **spread,
+                "wire_bits_per_second": wire_bytes * 8 / spread["seconds"],
+                "ratio_to_all_to_all": statistics.median(to_all_to_all),
+                "ratio_to_best_bf16": statistics.median(to_best),
+                "ratios_to_all_to_all": to_all_to_all,
+                "ratios_to_best_bf16": to_best,
+                "error": max(rank["error"][name] for ranks in runs for rank in ranks),
+                "account": _account(accounts, wire_bytes, rate, cores),
+                "samples": [run[name] for run in samples],
             }
         )
     return lines
 
 
+def _best(samples: dict[str, list[float]]) -> str:
+    return min(EXACT, key=lambda name: statistics.median(samples[name]))
+
+
+def _account(ranks: Sequence[dict[str, float]], wire_bytes: int, rate: str, cores: int) -> dict[str, float]:
+    """What the second table shows, in seconds, from `processor_time.account` of all ranks."""
+    taken = {name: statistics.fmean(rank.get(name, 0.0) for rank in ranks) for name in PARTS}
+    in_all = 2 * sum(taken[name] for name in PARTS if name not in (processor_time.WHOLE, processor_time.IN_LINE))
+    return taken | {"link": wire_bytes * 8 * HEADERS / link.bits_per_second(rate), "cores": in_all / cores}
+
+
 def _columns(line: dict[str, Any]) -> dict[str, Any]:
     return {
-        **line,
         "link": line["rate"],
+        "transfer": line["transfer"],
         "MB": line["logical_bytes"] / 1e6,
         "wire MB": line["wire_bytes"] / 1e6,
         "ms": line["seconds"] * 1e3,
         "Gbit/s": line["wire_bits_per_second"] / 1e9,
-        "x all_to_all": line["ratio_to_all_to_all"],
-        "x best bf16": line["ratio_to_best_bf16"],
+        "x all_to_all": _with_spread(line["ratio_to_all_to_all"], line["ratios_to_all_to_all"]),
+        "x best bf16": _with_spread(line["ratio_to_best_bf16"], line["ratios_to_best_bf16"]),
+        "error": line["error"],
     }
+
+
+def _with_spread(ratio: float, of_runs: Sequence[float]) -> str:
+    """A ratio, and the least and the greatest of several runs.
+
+    >>> _with_spread(1.5, [1.42, 1.5, 1.557])
+    '1.50 (1.42-1.56)'
+    """
+    return f"{ratio:.2f}" + (f" ({min(of_runs):.2f}-{max(of_runs):.2f})" if len(of_runs) > 1 else "")
 
 
 def _checked_rate(rate: str) -> str:
     try:
-        link.burst_bytes(rate)
+        link.bits_per_second(rate)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return rate
@@ -139,8 +195,9 @@ def _checked_rate(rate: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument(
-        "--rate", type=_checked_rate, nargs="+", default=["1gbit", "10gbit"], help="bits a second each way"
+        "--rate", type=_checked_rate, nargs="+", default=["1gbit", "2.5gbit", "10gbit"], help="bits a second each way"
     )
+    parser.add_argument("--runs", type=int, default=5, help="links and pairs of ranks, of --repeats samples each")
     parser.add_argument("--rows", type=int, default=4096, help="rows that each rank sends to the other")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--wires", nargs="+", default=["int8", "int4"], metavar="WIRE")
@@ -148,17 +205,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described = timing.machine(timing.check_device("cpu"))
     settings = {name: getattr(options, name) for name in ("rows", "hidden", "wires", "repeats")}
     lines: list[dict[str, Any]] = []
+    cores = len(os.sched_getaffinity(0))
     for rate in options.rate:
         try:
-            ranks = link.run_on_two_hosts("benchmarks.bench_link:measure", settings, rate=rate)
+            runs = [
+                link.run_on_two_hosts("benchmarks.bench_link:measure", settings, rate=rate) for _ in range(options.runs)
+            ]
         except link.LinkUnavailable as reason:
             print(f"skipped: {reason}")
             return
-        lines += figures(rate, options.rows * options.hidden * torch.bfloat16.itemsize, ranks)
-    described["congestion_control"] = link.congestion_control()
+        lines += figures(rate, options.rows * options.hidden * torch.bfloat16.itemsize, runs, cores)
+    described |= {"congestion_control": link.congestion_control(), "cores": cores}
     timing.print_machine(described)
     table = ([_columns(line) for line in lines], COLUMNS)
-    timing.finish(options, "link", described, table, lines, repeats=options.repeats)
+    timing.finish(options, "link", described, table, lines, repeats=options.repeats, runs=options.runs)
+    print("ms a call:")
+    accounts = [{name: seconds * 1e3 for name, seconds in line["account"].items()} for line in lines]
+    titles = [{"at": line["rate"], "transfer": line["transfer"]} for line in lines]
+    columns = {"at": "s", "transfer": "s"} | dict.fromkeys(accounts[0], ".1f")
+    timing.print_table([title | account for title, account in zip(titles, accounts, strict=True)], columns)
     for line in lines:
         goal = GOALS.get((line["rate"], line["transfer"]))
         if goal is not None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LinkUnavailable", "burst_bytes", "congestion_control", "run_on_two_hosts"]
+__all__ = ["LinkUnavailable", "bits_per_second", "burst_bytes", "congestion_control", "run_on_two_hosts"]
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _INTERFACE = "tw0"
@@ -86,11 +86,19 @@ def burst_bytes(rate: str) -> int:
     >>> burst_bytes("10gbit")
     1250000
     """
+    return max(1 << 17, int(bits_per_second(rate) / 8000))
+
+
+def bits_per_second(rate: str) -> float:
+    """What a rate says; or ValueError, where it is none.
+
+    >>> bits_per_second("2.5gbit")
+    2500000000.0
+    """
     match = _RATE.fullmatch(rate)
     if match is None:
         raise ValueError(f"rate {rate!r} is none; accepted: a number and mbit or gbit, such as 10gbit")
-    bits_per_millisecond = float(match[1]) * {"mbit": 1e3, "gbit": 1e6}[match[2]]
-    return max(1 << 17, int(bits_per_millisecond / 8))
+    return float(match[1]) * {"mbit": 1e6, "gbit": 1e9}[match[2]]
 
 
 def congestion_control() -> str:

@@ -40,6 +40,12 @@ half by itself, since a thread takes the 16 columns that it then stores together
 sums at once, not all: with the registers that 32 warps leave, eight do not fit for every format and GPU.
 """
 
+_OF_ACCOUNT = """\
+Where that time goes, in ms of a rank: the whole; processor time of the thread that calls, by phase, of Gloo's thread
+and of others; time in line for a core; what the bytes take on the link; and both ranks' processor time by the cores. No
+call can take less than either of the last two (`python -m benchmarks.bench_link --help`).
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -124,17 +130,28 @@ def _cell(figure: dict[str, Any]) -> str:
     return text + (f" ({figure['speedup']:.2f})" if compared else "")
 
 
+def _over_runs(figure: dict[str, Any], ratio: str) -> str:
+    """The median of several runs, and the least and the greatest."""
+    runs = figure.get(f"ratios_{ratio}", [])
+    return f"{figure[f'ratio_{ratio}']:.2f}" + (f" ({min(runs):.2f}-{max(runs):.2f})" if len(runs) > 1 else "")
+
+
 def _links() -> str:
+    figures = _read("link")["figures"]
     exchange = [
         [
             figure["rate"].replace("gbit", " Gbit/s"),
             figure["transfer"],
             f"{figure['wire_bytes'] / 1e6:.1f}",
             f"{figure['seconds'] * 1e3:.0f}",
-            f"{figure['ratio_to_best_bf16']:.2f}",
-            f"{figure['ratio_to_all_to_all']:.2f}",
+            *(_over_runs(figure, f"to_{other}") for other in ("best_bf16", "all_to_all")),
         ]
-        for figure in _read("link")["figures"]
+        for figure in figures
+    ]
+    accounts = [figure["account"] for figure in figures if "account" in figure]
+    account = [
+        row[:2] + [f"{seconds * 1e3:.1f}" for seconds in taken.values()]
+        for row, taken in zip(exchange, accounts, strict=False)
     ]
     reduce = [
         [
@@ -154,9 +171,9 @@ def _links() -> str:
             "save;\nhere there is. **All-to-all-v**, times as fast as the faster of two ways to send bfloat16, and as "
             "gloo's\n`all_to_all_single`, which takes turns in the two directions:\n",
             _table([*head, "by the best in bf16", "by all_to_all_single"], exchange),
+            *((_OF_ACCOUNT, _table([*head[:2], *accounts[0]], account)) if account else ()),
             "**All-reduce**, wire formats of the two legs, times as fast as gloo's in bfloat16:\n",
             _table([*head, "by gloo bf16"], reduce),
-            "At 10 Gbit/s two cores cannot quantise as fast as the link carries.\n",
             _source("link", "all_reduce_link"),
         )
     )

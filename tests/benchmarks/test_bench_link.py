@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_link, link
+from benchmarks import bench_link, link, processor_time
 from thinwire.comm import Communicator
+from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +72,8 @@ def _alive(pid: int) -> bool:
 @pytest.mark.usefixtures("linked")
 def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "link.json"
-    bench_link.main(["--rate", "1gbit", "--rows", "5", "--hidden", "96", "--repeats", "2", "--json", str(file)])
+    arguments = ["--rate", "1gbit", "--rows", "5", "--hidden", "96", "--repeats", "2", "--runs", "2"]
+    bench_link.main([*arguments, "--json", str(file)])
     lines = json.loads(file.read_text())["figures"]
     names = ["all_to_all_single bf16", "isend, irecv bf16", "thinwire none", "thinwire int8", "thinwire int4"]
     assert [line["transfer"] for line in lines] == names
@@ -79,6 +82,13 @@ def test_it_runs_and_counts_what_travels(tmp_path: Path, capsys: pytest.CaptureF
         row_bytes = WireFormat.parse(wire).row_bytes(96) if wire in ("int8", "int4") else 2 * 96
         assert line["wire_bytes"] == 5 * row_bytes and line["logical_bytes"] == 5 * 2 * 96
         assert 0 < line["fastest"] <= line["seconds"] <= line["slowest"]
+        assert [len(samples) for samples in line["samples"]] == [2, 2]
+        assert min(line["ratios_to_best_bf16"]) <= line["ratio_to_best_bf16"] <= max(line["ratios_to_best_bf16"])
+        account = line["account"]
+        assert 0 < account["call"] < account["whole"] and account["link"] == pytest.approx(
+            line["wire_bytes"] * 8.368e-9
+        )
+        assert (account["pack"] > 0) == (account["unpack"] > 0) == (wire in ("int8", "int4"))
         low, high = {"int8": (0.001, 0.012), "int4": (0.02, 0.15)}.get(wire, (0, 0))
         assert low <= line["error"] <= high
     assert "thinwire int8 at 1gbit" in capsys.readouterr().out
@@ -165,8 +175,39 @@ def test_ratios_are_within_rounds_and_against_the_faster_of_the_exact_ways() -> 
         bench_link.EXACT[1]: [1.0, 2.0, 9.0],
         "thinwire int8": [4.0, 8.0, 3.0],
     }
-    rank = {"samples": samples, "wire_bytes": dict.fromkeys(samples, 100)}
-    ranks = [{**rank, "error": dict.fromkeys(samples, error)} for error in (0.1, 0.3)]
-    line = bench_link.figures("1gbit", 200, ranks)[-1]
+    account = dict.fromkeys(samples, {"whole": 4.0, "in line": 2.0, "pack": 1.0, "Gloo": 2.0})
+    rank = {"samples": samples, "wire_bytes": dict.fromkeys(samples, 100), "account": account}
+    slower = {**rank, "samples": samples | {"thinwire int8": [8.0, 16.0, 6.0]}}
+    runs = [[{**one, "error": dict.fromkeys(samples, error)} for error in (0.1, 0.3)] for one in (rank, slower, rank)]
+    line = bench_link.figures("1gbit", 200, runs, cores=2)[-1]
     assert line["ratio_to_all_to_all"] == 1.0 and line["ratio_to_best_bf16"] == 0.25
-    assert line["wire_bits_per_second"] == 200 and line["error"] == 0.3
+    assert line["ratios_to_best_bf16"] == [0.25, 0.125, 0.25] and line["ratios_to_all_to_all"] == [1.0, 0.5, 1.0]
+    assert line["wire_bits_per_second"] == 800 / 6 and line["error"] == 0.3
+    assert line["account"]["cores"] == 3.0 and line["account"]["whole"] == 4.0  # 2 ranks of 3 s of 2 cores
+
+
+def burn(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def account_of_known_work(comm: Communicator) -> dict[str, float]:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(burn, 0).result()  # its thread is there from now on
+
+        def work() -> None:
+            burn(0.01)
+            comm._recorder.phase("pack")
+            burn(0.04)
+            comm._recorder.phase("wait for peers")
+            other.submit(burn, 0.02).result()
+
+        return processor_time.account(comm, work, calls=3)
+
+
+def test_an_account_tells_phases_of_the_callers_thread_from_other_threads_and_from_waits() -> None:
+    for taken in run_ranks(account_of_known_work, 2):
+        assert {*taken} <= {"whole", "call", "pack", "wait for peers", "Gloo", "other", "in line"}
+        assert taken["call"] >= 0.01 and taken["pack"] >= 0.04 and taken["other"] >= 0.015 > taken["wait for peers"]
+        assert taken["whole"] >= taken["call"] + taken["pack"] + taken["wait for peers"]
