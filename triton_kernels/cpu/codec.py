@@ -48,7 +48,7 @@ _KINDS = {"none": NONE, "int8": INT8, "int4": INT4, "fp8": FP8}
 
 _LANES = 16  # columns of the narrowest block
 # A tile is what passes from memory to the first-level cache once, though its columns are looked at twice.
-_TILE_COLUMNS = 4096
+_TILE_BYTES = 16384
 _MAX_TILE_GROUPS = 64
 _MIN_TILE_GROUPS = 8  # 16 bytes of scales
 _GROUP_BYTES = 4 * _MAX_TILE_GROUPS
@@ -103,9 +103,9 @@ def element_bytes(dtype):
 
 
 @device
-def tile_columns(group):
-    """Columns of a tile: whole groups, a power of two of them, and a multiple of 16 bytes of scales."""
-    return max(_MIN_TILE_GROUPS * group, min(_MAX_TILE_GROUPS * group, _TILE_COLUMNS))
+def tile_columns(group, size):
+    """Columns, of `size` bytes, of a tile: whole groups, a power of two of them, and a multiple of 16 bytes of scales."""
+    return max(_MIN_TILE_GROUPS * group, min(_MAX_TILE_GROUPS * group, _TILE_BYTES // size))
 
 
 @device
@@ -129,7 +129,7 @@ def quantize_row(x, dtype, record, layout):
     rest_amax = stack_buffer(_WORD)
     scales = record + scales_offset
     zero_bytes(scales - 16, 16)  # the payload's pad, before the payload
-    tile = hidden if row_scale else tile_columns(group)
+    tile = hidden if row_scale else tile_columns(group, size)
     start = 0
     while start < hidden:  # a range would divide
         columns = min(tile, hidden - start)
@@ -189,7 +189,7 @@ def dequantize_row(record, out, dtype, layout):
     floats = stack_buffer(_GROUP_BYTES)
     wide = stack_buffer(_WIDE_TILE_BYTES)
     scales = record + scales_offset
-    tile = _TILE_COLUMNS if row_scale else tile_columns(group)
+    tile = _TILE_BYTES // size if row_scale else tile_columns(group, size)
     start = 0
     while start < hidden:
         columns = min(tile, hidden - start)

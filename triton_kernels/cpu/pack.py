@@ -6,9 +6,11 @@ wire cost no pass of their own: each row is read once, and its record is written
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout
+from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code, quantize_row, record_layout
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
 from thinwire.triton_kernels.cpu.team import (
@@ -81,6 +83,12 @@ def unpack_in_team_kernel(
     wait_for_team(team)
 
 
+@lru_cache(maxsize=1024)
+def _form(wire: WireFormat, hidden: int, dtype: torch.dtype) -> tuple[int, int, Layout]:
+    """Of such rows: bytes of an element, what kernels call the dtype, and their records' layout."""
+    return dtype.itemsize, dtype_code(dtype), record_layout(wire, hidden, dtype)
+
+
 def _in_a_row(index: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """An index without gaps, which the caller holds on to while a kernel reads it, and its address: 0 for None."""
     index = None if index is None else index.contiguous()
@@ -99,13 +107,15 @@ def pack_rows(
     if count == 0:
         return
     row_index, rows = _in_a_row(row_index)
-    stride, code, layout = x.stride(0) * x.itemsize, dtype_code(x.dtype), record_layout(wire, x.shape[1], x.dtype)
-    arguments = x.data_ptr(), stride, code, rows, records.data_ptr(), records.stride(0), count, layout
-    threads = threads_for(count * x.shape[1] * x.itemsize, threads)
-    if threads == 1:
-        pack_kernel(*arguments)
-    else:
+    hidden = x.shape[1]
+    size, code, layout = _form(wire, hidden, x.dtype)
+    arguments = x.data_ptr(), x.stride(0) * size, code, rows, records.data_ptr(), records.stride(0), count, layout
+    if threads > 1:
+        threads = threads_for(count * hidden * size, threads)
+    if threads > 1:
         run_in_team(threads, count, pack_in_team_kernel, *arguments)
+    else:
+        pack_kernel(*arguments)
 
 
 def unpack_rows(
@@ -126,11 +136,13 @@ def unpack_rows(
         return
     record_index, chosen = _in_a_row(record_index)
     row_index, rows = _in_a_row(row_index)
-    stride, code = out.stride(0) * out.itemsize, dtype_code(out.dtype)
-    layout = record_layout(wire, out.shape[1], out.dtype)
-    arguments = records.data_ptr(), records.stride(0), chosen, out.data_ptr(), stride, code, rows, count, layout
-    threads = threads_for(count * out.shape[1] * out.itemsize, threads)
-    if threads == 1:
-        unpack_kernel(*arguments)
-    else:
+    hidden = out.shape[1]
+    size, code, layout = _form(wire, hidden, out.dtype)
+    target = out.data_ptr(), out.stride(0) * size
+    arguments = records.data_ptr(), records.stride(0), chosen, *target, code, rows, count, layout
+    if threads > 1:
+        threads = threads_for(count * hidden * size, threads)
+    if threads > 1:
         run_in_team(threads, count, unpack_in_team_kernel, *arguments)
+    else:
+        unpack_kernel(*arguments)

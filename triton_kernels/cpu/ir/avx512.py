@@ -15,7 +15,8 @@ def gather_bytes(builder: Any, first: Any, second: Any, places: list[int]) -> An
     octets = ir.VectorType(ir.IntType(8), _VECTOR_BYTES)
     order = ir.Constant(octets, places + [0] * (_VECTOR_BYTES - len(places)))
     # An empty piece of assembly hides that the order is constant: LLVM would make four shuffles of it.
-    order = builder.asm(ir.FunctionType(octets, [octets]), "", "=v,0", [order], False)
+    with builder.goto_entry_block():
+        order = builder.asm(ir.FunctionType(octets, [octets]), "", "=v,0", [order], False)
     permutation = ir.FunctionType(octets, [octets] * 3)
     permute = cgutils.get_or_insert_function(builder.module, permutation, "llvm.x86.avx512.vpermi2var.qi.512")
     first, second = (builder.bitcast(vector, octets) for vector in (first, second))
