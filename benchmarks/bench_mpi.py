@@ -57,6 +57,8 @@ def goal_of(operation: str, what: str, rows: int, ranks: int) -> float | None:
         return 1.0 if ranks == 2 else 0.9
     if operation == "all_to_all_v" and what == "thinwire/int8/direct" and rows >= 1024:
         return 0.9
+    if operation == "all_to_all_v" and what == "tw.empty/none/direct" and rows >= 1024 and ranks == 2:
+        return 1.2 if rows >= 4096 else 1.3
     return 1.0 if operation == "all_reduce" and what == "thinwire/int8/direct" else None
 
 
@@ -75,6 +77,8 @@ def candidates(problem: Problem, world: OpenMPI) -> Iterator[Candidate]:
     yield baselines.of_mpi(problem, world)
     for wire in WIRES:
         yield operations.collective(problem, wire, "direct")
+    if isinstance(problem, AllToAll | AllGather):
+        yield operations.straight(problem)
     yield baselines.of_group(problem, "gloo")
     source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
     yield baselines.copy(source, torch.empty_like(source), (problem.operation,))

@@ -86,7 +86,9 @@ def _size(count: float) -> str:
 
 
 def _one_host() -> str:
-    return "".join(("## Between ranks of one host\n\n", _bench("bench"), _bench("bench_mpi")))
+    return "".join(
+        ("## Between ranks of one host\n\n", _bench("bench"), _bench("bench_mpi"), *map(_beside_open_mpi, (2, 4)))
+    )
 
 
 def _bench(name: str) -> str:
@@ -128,6 +130,34 @@ def _cell(figure: dict[str, Any]) -> str:
     text = f"{figure['seconds']['median'] * 1e6:,.0f}"
     compared = figure["speedup"] and figure["implementation"] not in ("copy", figure["reference"])
     return text + (f" ({figure['speedup']:.2f})" if compared else "")
+
+
+def _beside_open_mpi(ranks: int) -> str:
+    """Of a file of `bench_mpi`: a table for each operation, with a column for each size."""
+    name = f"open_mpi_{ranks}"
+    found = _read(name)
+    cores = found["machine"]["cpus"]
+    text = [f"### {ranks} ranks beside Open MPI, {cores} cores\n"]
+    for operation in dict.fromkeys(figure["operation"] for figure in found["figures"]):
+        figures = [figure for figure in found["figures"] if figure["operation"] == operation]
+        sizes = list(dict.fromkeys((figure["size"], figure["rows"]) for figure in figures))
+        head = [f"{rows:,} rows" if rows else _size(size) for size, rows in sizes]
+        lines: dict[str, list[str]] = {figure["what"]: [""] * len(sizes) for figure in figures}
+        for figure in figures:
+            ratios = f" ({figure['of Open MPI']:.2f}, {figure['low']:.2f}-{figure['high']:.2f})"
+            plain = figure["what"].startswith(("Open MPI", "copy"))
+            place = sizes.index((figure["size"], figure["rows"]))
+            lines[figure["what"]][place] = f"{figure['us']:,.0f}" + ("" if plain else ratios)
+        rows_of_table = [[_in_words(what), *cells] for what, cells in lines.items()]
+        caption = "Median time in us with a barrier, and in brackets times as fast as Open MPI: median and extremes"
+        text.append(f"**{operation}**. {caption}:\n\n{_table(['', *head], rows_of_table)}")
+    return "\n".join((*text, _source(name))) + "\n"
+
+
+def _in_words(label: str) -> str:
+    """A contender's name, its wire, and its transport."""
+    implementation, *rest = label.split("/")
+    return ", ".join([implementation + (f" `{rest[0]}`" if rest else ""), *rest[1:]])
 
 
 def _over_runs(figure: dict[str, Any], ratio: str) -> str:
