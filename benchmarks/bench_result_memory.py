@@ -10,6 +10,11 @@ Every result is dropped before the next call. Columns:
     ms          median time of a call
     share       the time of a plain copy of the result, into memory that was used before, by the call's, within rounds
     faults      of pages, in a call, the median
+
+A virtual machine may give pages that were freed seconds ago back to its host (free page reporting, in blocks of huge
+pages); taken again, they come from the host, which takes many times as long as the kernel's zeroing of them. What torch
+frees page by page gets there too, so rounds in torch's memory make new memory slower, at the same number of faults:
+--memory kept new leaves them out.
 """
 
 from __future__ import annotations
@@ -68,7 +73,9 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def measure(comm: Communicator, tokens: int, hidden: int, top_k: int, repeats: int) -> dict[str, Any]:
+def measure(
+    comm: Communicator, tokens: int, hidden: int, top_k: int, repeats: int, memories: Sequence[str]
+) -> dict[str, Any]:
     """One rank's part, for one number of tokens: samples, faults and bytes of every call."""
     laps, faults = timing.Laps(comm.device), _Faults()
     functions: dict[str, Callable[[], None]] = {}
@@ -79,7 +86,7 @@ def measure(comm: Communicator, tokens: int, hidden: int, top_k: int, repeats: i
     num_bytes = {CALLS[1]: x.nbytes}
     expert_out = x
     for transport in TRANSPORTS:
-        for memory in MEMORIES:
+        for memory in memories:
             part = Communicator(comm.group, timeout=comm.timeout)
             if memory == "torch":
                 part._result_memory = ResultMemory(least_bytes=1 << 62)
@@ -133,12 +140,12 @@ def _round(
     return run
 
 
-def figures(found: Mapping[str, Any], tokens: int) -> list[dict[str, Any]]:
+def figures(found: Mapping[str, Any], tokens: int, memories: Sequence[str] = MEMORIES) -> list[dict[str, Any]]:
     """A line for each call in each memory."""
     lines = []
     for transport in TRANSPORTS:
         for call in CALLS:
-            for memory in MEMORIES:
+            for memory in memories:
                 part = f"{transport} {memory} {call}"
                 lines.append(
                     {
@@ -160,14 +167,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 8192])
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=list(MEMORIES), help="kinds that take turns")
     options = parser.parse_args(arguments)
     options.device = "cpu"
     described = timing.machine(timing.check_device("cpu"))
     timing.print_machine(described)
     lines = []
     for tokens in options.tokens:
-        passed = tokens, options.hidden, options.top_k, options.repeats
-        lines += figures(timing.run_over_ranks(options, measure, RANKS, *passed)[0], tokens)
+        passed = tokens, options.hidden, options.top_k, options.repeats, options.memory
+        lines += figures(timing.run_over_ranks(options, measure, RANKS, *passed)[0], tokens, options.memory)
     settings = {"hidden": options.hidden, "top_k": options.top_k, "repeats": options.repeats}
     timing.finish(options, "result memory", described, (lines, COLUMNS), lines, **settings)
 

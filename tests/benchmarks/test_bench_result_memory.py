@@ -41,3 +41,10 @@ def test_shares_are_within_rounds() -> None:
     }
     lines = bench_result_memory.figures(found, 3)
     assert {(line["share"], line["ms"], line["faults"], line["MiB"]) for line in lines} == {(0.75, 4.0, 5, 1.0)}
+    assert {line["memory"] for line in bench_result_memory.figures(found, 3, ["kept", "new"])} == {"kept", "new"}
+
+
+def test_a_memory_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_result_memory.main(["--memory", "kept", "old"])
+    assert "invalid choice: 'old' (choose from 'kept', 'new', 'torch')" in capsys.readouterr().err
