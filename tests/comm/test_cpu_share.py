@@ -10,6 +10,7 @@ from thinwire.comm import cpu_share as module
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
 from thinwire.comm.threads import ThreadWorld
+from thinwire.doctor.host import processors
 from thinwire.errors import ThinwireError
 
 
@@ -74,3 +75,15 @@ def test_ranks_that_are_threads_share_with_each_other_whatever_a_launcher_says(m
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     comm = Communicator.of_threads(ThreadWorld(8))[0]
     assert "threads for rows of a large call: 2 (16 cores, 8 ranks)" in comm.explain()
+
+
+def test_doctor_says_how_many_and_what_is_wrong_with_the_variable(monkeypatch):
+    assert found_by_doctor() == ("ok", "16 for the rows of a large call, were this process a rank: 16 cores", "")
+    monkeypatch.setenv(VARIABLE, "two")
+    mark, text, advice = found_by_doctor()
+    assert mark == "problem" and text.startswith(f"{VARIABLE} is 'two'") and VARIABLE in advice
+
+
+def found_by_doctor():
+    (finding,) = [finding for finding in processors() if finding.name == "threads"]
+    return finding.mark, finding.text, finding.advice

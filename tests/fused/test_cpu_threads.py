@@ -36,7 +36,15 @@ def staged_rows(comm: Communicator) -> list[torch.Tensor]:
 
 
 def staged_round(comm: Communicator) -> list[torch.Tensor]:
-    with ExpertParallel(comm, WORLD, 2, 72, 9, transport="staged", wire="int8") as ep:
+    return round_of(comm, "staged")
+
+
+def direct_round(comm: Communicator) -> list[torch.Tensor]:
+    return round_of(comm, "direct")
+
+
+def round_of(comm: Communicator, transport: str) -> list[torch.Tensor]:
+    with ExpertParallel(comm, WORLD, 2, 72, 9, transport=transport, wire="int8") as ep:
         x, ids = values(comm, 9, 72), torch.arange(18).view(9, 2) * (comm.rank + 1) % WORLD
         d = ep.dispatch(x, ids, x[:, :2].abs())
         return [d.tokens, ep.combine(d.tokens * 2, d)]
@@ -46,8 +54,10 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
 
 
-@pytest.mark.parametrize("call", [codec, staged_rows, staged_round])
-def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("integrity", ["none", "checksum"])
+@pytest.mark.parametrize("call", [codec, staged_rows, staged_round, direct_round])
+def test_threads_change_no_bit(call: Call, integrity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_INTEGRITY", integrity)
     monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
     started: list[object] = []
 

@@ -104,7 +104,7 @@ def element_bytes(dtype):
 
 @device
 def tile_columns(group, size):
-    """Columns, of `size` bytes, of a tile: whole groups, a power of two, and a multiple of 16 bytes of scales."""
+    """Columns, of `size` bytes, of a tile: whole groups, a power of two of them, a multiple of 16 bytes of scales."""
     return max(_MIN_TILE_GROUPS * group, min(_MAX_TILE_GROUPS * group, _TILE_BYTES // size))
 
 

@@ -45,6 +45,15 @@ from thinwire.triton_kernels.cpu.round_checksum import (
     record_sums,
 )
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
+from thinwire.triton_kernels.cpu.team import (
+    claim,
+    finish,
+    rows_of_chunk,
+    run_in_team,
+    team_at,
+    threads_for,
+    wait_for_team,
+)
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -93,28 +102,10 @@ def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
     return bad
 
 
-@kernel
-def send_tokens_kernel(
-    numbers,
-    buffer_ptrs,
-    control,
-    report,
-    x,
-    x_stride,
-    topk_ids,
-    id_bytes,
-    topk_weights,
-    tokens,
-    tag,
-    fingerprint=FINGERPRINT,
-):
-    """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
-
-    `tokens` may be negative, as REFUSED is, and nothing is looked at then.
-    """
+@device
+def store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop):
+    """Tokens `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes."""
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
@@ -122,7 +113,7 @@ def send_tokens_kernel(
     layout = record_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     epoch = next_epoch(control)
-    for token in range(tokens):
+    for token in range(begin, stop):
         first = token * lane.top_k
         ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
         if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
@@ -143,6 +134,58 @@ def send_tokens_kernel(
             pair = record_sums(written, lane, epoch, lane.rank, slot)
             for j in range(count):
                 put(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
+
+
+@kernel
+def store_tokens_kernel(
+    numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """`store_tokens` in each thread of a team."""
+    team = team_at(words)
+    chunk = claim(team)
+    while chunk >= 0:
+        # Nothing of the lane is looked at before: see `team`, of threads that start late.
+        if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
+            begin, stop = rows_of_chunk(team, chunk, tokens)
+            store_tokens(
+                numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop
+            )
+        finish(team)
+        chunk = claim(team)
+    wait_for_team(team)
+
+
+@kernel
+def send_tokens_kernel(
+    numbers,
+    buffer_ptrs,
+    control,
+    report,
+    x,
+    x_stride,
+    topk_ids,
+    id_bytes,
+    topk_weights,
+    tokens,
+    stored,
+    tag,
+    fingerprint=FINGERPRINT,
+):
+    """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
+
+    `stored`: so many of the tokens, the first ones, have gone through `store_tokens`. `tokens` may be negative, as
+    REFUSED is, and nothing is looked at then.
+    """
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return
+    store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, stored, tokens)
+    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    first_slot = lane.rank * lane.max_tokens
+    ids_plane = lane.ids + 4 * first_slot * lane.top_k
+    weights_plane = lane.weights + 4 * first_slot * lane.top_k
+    epoch = next_epoch(control)
     plane_bytes = 4 * max(tokens, 0) * lane.top_k
     for peer in range(lane.world):
         base = load_int64(buffer_ptrs + 8 * peer)
@@ -188,7 +231,9 @@ def send_tokens(
     num_programs: int | None = None,
     tag: int = 0,
 ) -> None:
-    """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors, in one thread: other ranks want the other cores.
+    """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors; programs are threads, and None is one.
+
+    Small calls have fewer. All have stored their tokens before this one publishes the flags.
 
     Raises:
         RoutingError: another shape or another dtype of ids; nothing was sent.
@@ -209,14 +254,19 @@ def send_tokens(
     memory = first_arguments(lane, x.dtype, _SENDING, numbers_that_fit)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    send_tokens_kernel(*memory, x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens, tag)
+    rows = x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
+    threads, stored = threads_for(tokens * layout.HIDDEN * x.itemsize, num_programs or 1), 0
+    if threads > 1:
+        run_in_team(threads, tokens, store_tokens_kernel, *memory, *rows)
+        stored = tokens
+    send_tokens_kernel(*memory, *rows, stored, tag)
 
 
 def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane, dtype)
     memory = addresses(lane, "buffer_ptrs", "control", "report")
-    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, tokens, tag)
+    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, tokens, 0, tag)
 
 
 @device

@@ -16,17 +16,16 @@ def processors() -> Iterator[Finding]:
     """Cores, those that this process may use, and the threads that a rank would use if it were alone here."""
     from thinwire.comm.cpu_share import VARIABLE, cpu_share, usable_cores
 
-    allowed = usable_cores()
-    text = (
-        f"{os.cpu_count()} in all, {len(os.sched_getaffinity(0))} that this process may run on, {allowed} with its "
-        "control group's quota"
-    )
+    allowed, bound = usable_cores(), len(os.sched_getaffinity(0))
+    text = f"{os.cpu_count()} in all, {bound} that this process may run on"
+    if allowed < bound:
+        text += f", {allowed} by the control group's quota"
     yield judged(allowed > 1, "cores", text, "each CPU rank keeps a core busy: more ranks than cores take turns")
     load = os.getloadavg()[0]
     busy = "others keep the cores busy: times will be worse than they could be"
     try:
-        text = f"{cpu_share(None)} for rows of a large call, were this process a rank"
-        yield Finding("ok", "threads", text)
+        threads, reason = cpu_share(None)
+        yield Finding("ok", "threads", f"{threads} for the rows of a large call, were this process a rank: {reason}")
     except ThinwireError as error:
         yield Finding("problem", "threads", str(error), f"unset {VARIABLE}, or correct it")
     yield judged(load <= allowed, "load", f"{load:.2f} processes in the last minute", busy)

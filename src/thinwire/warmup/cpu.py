@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from thinwire import testing
@@ -20,6 +21,7 @@ from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
+from thinwire.triton_kernels.cpu.dispatch import store_tokens_kernel
 from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
 from thinwire.triton_kernels.cpu.team import BYTES_PER_THREAD
 from thinwire.wire import WireFormat
@@ -77,6 +79,7 @@ def call_every_kernel() -> None:
     records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)
+    store_tokens_kernel(*[0] * 10, np.zeros(64, np.int32))  # a team without chunks looks at nothing
     checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 

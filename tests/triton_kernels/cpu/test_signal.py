@@ -137,7 +137,7 @@ def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> 
     ("entry", "arguments"),
     exhaustive_but(
         [(dispatch.close_round_kernel, 4)],
-        [(dispatch.send_tokens_kernel, 12), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 13)],
+        [(dispatch.send_tokens_kernel, 13), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 13)],
         several=True,
     ),
     ids=lambda value: "" if isinstance(value, int) else value.py_func.__name__,
