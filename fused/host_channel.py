@@ -61,8 +61,11 @@ class HostChannel(Channel):
         rank: int,
         timeout: float,
         voters: Exchange | None = None,
+        crowded: bool = False,
     ) -> None:
+        """As `Channel`; `crowded` where ranks outnumber cores: who waits keeps the awaited one from its core then."""
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
+        from thinwire.triton_kernels.cpu.signal import SPINS
 
         super().__init__(memory, layout, rank, timeout, voters)
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
@@ -94,6 +97,7 @@ class HostChannel(Channel):
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
             "stuck": layout.STUCK,
             "report": self.report.ctypes.data,
+            "looks": 1 if crowded else SPINS,
             "halves": layout.HALVES,
             "sums": layout.SUMS,
             "slot_sum_bytes": layout.SLOT_ROWS * SUM_BYTES,
