@@ -62,8 +62,16 @@ class HostChannel(Channel):
         timeout: float,
         voters: Exchange | None = None,
         threads: int = 1,
+        crowded: bool = False,
     ) -> None:
+        """As `Channel`.
+
+        Args:
+            threads: for the rows of one call.
+            crowded: ranks outnumber cores, and who waits keeps the awaited one from its core.
+        """
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
+        from thinwire.triton_kernels.cpu.signal import SPINS
 
         super().__init__(memory, layout, rank, timeout, voters)
         self.threads = threads
@@ -97,6 +105,7 @@ class HostChannel(Channel):
             "buffer_ptrs": memory.buffer_ptrs.data_ptr(),
             "stuck": layout.STUCK,
             "report": self.report.ctypes.data,
+            "looks": 1 if crowded else SPINS,
             "halves": layout.HALVES,
             "sums": layout.SUMS,
             "slot_sum_bytes": layout.SLOT_ROWS * SUM_BYTES,

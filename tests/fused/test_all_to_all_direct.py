@@ -311,3 +311,21 @@ def _make_fails_on_one(comm: Communicator) -> str:
 def test_a_rank_that_cannot_use_its_memory_tells_the_others(mode: str) -> None:
     told = "TransportUnavailable: a test: rank 1 could not use its memory: MemoryError: no room for tables"
     assert run_ranks(_make_fails_on_one, 3, mode=mode) == [told] * 3
+
+
+def _looks(comm: Communicator) -> int:
+    channel: Any = open_channel(comm)
+    return int(channel._call[channel._kernels.SCALARS.index("looks")])
+
+
+@pytest.mark.parametrize(
+    ("cores", "crowded"),
+    [([{0}, {0}], True), ([{0}, {1}], False), ([{3, 5}, {3, 5}], False)],
+    ids=["of one core", "bound to a core each", "of two cores"],
+)
+def test_ranks_yield_at_once_where_they_outnumber_cores(
+    cores: list[set[int]], crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_ranks = cores.copy()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: of_ranks.pop(), raising=False)
+    assert [looks == 1 for looks in run_ranks(_looks, 2, mode="thread")] == [crowded] * 2

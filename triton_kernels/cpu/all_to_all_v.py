@@ -44,6 +44,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     HEADER_HERE,
     HEADER_THERE,
     LIMIT,
+    LOOKS,
     NEXT_IN,
     NEXT_OUT,
     OUT,
@@ -94,7 +95,6 @@ from thinwire.triton_kernels.cpu.pieces import (
 from thinwire.triton_kernels.cpu.signal import (
     GIVING_UP,
     SLICE_NS,
-    SPINS,
     give_up,
     let_others_run,
     signalled,
@@ -430,10 +430,10 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
         if todo == POST or not left:
             return np.int64(verdict(call, peers))
         looks = 0 if moved else looks + 1
-        if 0 < looks <= SPINS:
+        if 0 < looks <= call[LOOKS]:
             continue
         now = monotonic_ns()
-        if looks <= SPINS + 1:
+        if looks <= call[LOOKS] + 1:
             idle_since = now
         if late(call, peers, draining, now):
             return call[STATUS] if end(call, peers, draining) else np.int64(PAUSED)

@@ -19,6 +19,7 @@ from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
 SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
     "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
+    "looks",  # before the first yield of a wait
     "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
@@ -32,6 +33,7 @@ SCALARS = (
 (
     WORLD, RANK, HALF_LINES, HALF_BYTES, SLOT_BYTES, SLOTS,
     TIMEOUT, GRACE, REPORT, BUFFER_PTRS, STUCK, STATUS, EPOCH, GIVE_UP_BY,
+    LOOKS,
     HALVES, SUMS, SLOT_SUM_BYTES,
     REGIONS, NUM_REGIONS,
     DISCARD, X, X_STEP, OUT, OUT_STEP, X_ROWS, OUT_ROWS,
