@@ -39,8 +39,9 @@ from thinwire.triton_kernels.cpu.ir.atomics import (
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32
 from thinwire.triton_kernels.cpu.signal import SPINS, let_others_run
 
-#: Bytes of rows that are worth a thread. One takes 25 us of the caller's time, and as long again until it runs.
-BYTES_PER_THREAD = 2 << 20
+#: Bytes of rows that are worth a thread. One takes 25 us of the caller's time, and as long again until it runs. With
+#: half as many bytes it is worth that on an idle core, and a loss of a sixth where another process keeps the core busy.
+BYTES_PER_THREAD = 4 << 20
 _CHUNKS_PER_THREAD = 8  # who starts late, or has a slower core, takes fewer
 
 _LINE = 64
