@@ -7,6 +7,7 @@ import re
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
@@ -84,6 +85,28 @@ def _through_wires(comm: Communicator, seed: int) -> None:
 @pytest.mark.parametrize("world", exhaustive_but((1, 2, 3), (1, 2, 3, 5)))
 def test_every_wire_gives_the_computed_bits(mode: str, world: int) -> None:
     run_ranks(_through_wires, world, world, mode=mode)
+
+
+def _to_peers_seen(comm: Communicator, seen: int) -> None:
+    opened = open_collectives(comm)
+    assert isinstance(opened, DirectCollectives), opened
+    opened._end.kept.setdefault("seen", np.zeros(comm.size, np.int64))[:] = seen
+    for spec, dtype in (("int8", torch.float32), ("none", torch.float32), ("int4", torch.bfloat16)):
+        wire, tensors = WireFormat.parse(spec), _tensors(7, comm.size, (comm.size * 20_001,), dtype)
+        got = all_reduce(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
+        assert_same_bits(f"all_reduce {spec}", all_reduced(tensors, wire, wire), got)
+        got = reduce_scatter(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
+        assert_same_bits(f"reduce_scatter {spec}", reduce_scattered(tensors, wire, comm.rank), got)
+        if wire.quantized:
+            got = all_gather(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
+            assert_same_bits(f"all_gather {spec}", all_gathered(tensors, wire), got)
+    kept = opened._end.kept["seen"].tolist()
+    assert kept == [seen] * comm.size or not seen and any(kept)  # kernels go by these, and look for themselves
+
+
+@pytest.mark.parametrize("seen", [1 << 62, (1 << 62) + 1, 0], ids=["near", "far", "a look"])
+def test_bits_are_the_same_to_near_peers_and_to_far_ones(seen: int) -> None:
+    run_ranks(_to_peers_seen, 2, seen, mode="thread")
 
 
 def _through_interpreted_kernels(comm: Communicator) -> None:

@@ -38,9 +38,18 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
 )
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int32, load_int64, store_int32, zero_bytes
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    copy_bytes,
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_int32,
+    store_int64,
+    zero_bytes,
+)
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
+from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
 from thinwire.triton_kernels.cpu.signal import (
     ARRIVED,
     GAVE_UP,
@@ -75,12 +84,14 @@ from thinwire.triton_kernels.signal import (
 )
 
 _LONGEST_NS = 2**62
+_SCRATCH_RECORD = 16384  # bytes of a record that is made before it is stored: an exact one of float32
 _PATIENCE_NS = 1_000_000  # of `whole`; what has to be waited for longer is worth a few calls more
 
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
     "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
     "sums", "slot_sum_bytes",
+    "seen",  # an address: int64 for each peer, see `peer_stores`
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
     *LAYOUT_FIELDS, *(f"gather_{name}" for name in LAYOUT_FIELDS),
@@ -89,10 +100,11 @@ numbers_at = reader_of(
 
 def _numbers(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
     layout, row = end.layout, job.row
+    seen: np.ndarray = end.kept.setdefault("seen", np.zeros(layout.WORLD, np.int64))
     return in_memory(
         layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
         layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, layout.SUMS, layout.SLOT_ROWS * SUM_BYTES,
-        *job.signature,
+        seen.ctypes.data, *job.signature,
         *record_layout(job.wire, row, job.dtype), *record_layout(job.gather_wire, row, job.dtype),
     )  # fmt: skip
 
@@ -216,6 +228,12 @@ def put_sums(buffer_ptrs, job, peer, leg, epoch, record, num_bytes, number):
 
 
 @device
+def store_at(job, peer, target, source, count):
+    """Copies bytes to a peer, near or far."""
+    store_int64(job.seen + 8 * peer, store(target, source, count, load_int64(job.seen + 8 * peer)))
+
+
+@device
 def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
     """Row `number` of what this rank sends itself in a leg, to the peers, with its sums."""
     if job.sums:
@@ -224,7 +242,7 @@ def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
         slot = slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
-        copy_bytes(slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
+        store_at(job, peer, slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
         if job.sums:
             there = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + SUM_BYTES * number
             copy_bytes(there, own, SUM_BYTES)
@@ -246,6 +264,7 @@ def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, pa
     epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH)) + 1
     layout = gathered_layout(job) if sends_to_all else scattered_layout(job)
     size = element_bytes(job.dtype)
+    made = stack_buffer(_SCRATCH_RECORD)
     # The own part comes last, and when spreading alone.
     for step in range(job.world if sends_to_all else 1, job.world + 1):
         peer = (job.rank + step) % job.world
@@ -254,14 +273,18 @@ def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, pa
         slot = slot_of(buffer_ptrs, job, peer, FIRST_LEG, epoch, job.rank)
         if sends_to_all:
             start = 0
+        aside = peer != job.rank and layout[5] <= _SCRATCH_RECORD and goes_aside(load_int64(job.seen + 8 * peer))
         for row in range(first, last):
             done = row * job.row
-            record = slot + (row - first) * layout[5]
+            there = slot + (row - first) * layout[5]
+            record = made if aside else there
             pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
                 copy_to_peers(buffer_ptrs, job, np.int64(FIRST_LEG), epoch, record, row - first)
             elif job.sums:
                 put_sums(buffer_ptrs, job, peer, np.int64(FIRST_LEG), epoch, record, layout[5], row - first)
+            if aside:
+                store_at(job, peer, there, made, layout[5])
     begin_epoch(buffer_ptrs, control, job, epoch)
 
 
