@@ -14,12 +14,15 @@ each round of all, each has one sample. Results are checked up to 16 MiB. Column
     us, least, most  median over the rounds, and extremes
     of Open MPI      Open MPI's time by this one within the rounds: median, and
     low, high        extremes of it
+    barrier          microseconds that Open MPI's barrier takes, just before: it tells whether the ranks' cores share a
+                     cache, which virtual machines may change from one second to the next
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +47,7 @@ from thinwire.comm.bootstrap import init
 
 COLUMNS = {
     "operation": "s", "size": "d", "rows": "d", "what": "s", "us": ".1f", "least": ".1f", "most": ".1f",
-    "of Open MPI": ".2f", "low": ".2f", "high": ".2f", "verdict": "s",
+    "of Open MPI": ".2f", "low": ".2f", "high": ".2f", "barrier": ".2f", "verdict": "s",
 }  # fmt: skip
 HIDDEN, ROWS, SIZES = 4096, (1, 8, 64, 1024, 4096, 8192), ("1M", "4M", "16M", "64M")
 WIRES = ("none", "int8")
@@ -102,8 +105,19 @@ def behind(candidate: Candidate, barrier: Callable[[], object]) -> Candidate:
     return replace(candidate, make=make)
 
 
-def figures(problem: Problem, samples: timing.Times) -> list[dict[str, Any]]:
-    """A line for each that was measured; `samples` are seconds by label."""
+def least_time(barrier: Callable[[], object]) -> float:
+    """Microseconds of a barrier, where nothing else has the cores for a moment."""
+    taken = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(50):
+            barrier()
+        taken.append((time.perf_counter() - begun) / 50)
+    return min(taken) * 1e6
+
+
+def figures(problem: Problem, samples: timing.Times, barrier: float) -> list[dict[str, Any]]:
+    """A line for each that was measured; `samples` are seconds by label, and `barrier` microseconds."""
     lines, reference = [], samples[label_of(NAME, "none", None)]
     rows = problem.rows // problem.comm.size if isinstance(problem, AllToAll) else 0
     for what, taken in samples.items():
@@ -119,6 +133,7 @@ def figures(problem: Problem, samples: timing.Times) -> list[dict[str, Any]]:
             "of Open MPI": statistics.median(ratios),
             "low": min(ratios),
             "high": max(ratios),
+            "barrier": barrier,
             "goal": goal_of(problem.operation, what, rows, problem.comm.size),
         }
         lines.append(line | {"verdict": timing.verdict(line["goal"], line["of Open MPI"])})
@@ -142,13 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for problem in problems(comm, options.rows, sizes):
             compared = [behind(each, world.barrier) for each in candidates(problem, world)]
             checked = replace(settings, check=problem.size_bytes <= _MOST_CHECKED)
+            barrier = least_time(world.barrier)
             found = measure(comm, compared, checked, None)
             if missing := [
                 label for label, operation in found.wire_bytes if f"{label} {operation}" not in found.samples
             ]:
                 raise SystemExit(f"{problem.operation} of {problem.size_bytes} bytes: wrong results of {missing}")
             samples = {name.removesuffix(f" {problem.operation}"): taken for name, taken in found.samples.items()}
-            lines += figures(problem, samples)
+            lines += figures(problem, samples, barrier)
         if comm.rank == 0:
             timing.print_machine(described)
             launched = f"mpirun -np {comm.size}"

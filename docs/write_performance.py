@@ -148,8 +148,13 @@ def _beside_open_mpi(ranks: int) -> str:
             plain = figure["what"].startswith(("Open MPI", "copy"))
             place = sizes.index((figure["size"], figure["rows"]))
             lines[figure["what"]][place] = f"{figure['us']:,.0f}" + ("" if plain else ratios)
+        barriers = {(figure["size"], figure["rows"]): f"{figure['barrier']:.2f}" for figure in figures}
+        lines["barrier"] = [barriers[size] for size in sizes]
         rows_of_table = [[_in_words(what), *cells] for what, cells in lines.items()]
-        caption = "Median time in us with a barrier, and in brackets times as fast as Open MPI: median and extremes"
+        caption = (
+            "Median time in us with a barrier, and in brackets times as fast as Open MPI: median and extremes; last "
+            "Open MPI's barrier alone, which takes longer while the cores share no cache"
+        )
         text.append(f"**{operation}**. {caption}:\n\n{_table(['', *head], rows_of_table)}")
     return "\n".join((*text, _source(name))) + "\n"
 

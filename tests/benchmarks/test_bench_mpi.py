@@ -57,10 +57,10 @@ def test_it_runs_within_mpirun_and_compares_each_with_open_mpi(tmp_path: Path) -
 def test_a_ratio_is_that_of_the_same_round_and_a_goal_that_of_the_ranks() -> None:
     problem = SimpleNamespace(operation="all_reduce", size_bytes=4096, rows=1024, comm=SimpleNamespace(size=2))
     samples = {"Open MPI/none": [1e-6, 4e-6, 9e-6], "thinwire/int8/direct": [2e-6, 4e-6, 3e-6]}
-    reference, own = bench_mpi.figures(problem, samples)  # type: ignore[arg-type]
+    reference, own = bench_mpi.figures(problem, samples, 0.5)  # type: ignore[arg-type]
     assert reference["of Open MPI"] == 1 and reference["verdict"] == ""
     assert (own["of Open MPI"], own["low"], own["high"]) == (1, 0.5, 3) and own["us"] == pytest.approx(3)
-    assert own["verdict"] == "1 reached"
+    assert own["verdict"] == "1 reached" and own["barrier"] == 0.5
     assert bench_mpi.goal_of("all_to_all_v", "thinwire/none/direct", 8, 4) == 0.9
     assert bench_mpi.goal_of("all_to_all_v", "thinwire/int8/direct", 64, 2) is None
     assert bench_mpi.goal_of("all_to_all_v", STRAIGHT, 1024, 2) == 1.3
