@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -221,6 +222,32 @@ def test_whatever_a_trace_function_raises_comes_after_the_work(always, monkeypat
             sys.settrace(before)
         assert torch.equal(records, expected) or (interrupted and not started), moment
     assert moment > 20
+
+
+LATE = """
+import torch
+from thinwire.triton_kernels.cpu import team
+from thinwire.triton_kernels.cpu.pack import pack_rows
+from thinwire.wire import WireFormat
+
+team.BYTES_PER_THREAD = 1
+wire = WireFormat.parse("int8")
+x, records = torch.randn(50, 300), torch.empty(50, wire.row_bytes(300), dtype=torch.uint8)
+pack_rows(x, wire, None, records, threads=3)
+
+class Late:
+    def __del__(self, call=pack_rows, arguments=(x, wire, None, records, 3)):
+        call(*arguments)
+        print("done", flush=True)
+
+late = Late()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_call_while_python_ends_is_a_call():
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("done\n", "")
 
 
 @pytest.mark.exhaustive
