@@ -53,10 +53,12 @@ def _control_group_bytes() -> Iterator[int]:
             limit = (group / limit_name).read_text().strip()
             use = int((group / use_name).read_text())
             statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except OSError:  # no such group here, or the root, which has no limit
+            can_be_dropped = sum(int(value) for name, value in statistics if name in droppable)
+            left = int(limit) - use + can_be_dropped if limit.isdigit() else None
+        except (OSError, ValueError):  # no such group here, the root, which has no limit, or not for us to read
             continue
-        if limit.isdigit():
-            yield int(limit) - use + sum(int(value) for name, value in statistics if name in droppable)
+        if left is not None:
+            yield left
 
 
 def require_available(ranks: int, num_bytes: int, available: int, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -39,6 +40,7 @@ from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.comm.trace_file import write_recorder
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.log import LOGGER
+from thinwire.triton_kernels.cpu import BACKEND_VARIABLE
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
@@ -388,6 +390,11 @@ class Communicator(Collectives):
             self._log("; ".join(facts[:-1]))
             self._log(facts[-1], logging.DEBUG)
 
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether large calls use several threads: numba's kernels do, no others."""
+        return self._device.type == "cpu" and (os.environ.get(BACKEND_VARIABLE) or "numba") == "numba"
+
     def _facts(self) -> list[str]:
         """What `explain` says of the ranks and how they reach each other."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
@@ -402,7 +409,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
-            *([f"threads for rows of a large call: {self._cpu_share}"] if self._device.type == "cpu" else []),
+            *([f"threads for rows of a large call: {self._cpu_share}"] if self._shares_rows else []),
             *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self._result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),

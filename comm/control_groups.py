@@ -14,10 +14,12 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     A container may see its own group as the root, under another path: a folder need not be there.
     """
     try:
-        memberships = Path("/proc/self/cgroup").read_text().splitlines()
-    except FileNotFoundError:  # not Linux
+        memberships = Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux, or not for us to read
         return
     for membership in memberships:
+        if membership.count(":") < 2:
+            continue
         _, controllers, path = membership.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

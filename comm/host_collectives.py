@@ -8,6 +8,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.clocks import compare_clocks
-from thinwire.comm.cpu_share import cpu_share
+from thinwire.comm.cpu_share import CpuShare, cpu_share
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
 from thinwire.comm.groups import group_exists
@@ -99,9 +100,15 @@ class HostCollectives:
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
         )
         self._attachments: dict[str, Attachment] = {}
-        self._cpu_share = cpu_share(of_world[2], isinstance(exchange, ThreadExchange))
+        if device.type == "cpu":
+            _ = self._cpu_share  # a variable that names no number is an error of theirs alone
         self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+
+    @cached_property
+    def _cpu_share(self) -> CpuShare:
+        """How many threads this rank uses for the rows of a large call on the CPU."""
+        return cpu_share(_place_in_world(self._exchange)[2], isinstance(self._exchange, ThreadExchange))
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         """Tells the logger of a choice, at this rank."""

@@ -15,7 +15,7 @@ from thinwire.log import LOGGER
 from thinwire.triton_kernels import pack, sums
 from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
-from thinwire.triton_kernels.cpu import HAS_NUMBA
+from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, HAS_NUMBA
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
@@ -27,9 +27,6 @@ __all__ = [
     "select_backend",
     "select_round_kernels",
 ]
-
-#: Environment variable that overrides the choice: `triton`, `numba` or `torch` (slow; the reference).
-BACKEND_VARIABLE = "THINWIRE_BACKEND"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize"
 WIRE_VARIABLE = "THINWIRE_WIRE"
 #: What a quantised wire carries.
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SHARED_BYTES = 1 << 20  # of the smallest tensor that threads might be worth it for
+_SHARED_BYTES = 4 << 20  # of the fewest rows that are worth a second thread
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def dequantize(rows: WireRows, dtype: torch.dtype | None = None) -> torch.Tensor
 
 
 def _backend(rows: torch.Tensor, wire: WireFormat) -> Backend:
-    """The kernels for rows, or their records."""
+    """The kernels for rows that are packed or unpacked."""
     shared = rows.is_cpu and rows.nbytes >= _SHARED_BYTES
     return select_backend(rows.device, wire, current_cpu_share().threads if shared else 1)
 

@@ -22,9 +22,9 @@ from thinwire.wire import WireFormat
 class _Rows:
     """Rows of `row` elements of 1-D parts of a tensor, of which the last may be short, and their records."""
 
-    def __init__(self, device: torch.device, row: int, wire: WireFormat, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, threads: int, row: int, wire: WireFormat, dtype: torch.dtype) -> None:
         self.row, self.wire, self.dtype = row, wire, dtype
-        self.backend = select_backend(device, wire)
+        self.backend = select_backend(device, wire, threads)
         self.record_bytes = wire.row_bytes(row, dtype)
 
     def counts(self, parts: Segments) -> list[int]:
@@ -71,10 +71,13 @@ class _Rows:
             self.fill(part, start, start + records.shape[0], make)
 
 
-def arrived(x: torch.Tensor, world: int, wire: WireFormat) -> torch.Tensor:
-    """What a rank's summand (1-D, contiguous) of an all-reduce is when it is added up, rounded to its dtype."""
+def arrived(x: torch.Tensor, world: int, wire: WireFormat, threads: int = 1) -> torch.Tensor:
+    """What a rank's summand (1-D, contiguous) of an all-reduce is when it is added up, rounded to its dtype.
+
+    Up to `threads` threads share the rows of large tensors.
+    """
     parts, row = split_parts(x.numel(), world)
-    form, out = _Rows(x.device, row, wire, x.dtype), torch.empty_like(x)
+    form, out = _Rows(x.device, threads, row, wire, x.dtype), torch.empty_like(x)
     for part, target, rows in zip(parts.cut(x), parts.cut(out), form.counts(parts), strict=True):
         records = torch.empty(rows, form.record_bytes, dtype=torch.uint8, device=x.device)
         form.pack(part, 0, rows, records)
@@ -92,7 +95,7 @@ class ScatterLeg(_Rows):
     def __init__(
         self, comm: Communicator, x: torch.Tensor, parts: Segments, row: int, wire: WireFormat, call: str
     ) -> None:
-        super().__init__(comm.device, row, wire, x.dtype)
+        super().__init__(comm.device, comm._cpu_share.threads, row, wire, x.dtype)
         self.world, counts = comm.size, self.counts(parts)
         self.own_rows = counts[comm.rank]
 
@@ -144,7 +147,7 @@ class GatherLeg(_Rows):
         own: torch.Tensor | ScatterLeg,
         call: str,
     ) -> None:
-        super().__init__(comm.device, row, wire, dtype)
+        super().__init__(comm.device, comm._cpu_share.threads, row, wire, dtype)
         self.parts, counts, cut_like = parts, self.counts(parts), 0
         if isinstance(own, ScatterLeg):
             pack, cut_like = self._packs_sums(own, max(counts)), own.record_bytes

@@ -17,13 +17,13 @@ from thinwire.errors import ThinwireError
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """16 cores and no launcher."""
-    module._share.cache_clear()
-    for name in (VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+    module._quotas.cache_clear()
+    for name in (VARIABLE, *(name for names in module._SIZES for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(module, "control_groups", lambda controller: [])
     yield
-    module._share.cache_clear()
+    module._quotas.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,24 @@ def host(monkeypatch):
         (None, {}, CpuShare(16, "16 cores")),
         (3, {}, CpuShare(5, "16 cores, 3 ranks")),
         (40, {}, CpuShare(1, "16 cores, 40 ranks")),
-        (40, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(4, "16 cores, 4 ranks on this host")),
-        (40, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, CpuShare(2, "16 cores, 8 ranks on this host")),
+        (40, {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "40"}, CpuShare(4, "16 cores, 4 ranks on this host")),
+        (
+            40,
+            {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "40", "LOCAL_WORLD_SIZE": "1"},
+            CpuShare(2, "16 cores, 8 ranks on this host"),
+        ),
+        (2, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, CpuShare(16, "16 cores, 1 rank on this host")),
         (None, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(4, "16 cores, 4 ranks on this host")),
-        (2, {"LOCAL_WORLD_SIZE": "4"}, CpuShare(8, "16 cores, 2 ranks")),  # of another launch
-        (2, {"LOCAL_WORLD_SIZE": "x"}, CpuShare(8, "16 cores, 2 ranks")),
+        # of other launches
+        (2, {"LOCAL_WORLD_SIZE": "1"}, CpuShare(8, "16 cores, 2 ranks")),
+        (2, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}, CpuShare(8, "16 cores, 2 ranks")),
+        (2, {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, CpuShare(8, "16 cores, 2 ranks")),
+        (2, {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, CpuShare(8, "16 cores, 2 ranks")),
+        # no numbers
+        (None, {"LOCAL_WORLD_SIZE": "x"}, CpuShare(16, "16 cores")),
+        (None, {"LOCAL_WORLD_SIZE": "\u0664"}, CpuShare(16, "16 cores")),
+        (None, {"LOCAL_WORLD_SIZE": "12345678 (x)"}, CpuShare(16, "16 cores")),
+        (None, {"LOCAL_WORLD_SIZE": "1" * 5000}, CpuShare(16, "16 cores")),
         (2, {VARIABLE: "7"}, CpuShare(7, "by THINWIRE_CPU_THREADS")),
         (2, {VARIABLE: ""}, CpuShare(8, "16 cores, 2 ranks")),
     ],
@@ -47,7 +60,7 @@ def test_threads_are_the_share_of_the_cores_unless_told(ranks, environment, expe
     assert cpu_share(ranks) == expected
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1025", "1e2", "9" * 50, " 2"])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1025", "1e2", "9" * 50, " 2", "\u0664"])
 def test_a_number_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ThinwireError, match=f"{VARIABLE} is .* in the environment, expected 1 to 1024"):
@@ -56,17 +69,30 @@ def test_a_number_that_is_none_is_refused(text, monkeypatch):
         Communicator.of_threads(ThreadWorld(2))
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 16)])
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("max 100000", 16),
+        ("", 16),
+        ("max", 16),
+        ("100000 max", 16),
+        ("100000 0", 16),
+    ],
+)
 def test_a_quota_allows_fewer_cores(quota, cores, monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text(quota + "\n")
     monkeypatch.setattr(module, "control_groups", lambda controller: [(tmp_path / "none", True), (tmp_path, True)])
     assert usable_cores() == cores
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 16)])
-def test_a_quota_of_version_1_allows_fewer_cores(quota, cores, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("quota", "period", "cores"), [("300000", "100000", 3), ("-1", "100000", 16), ("300000", "", 16)]
+)
+def test_a_quota_of_version_1_allows_fewer_cores(quota, period, cores, monkeypatch, tmp_path):
     (tmp_path / "cpu.cfs_quota_us").write_text(quota + "\n")
-    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "cpu.cfs_period_us").write_text(period + "\n")
     monkeypatch.setattr(module, "control_groups", lambda controller: [(tmp_path, False)])
     assert usable_cores() == cores
 
@@ -87,3 +113,16 @@ def test_doctor_says_how_many_and_what_is_wrong_with_the_variable(monkeypatch):
 def found_by_doctor():
     (finding,) = [finding for finding in processors() if finding.name == "threads"]
     return finding.mark, finding.text, finding.advice
+
+
+def test_an_affinity_that_changes_counts_at_once(monkeypatch):
+    assert cpu_share(2).threads == 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert cpu_share(2).threads == 1
+
+
+def test_explain_tells_threads_only_where_there_may_be_some(monkeypatch):
+    comm = Communicator.of_threads(ThreadWorld(2))[0]
+    for backend, told in (("", True), ("numba", True), ("torch", False), ("triton", False)):
+        monkeypatch.setenv("THINWIRE_BACKEND", backend)
+        assert ("threads for rows of a large call: 8" in comm.explain()) == told, backend

@@ -486,8 +486,13 @@ def test_control_groups_limit_what_is_available(monkeypatch, tmp_path):
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 3000\nslab 9\n")
     monkeypatch.setattr(available, "control_groups", lambda controller: [(tmp_path / "none", True), (tmp_path, True)])
     assert available.available_bytes() == 323_000 - 323_000 // 32
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available.available_bytes() > 323_000
+    for odd in ("max", "", "many"):
+        (tmp_path / "memory.max").write_text(odd + "\n")
+        assert available.available_bytes() > 323_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    for name, odd in (("memory.stat", "anon\n"), ("memory.current", "\n")):
+        (tmp_path / name).write_text(odd)
+        assert available.available_bytes() > 323_000
 
 
 def test_files_in_memory_are_private_hold_all_their_pages_and_keep_their_size():

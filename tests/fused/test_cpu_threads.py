@@ -13,8 +13,11 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cpu_share import VARIABLE
+from thinwire.fused.all_gather import all_gather
+from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.codec import dequantize, quantize
+from thinwire.fused.codec import _SHARED_BYTES, dequantize, quantize
+from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import team
@@ -24,7 +27,7 @@ Call = Callable[[Communicator], list[torch.Tensor]]
 
 
 def codec(comm: Communicator) -> list[torch.Tensor]:
-    rows = quantize(values(comm, 1, 1 << 19), "int8")
+    rows = quantize(values(comm, 4, 1 << 18), "int8")
     return [rows.records, dequantize(rows)]
 
 
@@ -33,6 +36,18 @@ def staged_rows(comm: Communicator) -> list[torch.Tensor]:
     received = all_to_all_v(values(comm, sum(counts), 300), counts, counts, comm=comm, transport="staged")
     assert isinstance(received, torch.Tensor)
     return [received]
+
+
+def staged_gather(comm: Communicator) -> list[torch.Tensor]:
+    return [all_gather(values(comm, 12, 300), comm=comm, wire="int8", transport="staged")]
+
+
+def staged_scatter(comm: Communicator) -> list[torch.Tensor]:
+    return [reduce_scatter(values(comm, WORLD, 12, 300), comm=comm, wire="int8", transport="staged")]
+
+
+def staged_reduce(comm: Communicator) -> list[torch.Tensor]:
+    return [all_reduce(values(comm, 100_000), comm=comm, wire="int8", transport="staged")]
 
 
 def staged_round(comm: Communicator) -> list[torch.Tensor]:
@@ -55,7 +70,9 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("integrity", ["none", "checksum"])
-@pytest.mark.parametrize("call", [codec, staged_rows, staged_round, direct_round])
+@pytest.mark.parametrize(
+    "call", [codec, staged_rows, staged_gather, staged_scatter, staged_reduce, staged_round, direct_round]
+)
 def test_threads_change_no_bit(call: Call, integrity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_INTEGRITY", integrity)
     monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
@@ -73,3 +90,7 @@ def test_threads_change_no_bit(call: Call, integrity: str, monkeypatch: pytest.M
         assert bool(started) == (threads == "3")
     for one, several in zip(*results, strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, several, strict=True))
+
+
+def test_the_share_is_asked_for_from_the_fewest_rows_that_two_threads_are_worth() -> None:
+    assert _SHARED_BYTES == 2 * team.BYTES_PER_THREAD

@@ -46,6 +46,7 @@ from thinwire.triton_kernels.cpu.round_checksum import (
 )
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.cpu.team import (
+    begin,
     claim,
     finish,
     rows_of_chunk,
@@ -139,21 +140,22 @@ def store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, i
 @kernel
 def store_tokens_kernel(
     numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
-    fingerprint=FINGERPRINT,
+    leads, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`store_tokens` in each thread of a team."""
     team = team_at(words)
-    chunk = claim(team)
+    chunk = begin(team, leads)
     while chunk >= 0:
         # Nothing of the lane is looked at before: see `team`, of threads that start late.
         if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
-            begin, stop = rows_of_chunk(team, chunk, tokens)
+            first, stop = rows_of_chunk(team, chunk, tokens)
             store_tokens(
-                numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop
+                numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, first, stop
             )
         finish(team)
         chunk = claim(team)
-    wait_for_team(team)
+    if leads:
+        wait_for_team(team)
 
 
 @kernel
@@ -255,7 +257,7 @@ def send_tokens(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
     rows = x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
-    threads, stored = threads_for(tokens * layout.HIDDEN * x.itemsize, num_programs or 1), 0
+    threads, stored = threads_for(tokens, layout.HIDDEN * x.itemsize, num_programs or 1), 0
     if threads > 1:
         run_in_team(threads, tokens, store_tokens_kernel, *memory, *rows)
         stored = tokens

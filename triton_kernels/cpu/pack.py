@@ -14,6 +14,7 @@ from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
 from thinwire.triton_kernels.cpu.team import (
+    begin,
     claim,
     finish,
     rows_of_chunk,
@@ -47,11 +48,11 @@ def unpack_kernel(
 
 @kernel
 def pack_in_team_kernel(
-    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, fingerprint=FINGERPRINT
+    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, leads, fingerprint=FINGERPRINT
 ):
     """`pack_kernel` in each thread of a team."""
     team = team_at(words)
-    chunk = claim(team)
+    chunk = begin(team, leads)
     while chunk >= 0:
         first, stop = rows_of_chunk(team, chunk, count)
         index = row_index + 8 * first if row_index else row_index
@@ -60,17 +61,18 @@ def pack_in_team_kernel(
         pack_kernel(rows, x_stride, dtype, index, target, record_stride, stop - first, layout)
         finish(team)
         chunk = claim(team)
-    wait_for_team(team)
+    if leads:
+        wait_for_team(team)
 
 
 @kernel
 def unpack_in_team_kernel(
     records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, words,
-    fingerprint=FINGERPRINT,
+    leads, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`unpack_kernel` in each thread of a team; no two items have the same row."""
     team = team_at(words)
-    chunk = claim(team)
+    chunk = begin(team, leads)
     while chunk >= 0:
         first, stop = rows_of_chunk(team, chunk, count)
         chosen = record_index + 8 * first if record_index else record_index
@@ -80,7 +82,8 @@ def unpack_in_team_kernel(
         unpack_kernel(source, record_stride, chosen, target, out_stride, dtype, index, stop - first, layout)
         finish(team)
         chunk = claim(team)
-    wait_for_team(team)
+    if leads:
+        wait_for_team(team)
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +114,7 @@ def pack_rows(
     size, code, layout = _form(wire, hidden, x.dtype)
     arguments = x.data_ptr(), x.stride(0) * size, code, rows, records.data_ptr(), records.stride(0), count, layout
     if threads > 1:
-        threads = threads_for(count * hidden * size, threads)
+        threads = threads_for(count, hidden * size, threads)
     if threads > 1:
         run_in_team(threads, count, pack_in_team_kernel, *arguments)
     else:
@@ -141,7 +144,7 @@ def unpack_rows(
     target = out.data_ptr(), out.stride(0) * size
     arguments = records.data_ptr(), records.stride(0), chosen, *target, code, rows, count, layout
     if threads > 1:
-        threads = threads_for(count * hidden * size, threads)
+        threads = threads_for(count, hidden * size, threads)
     if threads > 1:
         run_in_team(threads, count, unpack_in_team_kernel, *arguments)
     else:

@@ -1,20 +1,26 @@
 """A team of threads for the rows of one large call: rows are independent, so any number of threads gives the same bits.
 
 The work of a call is cut into *chunks*, which are numbered. All threads of a team run the same kernel, and in it each
-takes the lowest number that is left until none is: `claim`, then the work, then `finish`. `wait_for_team` returns once
-all chunks are done.
+takes the lowest number that is left until none is: `begin` or `claim`, then the work, then `finish`. The thread that
+leads, the caller's, then waits until all chunks are done: `wait_for_team`.
 
 Why nothing is done twice, left out, or still under way when the call returns:
 
 * NEXT only grows, by one, in one step, by the thread that saw it below LIMIT: each number goes to one thread.
 * DONE grows by one behind each chunk's last store, with release. `wait_for_team` reads it with acquire: when it has
   come to LIMIT, every chunk was done, and the caller sees and may publish what all threads stored.
-* `claim`, work and `wait_for_team` lie in one call of machine code, in the caller's thread too, and Python raises a
+* `begin`, work and `wait_for_team` lie in one call of machine code, in the caller's thread too, and Python raises a
   KeyboardInterrupt only behind such a call. One that comes before it, while threads are started, does not skip it: it
-  is in a `finally`, and from there to the call Python does not look for signals.
+  is in a `finally`, and from there to the call Python does not look for signals. A function of `sys.settrace` may raise
+  there nevertheless, but Python has then removed it: from a second `finally` around the first nothing keeps the call,
+  which is over at once where the first was made.
 * Only claimed work touches the caller's memory. A thread that starts late, even after the call has returned, finds no
   number left; all it looks at is the team's words, which its argument keeps. So a call waits for the chunks that others
   have taken, never for a thread that did not get to run.
+* A signal handler that runs while threads are started may fork, and return in the child, where nobody finishes what
+  they had claimed. Python runs it only outside of the kernel, so `begin` sees in time that the process is another than
+  PROCESS: the leading thread then does all chunks over, alone, to the same bytes. A thread that the child started takes
+  none, before or after: it sees it too.
 
 Threads are started for the call and end with it. A pool would begin 20 us sooner, but would have to be owned by
 something, closed, and made anew after a fork. numba's own parallel loops are no choice: its workqueue ends the process
@@ -23,7 +29,9 @@ if two threads enter it, which ranks that are threads do, and the other layers h
 
 from __future__ import annotations
 
-from _thread import start_new_thread
+import os
+from _thread import stack_size, start_new_thread
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,8 +43,9 @@ from thinwire.triton_kernels.cpu.ir.atomics import (
     compare_and_swap,
     load_acquire,
     monotonic_ns,
+    process_id,
 )
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.signal import SPINS, let_others_run
 
 #: Bytes of rows that are worth a thread. One takes 25 us of the caller's time, and as long again until it runs. With
@@ -47,9 +56,10 @@ _CHUNKS_PER_THREAD = 8  # who starts late, or has a slower core, takes fewer
 _LINE = 64
 # Words on lines of their own, in bytes from where the team begins: each changes at another rate.
 _LIMIT, _NEXT, _DONE = (line * _LINE for line in range(3))
-_ROWS_PER_CHUNK = _LIMIT + 4
+_ROWS_PER_CHUNK, _PROCESS = _LIMIT + 4, _LIMIT + 8
 _TEAM_BYTES = 4 * _LINE  # of which up to one is left out, for alignment
-_ONE = np.int32(1)
+_ZERO, _ONE = np.int32(0), np.int32(1)
+_LEAST_STACK_BYTES = 64 << 10  # of a thread; a kernel keeps 32 KiB of a row there
 
 
 @device
@@ -57,6 +67,17 @@ def team_at(words):
     """The address of a team, which begins at a cache line."""
     address = np.int64(words.ctypes.data)
     return address + (-address & (_LINE - 1))
+
+
+@device
+def begin(team, leads):
+    """A thread's first chunk, as `claim`; `leads` says whether it is the caller's."""
+    if load_int32(team + _PROCESS) != process_id():
+        if not leads:
+            return np.int64(-1)
+        store_int32(team + _NEXT, _ZERO)
+        store_int32(team + _DONE, _ZERO)
+    return claim(team)
 
 
 @device
@@ -94,28 +115,48 @@ def wait_for_team(team):
             let_others_run(monotonic_ns() - begun)
 
 
-def threads_for(num_bytes: int, threads: int) -> int:
-    """How many of the threads that a rank may use are worth it for rows of so many bytes."""
-    return max(1, min(threads, num_bytes // BYTES_PER_THREAD))
+def threads_for(count: int, row_bytes: int, threads: int) -> int:
+    """How many of the threads that a rank may use are worth it for `count` rows.
+
+    One where `threading.stack_size` gives new threads too little for kernels: they would overrun it.
+    """
+    if 0 < stack_size() < _LEAST_STACK_BYTES:
+        return 1
+    return max(1, min(threads, count, count * row_bytes // BYTES_PER_THREAD))
 
 
 def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> None:
-    """Runs `kernel(*arguments, words)` in so many threads, this one among them, for `count` rows in all.
+    """Runs `kernel(*arguments, words, leads)` in so many threads, this one, which leads, among them, for `count` rows.
 
-    Where the system has no more threads there are fewer, and the log says so: the result is the same.
+    Where the system has no more threads there are fewer, and the log says so once: the result is the same.
     """
     rows = -(-count // (threads * _CHUNKS_PER_THREAD))
     words = np.zeros(_TEAM_BYTES // 4, np.int32)
-    first = -words.ctypes.data % _LINE // 4
-    arguments = (*arguments, words)
-    kernel(*arguments)  # there are no chunks yet; now it is compiled
+    # `words.ctypes` imports, which fails while Python ends.
+    first = -words.__array_interface__["data"][0] % _LINE // 4
+    leading, other = (*arguments, words, True), (*arguments, words, False)
+    words[first + _PROCESS // 4] = os.getpid()
+    kernel(*leading)  # there are no chunks yet; now it is compiled
     words[first + _LIMIT // 4], words[first + _ROWS_PER_CHUNK // 4] = -(-count // rows), rows
     try:
-        for started in range(1, threads):
-            try:
-                start_new_thread(kernel, arguments)
-            except RuntimeError as error:
-                LOGGER.warning("%d of %d threads share the rows of a call: %s", started, threads, error)
-                break
+        try:
+            _start(threads - 1, kernel, other)
+        finally:
+            kernel(*leading)
     finally:
-        kernel(*arguments)
+        kernel(*leading)
+
+
+def _start(threads: int, kernel: Any, arguments: tuple[object, ...]) -> None:
+    for started in range(threads):
+        try:
+            start_new_thread(kernel, arguments)
+        except (RuntimeError, MemoryError) as error:
+            _warn(f"{started + 1} of {threads + 1} threads share the rows of large calls: {error!r}")
+            return
+
+
+@lru_cache(maxsize=16)
+def _warn(message: str) -> None:
+    """Once for each message."""
+    LOGGER.warning(message)

@@ -6,6 +6,9 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -27,6 +30,11 @@ INT8 = WireFormat.parse("int8")
 def always(monkeypatch):
     """Teams for the smallest calls, too."""
     monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+
+
+def first_of(words):
+    """The number of the first word of a team."""
+    return -words.ctypes.data % 64 // 4
 
 
 def index_or_none(random_numbers, rows, distinct):
@@ -61,8 +69,19 @@ def test_any_number_of_threads_gives_the_same_bits(spec, seed, always):
 
 
 def test_a_call_gets_threads_by_its_bytes():
-    mebibytes = team.BYTES_PER_THREAD
-    assert [team.threads_for(size, 4) for size in (0, 2 * mebibytes - 1, 2 * mebibytes, 64 * mebibytes)] == [1, 1, 2, 4]
+    row = team.BYTES_PER_THREAD // 64
+    assert [team.threads_for(count, row, 4) for count in (0, 127, 128, 4096)] == [1, 1, 2, 4]
+    assert team.threads_for(1, 1 << 40, 4) == 1
+
+
+def test_threads_of_small_stacks_are_not_used():
+    before = threading.stack_size(32 << 10)
+    try:
+        assert team.threads_for(1 << 20, 1 << 10, 4) == 1
+        threading.stack_size(64 << 10)
+        assert team.threads_for(1 << 20, 1 << 10, 4) == 4
+    finally:
+        threading.stack_size(before)
 
 
 def test_a_thread_that_starts_late_touches_nothing(always, monkeypatch):
@@ -80,18 +99,34 @@ def test_a_thread_that_starts_late_touches_nothing(always, monkeypatch):
     assert (records == POISON).all()
 
 
-def test_fewer_threads_than_wanted_are_told_and_do_it_all(always, monkeypatch, caplog):
+def test_only_the_caller_waits(always, monkeypatch):
+    others = []
+    monkeypatch.setattr(team, "start_new_thread", lambda kernel, arguments: others.append((kernel, arguments)))
+    pack_rows(torch.randn(50, 300), INT8, None, torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8), threads=2)
+    kernel, arguments = others[0]
+    done = first_of(arguments[-2]) + team._DONE // 4
+    arguments[-2][done] -= 1  # somebody's chunk is still under way
+    other = threading.Thread(target=kernel, args=arguments, daemon=True)
+    other.start()
+    other.join(20)
+    arguments[-2][done] += 1
+    assert not other.is_alive()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_fewer_threads_than_wanted_are_told_once_and_do_it_all(error, always, monkeypatch, caplog):
     def refuse(*arguments):
-        raise RuntimeError("can't start new thread")
+        raise error
 
     monkeypatch.setattr(team, "start_new_thread", refuse)
     x = torch.randn(50, 300)
     records, expected = (torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8) for _ in range(2))
     pack_rows(x, INT8, None, expected)
     with caplog.at_level(logging.WARNING, logger="thinwire"):
-        pack_rows(x, INT8, None, records, threads=3)
-    assert torch.equal(records, expected)
-    assert "1 of 3 threads share the rows of a call: can't start new thread" in caplog.text
+        for _ in range(2):
+            pack_rows(x, INT8, None, records.fill_(POISON), threads=3)
+            assert torch.equal(records, expected)
+    assert caplog.messages == [f"1 of 3 threads share the rows of large calls: {error!r}"]
 
 
 def test_an_interrupted_call_leaves_no_thread_that_writes(always):
@@ -131,6 +166,90 @@ def test_a_child_has_teams_of_its_own(always):
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_child_of_a_call_under_way_does_it_all_alone(always, monkeypatch):
+    start, children, x = team.start_new_thread, [], torch.randn(50, 300)
+    records, expected = (torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8) for _ in range(2))
+    pack_rows(x, INT8, None, expected)
+
+    def fork(kernel, arguments):
+        # As a signal handler may, while a thread that the child does not have is about its chunk.
+        if not children:
+            children.append(os.fork())
+        if children == [0]:
+            signal.alarm(20)
+            kernel(*arguments)
+            if not (records == POISON).all():
+                os._exit(2)  # the chunks are not for threads of the child
+            arguments[-2][first_of(arguments[-2]) + team._NEXT // 4] += 1
+            start(kernel, arguments)
+
+    monkeypatch.setattr(team, "start_new_thread", fork)
+    pack_rows(x, INT8, None, records.fill_(POISON), threads=3)
+    same = records.numpy().tobytes() == expected.numpy().tobytes()
+    if children == [0]:
+        os._exit(0 if same else 1)
+    assert same and os.waitpid(children[0], 0)[1] == 0
+
+
+def test_whatever_a_trace_function_raises_comes_after_the_work(always, monkeypatch):
+    started, x = [], torch.randn(50, 300)
+    monkeypatch.setattr(team, "start_new_thread", lambda *arguments: started.append(arguments))
+    records, expected = (torch.empty(50, INT8.row_bytes(300), dtype=torch.uint8) for _ in range(2))
+    pack_rows(x, INT8, None, expected)
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_globals is not team.__dict__:
+            return trace
+        lines -= 1
+        if lines == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before, moment, interrupted = sys.gettrace(), 0, True
+    while interrupted:
+        moment += 1
+        started.clear()
+        records.fill_(POISON)
+        lines, interrupted = moment, False
+        sys.settrace(trace)
+        try:
+            pack_rows(x, INT8, None, records, threads=3)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        assert torch.equal(records, expected) or (interrupted and not started), moment
+    assert moment > 20
+
+
+LATE = """
+import torch
+from thinwire.triton_kernels.cpu import team
+from thinwire.triton_kernels.cpu.pack import pack_rows
+from thinwire.wire import WireFormat
+
+team.BYTES_PER_THREAD = 1
+wire = WireFormat.parse("int8")
+x, records = torch.randn(50, 300), torch.empty(50, wire.row_bytes(300), dtype=torch.uint8)
+pack_rows(x, wire, None, records, threads=3)
+
+class Late:
+    def __del__(self, call=pack_rows, arguments=(x, wire, None, records, 3)):
+        call(*arguments)
+        print("done", flush=True)
+
+late = Late()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_call_while_python_ends_is_a_call():
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("done\n", "")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("chunks", [8, 1 << 14])  # the second so that threads often want one at the same time
 def test_every_row_is_done_once(chunks, monkeypatch):
@@ -138,16 +257,17 @@ def test_every_row_is_done_once(chunks, monkeypatch):
     import numpy as np
 
     @numba.njit(nogil=True)
-    def count_rows(counts, words):
+    def count_rows(counts, words, leads):
         at = team.team_at(words)
-        chunk = team.claim(at)
+        chunk = team.begin(at, leads)
         while chunk >= 0:
             first, stop = team.rows_of_chunk(at, chunk, len(counts))
             for row in range(first, stop):
                 counts[row] += 1
             team.finish(at)
             chunk = team.claim(at)
-        team.wait_for_team(at)
+        if leads:
+            team.wait_for_team(at)
 
     monkeypatch.setattr(team, "_CHUNKS_PER_THREAD", chunks)
     for rows in (1, 2, 31, 1000, 100_003):

@@ -64,6 +64,12 @@ def sleep_microseconds(builder, duration):
     builder.call(_libc(builder, "usleep", ir.IntType(32), [ir.IntType(32)]), [duration])
 
 
+@emits("int32")
+def process_id(builder):
+    """`os.getpid`."""
+    return builder.call(_libc(builder, "getpid", ir.IntType(32), []), [])
+
+
 @emits("int64")
 def monotonic_ns(builder):
     """Nanoseconds of the clock behind `time.monotonic`."""
