@@ -43,8 +43,11 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: G
     Its memory is held on all ranks until the first call of this function after no rank has it, or a part of it, any
     more; `comm.memory_bytes` counts it. `close` lets go of the peers' parts, and a rank's own stays for as long as its
     tensor does, which is then one like any other. It cannot be resized. It is shared, not copied, by `fork`: what the
-    child writes the parent sees, and what peers store both. A peer that was late when a call ended with PeerTimeout may
-    still store into what was that call's `out`.
+    child writes the parent sees, and what peers store both.
+
+    Peers may store into the `out` of a call until the call ends. One that KeyboardInterrupt or another exception from
+    outside left goes on until the communicator's next call has ended it. After PeerTimeout, or where `close` cut a call
+    off, what a late peer was storing at that moment may still arrive: at most a piece.
 
     Args:
         shape: ints of at least 0, or one list or tuple of them; the same on all ranks.
@@ -96,6 +99,13 @@ def _checked(shape: tuple[Any, ...], dtype: Any) -> tuple[list[int], torch.dtype
     return sizes, dtype
 
 
+def _why_not(comm: Communicator) -> str | None:
+    """What keeps this rank from having such tensors, beside what keeps it from the direct transport."""
+    if comm.device.type != "cpu":
+        return f"its tensors live on {comm.device}"
+    return "its kernels are not numba's, those of CPU ranks" if uses_triton(comm) else None
+
+
 @dataclass
 class _Region:
     """A tensor's memory on all ranks.
@@ -114,30 +124,32 @@ class SymmetricTensors(Attachment):
     """The memory of all that `empty` has made on a communicator, at one rank. Collective."""
 
     def __init__(self, comm: Communicator) -> None:
-        reason = None if comm.device.type == "cpu" else f"its tensors live on {comm.device}"
-        if reason is None and uses_triton(comm):
-            reason = "its kernels are not numba's, those of CPU ranks"
-        needs = "empty needs the direct transport between CPU ranks"
-        for rank, why in enumerate(comm.all_gather_data(reason, str | None)):
-            if why is not None:
-                raise TransportUnavailable(f"{needs}; rank {rank}: {why}")
-        channel = open_channel(comm)
-        if isinstance(channel, Refusal):
-            raise TransportUnavailable(f"{needs}; {channel.reason}")
-        assert isinstance(channel, HostChannel)
-        self._channel, self._checksums = channel, comm.integrity != "none"
+        # No exchange here: a rank that loses this object to an exception from outside would make one more than others.
+        self._channel: HostChannel | None = None
+        self._checksums = comm.integrity != "none"
         self._regions: list[_Region] = []
 
     def new(self, comm: Communicator, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] of a new region, once those are gone that no rank uses any more. Collective.
 
         Raises:
-            CapacityError, TransportUnavailable, PeerTimeout: see `allocate`.
+            TransportUnavailable: see `empty`.
+            CapacityError, PeerTimeout: see `allocate`.
         """
         in_use = [region.number for region in self._regions if region.users() is not None]
-        told = comm.all_gather_data((secrets.randbelow(_MOST_NUMBER) + 1, in_use), (int, [int]))
+        own = secrets.randbelow(_MOST_NUMBER) + 1, in_use, _why_not(comm)
+        told = comm.all_gather_data(own, (int, [int], str | None))
+        needs = "empty needs the direct transport between CPU ranks"
+        for rank, (_, _, why) in enumerate(told):
+            if why is not None:
+                raise TransportUnavailable(f"{needs}; rank {rank}: {why}")
+        channel = open_channel(comm)
+        if isinstance(channel, Refusal):
+            raise TransportUnavailable(f"{needs}; {channel.reason}")
+        assert isinstance(channel, HostChannel)
+        self._channel = channel
         # In use, and not those in use by nobody: of these a rank may have let go alone, in a call that was interrupted.
-        self._keep({number for _, numbers in told for number in numbers})
+        self._keep({number for _, numbers, _ in told for number in numbers})
         memory = allocate(comm, num_bytes)
         # The tensor's own keeper, as the memory itself is kept here: so its end can be seen, that of all views too.
         keeper = (ctypes.c_ubyte * num_bytes).from_address(memory.local.data_ptr())
@@ -160,9 +172,10 @@ class SymmetricTensors(Attachment):
             region.memory.close()
 
     def _tell_channel(self, regions: list[_Region]) -> None:
-        self._channel.use_regions(
-            [(region.number, region.memory.num_bytes, *region.memory.buffer_ptrs.tolist()) for region in regions]
-        )
+        if self._channel is not None:
+            self._channel.use_regions(
+                [(region.number, region.memory.num_bytes, *region.memory.buffer_ptrs.tolist()) for region in regions]
+            )
 
     @property
     def tensor_bytes(self) -> int:
@@ -173,6 +186,8 @@ class SymmetricTensors(Attachment):
         """One line for `Communicator.explain`."""
         size = self.tensor_bytes / 2**20
         first = f"empty: {len(self._regions)} tensors in {size:.1f} MiB of symmetric memory"
+        if self._channel is None:
+            return first
         if self._checksums:
             return f"{first}; rows are copied into them from pieces, which checksums are of"
         return (

@@ -372,3 +372,13 @@ class HostChannel(Channel):
     def open_epoch(self) -> int:
         """The number of the call under way."""
         return int(self._call[self._kernels.SCALARS.index("epoch")])
+
+    def close(self) -> None:
+        """See `DirectTransport.close`. A call under way ends at the peers, too, where they may store into its output.
+
+        What a peer was storing there at that moment may still arrive: at most a piece.
+        """
+        told = self._peers[self._kernels.PEERS.index("told")]
+        if not self.closed and self._under_way is not None and told.any():
+            self._kernel(self._call, self._peers, self._kernels.LEAVE)
+        super().close()

@@ -263,18 +263,49 @@ def _lost(comm: Communicator) -> None:
         if brief.rank == 1:  # its header and its place leave, and no more
             work: Any = tw.all_to_all_v(x, [100, 100], [100, 100], async_op=True, **options)
             time.sleep(4.0)
-            assert torch.equal(work.wait(), x)  # rank 0 had stored all; what this rank stores goes to nobody's memory
+            with pytest.raises(PeerTimeout):  # rank 0 had stored all, and wants nothing of this rank any more
+                work.wait()
+            comm.barrier()
         else:
             with pytest.raises(PeerTimeout, match="rank 1") as caught:
                 tw.all_to_all_v(x, [100, 100], [100, 100], **options)
             assert caught.value.ranks == (1,)
             brief.close()
+            comm.barrier()
             assert bool((out[:100] == 1).all())  # its own rows; the tensor outlives its communicator
+            assert bool((out[103:] == 0).all()), "rank 1 stored more than its first piece"
 
 
 @pytest.mark.exhaustive
 def test_a_rank_that_stops_in_the_middle_is_named() -> None:
     run_ranks(_lost, 2)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes: bool) -> None:
+    meeting = threading.Barrier(2)
+
+    def fn(comm: Communicator) -> None:
+        channel = channel_of(comm)
+        channel._voters = None
+        out, x = tw.empty(200, 64, comm=comm), torch.ones(200, 64)
+        options: dict[str, Any] = {"out": out, "wire": "none", "comm": comm}
+        if comm.rank == 1:  # its header and its place leave, and no more
+            tw.all_to_all_v(x, [100, 100], [100, 100], async_op=True, **options)
+            if closes:
+                comm.close()
+            else:
+                store_as(channel, 0, channel.layout.STUCK, 1)  # as one that gives up
+            out.fill_(3.0)
+            meeting.wait(30)
+        else:
+            meeting.wait(30)
+            with pytest.raises(PeerTimeout, match="rank 1 gave up too"):
+                tw.all_to_all_v(x, [100, 100], [100, 100], **options)
+        meeting.wait(30)
+        assert comm.rank == 0 or bool((out == 3.0).all())
+
+    run_ranks(fn, 2, mode="thread")
 
 
 def _checksums(comm: Communicator) -> str:
@@ -546,6 +577,34 @@ def _interrupted_anywhere(comm: Communicator) -> int:
 
 def test_no_exception_from_outside_leaves_an_address_of_memory_that_is_gone() -> None:
     assert run_ranks(_interrupted_anywhere, 1, mode="thread")[0] > 20
+
+
+class RaiseIn:
+    """Raises where this thread comes to an event of a function of this module's subject."""
+
+    def __init__(self, event: str, function: str) -> None:
+        self.at = event, function
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename.endswith("fused/empty.py") and (event, frame.f_code.co_name) == self.at:
+            raise Interrupted
+        return self
+
+
+def _first_call_interrupted(comm: Communicator) -> None:
+    channel_of(comm)
+    try:
+        sys.settrace(RaiseIn("return", "__init__") if comm.rank else RaiseIn("call", "new"))
+        with pytest.raises(Interrupted):
+            tw.empty(100, comm=comm)
+    finally:
+        sys.settrace(None)
+    assert (comm.attached("empty") is None) == (comm.rank == 1)
+    assert tw.empty(100, comm=comm).sum() == 0
+
+
+def test_ranks_stay_in_step_where_one_lost_its_first_call_before_it_had_anything() -> None:
+    run_ranks(_first_call_interrupted, 2, mode="thread")
 
 
 def _one_lets_go_alone(comm: Communicator) -> None:

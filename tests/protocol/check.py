@@ -211,13 +211,15 @@ _STRAIGHT = [
     Case("straight", "pieces that differ are left there", "BROKEN_LEAVES_PIECES", "(out_first==100"),
 ]
 
-_LIVES = "(tail||(stored!=seen))||dead"
+_LIVES = "((tail||(stored!=seen))||sender_reported)||dead"
 _PROGRESS = [
     Case("progress", "who stores is not named", "", HOLDS, 3_000, reduced=False),
     Case("progress", "goal: the dead is named", "GOAL_NAMED", GOAL, reduced=False),
     Case("progress", "goal: who stores is spared in the grace time", "GOAL_SPARED", GOAL, reduced=False),
-    Case("progress", "nothing is said before the tail", "BROKEN_NO_PROGRESS", _LIVES, reduced=False),
-    Case("progress", "it is not looked at in the grace time", "BROKEN_ONLY_ROWS_IN_GRACE", _LIVES, reduced=False),
+    Case("progress", "goal: who stops for a report is spared", "GOAL_STOPPED", GOAL, reduced=False),
+    Case("progress", "the receiver's report is not looked at", "BROKEN_STORES_ON", "late_pieces<=1", reduced=False),
+    Case("progress", "a sender stops and does not report it", "BROKEN_STOPS_SILENTLY", _LIVES, reduced=False),
+    Case("progress", "nothing is said before the tail", "BROKEN_NO_PROGRESS", "reported||dead", reduced=False),
     Case("progress", "limit: a piece takes longer than the grace time", "LAG=2 TIMEOUT=3 GRACE=1", _LIVES,
          reduced=False),
 ]  # fmt: skip

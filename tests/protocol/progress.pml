@@ -3,7 +3,9 @@
  * One sender and one receiver, who has told its place and waits for the tail behind the last piece, with a clock as in
  * timing.pml: time stands still while anybody can do something. A live sender takes up to LAG to a piece. It dies at any
  * moment, or not; and at any moment, or never, some other rank reports that it gave up, upon which the receiver gives up,
- * too. Claimed is that the receiver's wait ends and names nobody that lives. That needs
+ * too. It reports that, and a sender that sees this stores nothing more and reports itself. Claimed is that the receiver's
+ * wait ends, is given up for a reason, and names nobody that lives, and that at most a piece is stored once it has given
+ * up. That needs
  *
  *     LAG < TIMEOUT and LAG < GRACE
  *
@@ -28,31 +30,45 @@
 
 byte stored; /* the number behind the tail's flag */
 bool tail, dead, reported;
+bool receiver_reported, sender_reported;
 byte left[3]; /* time until the next event: of the sender, of the receiver, of those around */
 #define TIME_IS_LEFT (left[0] + left[1] + left[2] > 0)
 
-#if defined(GOAL_NAMED) || defined(GOAL_SPARED)
+#if defined(GOAL_NAMED) || defined(GOAL_SPARED) || defined(GOAL_STOPPED)
 bool goal_reached;
 #endif
 
 active proctype sender() {
-    byte piece, lag;
+    byte piece, lag, late_pieces;
     {
         do
+#ifndef BROKEN_STORES_ON
+        :: piece < PIECES && receiver_reported -> /* triton_kernels/cpu/straight.py place_is_gone */
+#ifndef BROKEN_STOPS_SILENTLY
+            sender_reported = true; /* triton_kernels/cpu/all_to_all_v.py end */
+#endif
+            goto stopped
+        :: piece < PIECES && !receiver_reported ->
+#else
         :: piece < PIECES ->
+#endif
             atomic {
                 select(lag : 0 .. LAG);
                 left[0] = lag;
                 lag = 0
             }
             left[0] == 0;
+            late_pieces = late_pieces + (receiver_reported -> 1 : 0);
+            assert(late_pieces <= 1);
             piece++;
 #ifndef BROKEN_NO_PROGRESS
             stored = piece /* triton_kernels/cpu/straight.py store_straight */
 #endif
         :: piece == PIECES -> break
         od;
-        tail = true /* triton_kernels/cpu/exchange.py publish_tail */
+        tail = true; /* triton_kernels/cpu/exchange.py publish_tail */
+stopped:
+        skip
     } unless { dead }
 }
 
@@ -68,22 +84,25 @@ active proctype receiver() {
         }
     :: !tail && stored == seen && (reported || left[1] == 0) -> break /* triton_kernels/cpu/all_to_all_v.py late */
     od;
-    left[1] = GRACE; /* triton_kernels/cpu/all_to_all_v.py end */
-#ifdef BROKEN_ONLY_ROWS_IN_GRACE
-    tail || left[1] == 0;
-    stored = seen;
-#else
-    tail || stored != seen || left[1] == 0; /* triton_kernels/cpu/straight.py stores_meanwhile */
-#endif
+    assert(reported || dead); /* nobody gives up on who stores */
+    atomic {
+        receiver_reported = true; /* triton_kernels/cpu/all_to_all_v.py end */
+        left[1] = GRACE
+    }
+    tail || stored != seen || sender_reported || left[1] == 0; /* triton_kernels/cpu/straight.py stores_meanwhile */
 #ifdef GOAL_NAMED
-    goal_reached = !tail && stored == seen;
+    goal_reached = !tail && stored == seen && !sender_reported;
     assert(!goal_reached);
 #endif
 #ifdef GOAL_SPARED
     goal_reached = !tail && stored != seen;
     assert(!goal_reached);
 #endif
-    assert(tail || stored != seen || dead); /* whom it names is dead */
+#ifdef GOAL_STOPPED
+    goal_reached = !tail && stored == seen && sender_reported;
+    assert(!goal_reached);
+#endif
+    assert(tail || stored != seen || sender_reported || dead); /* whom it names is dead */
 finished:
     left[1] = 0
 }

@@ -109,6 +109,7 @@ from thinwire.triton_kernels.cpu.straight import (
     came_straight,
     look_at_stores,
     mark_straight,
+    place_is_gone,
     read_place,
     store_straight,
     stores_meanwhile,
@@ -124,7 +125,8 @@ from thinwire.triton_kernels.signal import (
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
-POST, HEADERS, DRAIN, RESUME, CHECK = 1, 2, 4, 8, 16
+# Or none of that, but tell the peers that this rank goes no further.
+POST, HEADERS, DRAIN, RESUME, CHECK, LEAVE = 1, 2, 4, 8, 16, 32
 PAUSED, REFUSED = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
@@ -201,6 +203,8 @@ def send_next(call, peers, peer, draining):
         target = peers[PARITY_THERE, peer] + half * call[HALF_BYTES]
     elif call[REGIONS] and peers[ANSWER, peer] == SILENT:
         return False  # the peer says with its header where it wants the rest
+    elif place_is_gone(call, peers, peer):
+        return False
     elif peers[PLACE, peer]:
         store_straight(call, peers, peer, number)
         peers[NEXT_OUT, peer] = number + 1
@@ -339,7 +343,8 @@ def missing(where, peer, fingerprint=FINGERPRINT):
         return not signalled(header_line(call, peers, peer), call[EPOCH])
     if 0 < peers[NEXT_IN, peer] < peers[END_IN, peer] and not ring_has_piece(call, peers, peer):
         return not stores_meanwhile(peers, peer)
-    return peers[NEXT_OUT, peer] < peers[END_OUT, peer] and not ring_has_room(call, peers, peer)
+    no_room = place_is_gone(call, peers, peer) or not ring_has_room(call, peers, peer)
+    return peers[NEXT_OUT, peer] < peers[END_OUT, peer] and no_room
 
 
 @kernel
@@ -394,6 +399,10 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
     """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED;
     REFUSED, and nothing was done; or TIMED_OUT or CORRUPTED, and so will every later call."""
     if call[STATUS] != RUNNING or todo == 0:
+        return call[STATUS]
+    if todo & LEAVE:
+        buffer_ptrs, rank, report, where = call[BUFFER_PTRS], call[RANK], call[REPORT], (call, peers, True)
+        tell_stuck(buffer_ptrs, call[WORLD], rank, call[STUCK], call[EPOCH], _PHASE_PIECES, report, missing, where)
         return call[STATUS]
     if todo & CHECK and not acceptable(call, peers):
         return np.int64(REFUSED)

@@ -19,6 +19,7 @@ from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int64
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pieces import (
+    BUFFER_PTRS,
     EXACT,
     HEAD_HERE,
     HEAD_THERE,
@@ -37,6 +38,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     STORED,
     STRAIGHT,
     STREAM_BYTES,
+    STUCK,
     SUMS,
     TAIL_HERE,
     TAIL_THERE,
@@ -47,6 +49,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     X,
     units_of,
 )
+from thinwire.triton_kernels.cpu.signal import signal_line
 
 #: Words of a region in the host's table: its number, its bytes on each rank, and from here on each rank's address.
 REGION_NUMBER, REGION_BYTES, REGION_PTRS = 0, 1, 2
@@ -100,6 +103,13 @@ def read_place(call, peers, peer, fingerprint=FINGERPRINT):
         if number == load_int64(region + 8 * REGION_NUMBER):
             if 0 <= offset <= load_int64(region + 8 * REGION_BYTES) - size:
                 peers[PLACE, peer] = load_int64(region + 8 * (REGION_PTRS + peer)) + offset
+
+
+@device
+def place_is_gone(call, peers, peer):
+    """Whether a peer that told a place has given up since: its output is its user's again."""
+    line = signal_line(call[BUFFER_PTRS], call[RANK], call[STUCK], peer)
+    return peers[PLACE, peer] != 0 and load_acquire(line) != 0
 
 
 @device
