@@ -23,7 +23,7 @@ __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize"
 WIRE_VARIABLE = "THINWIRE_WIRE"
 #: What a quantised wire carries.
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SHARED_BYTES = 4 << 20  # of the fewest rows that are worth a second thread
+_SHARED_BYTES = 8 << 20  # of the fewest rows that are worth a second thread
 
 
 @dataclass(frozen=True)

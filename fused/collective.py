@@ -78,7 +78,7 @@ def open_collectives(
         except CapacityError as error:
             return Refusal(KEY, str(error))
 
-        def make(memory: SymmetricMemory) -> DirectCollectives:
+        def make(memory: SymmetricMemory, _: bool) -> DirectCollectives:
             kernels: ModuleType
             if uses_triton(comm):
                 from thinwire.triton_kernels import collective as kernels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -40,23 +39,16 @@ def open_channel(
             select_backend(comm.device, wire)
         layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda", comm.integrity != "none")
         settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
-        crowded = comm.device.type == "cpu" and _ranks_outnumber_cores(comm)
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
         on_device = uses_triton(comm)
 
-        def make(memory: SymmetricMemory) -> Channel:
+        def make(memory: SymmetricMemory, crowded: bool) -> Channel:
             ends = memory, layout, comm.rank, comm.timeout, voters(comm)
             return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm._cpu_share.threads, crowded)
 
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 
     return comm.attached(_KEY, new)
-
-
-def _ranks_outnumber_cores(comm: Communicator) -> bool:
-    """Whether there are more ranks than cores that some of them may run on. Collective."""
-    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    return comm.size > len({core for cores in comm.all_gather_data(own, [int]) for core in cores})
 
 
 def send_rows(

@@ -152,7 +152,7 @@ def open_direct(
     name: str,
     num_bytes: int,
     settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory], _A],
+    make: Callable[[SymmetricMemory, bool], _A],
     generation: int = 0,
 ) -> _A | Refusal:
     """What an operation needs on the direct transport, or why there is none. Collective; the logger is told which.
@@ -160,7 +160,8 @@ def open_direct(
     Args:
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on, beside the library's version.
-        make: takes the memory; not collective. What it raises on one rank keeps the others from going on.
+        make: takes the memory, and whether there are more ranks than cores that some of them may run on; not
+            collective. What it raises on one rank keeps the others from going on.
 
     Raises:
         ConfigMismatch: ranks with other settings, or another version.
@@ -177,7 +178,7 @@ def _open_direct(
     name: str,
     num_bytes: int,
     settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory], _A],
+    make: Callable[[SymmetricMemory, bool], _A],
     generation: int,
 ) -> tuple[_A | Refusal, str]:
     """As `open_direct`, and what is to be told of it: once all ranks know that they have it, nothing may fail."""
@@ -186,8 +187,8 @@ def _open_direct(
         found = Refusal(name, reason, no_memory)
         return found, found.describe()
 
-    reasons = comm.all_gather_data(_why_not(comm), str | None)
-    for rank, reason in enumerate(reasons):
+    told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
+    for rank, (reason, _) in enumerate(told):
         if reason is not None:
             return refusal(f"{reason} on rank {rank}")
     comm.require_same(f"the direct transport of {name}", {**settings, "version": VERSION, "wire": WIRE_VERSION})
@@ -197,7 +198,7 @@ def _open_direct(
         return refusal(str(error), isinstance(error, CapacityError))
     problem: Exception | None = None
     try:
-        made = make(memory)
+        made = make(memory, comm.size > len({core for _, cores in told for core in cores}))
         described = made.describe()
     except Exception as error:
         problem = error
@@ -210,6 +211,11 @@ def _open_direct(
                 raise problem
             raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
     return made, described
+
+
+def _own_cores() -> list[int]:
+    """The cores that this rank may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _why_not(comm: Communicator) -> str | None:

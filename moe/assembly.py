@@ -92,7 +92,7 @@ class Assembly:
         layout = config.lane_layout(self.comm.size, checksums=checksums, weight_grads=backward)
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
 
-        def make(memory: SymmetricMemory) -> _Kind:
+        def make(memory: SymmetricMemory, _: bool) -> _Kind:
             lanes = kind(config, layout, memory, reason)
             lanes.begin_at(begun, awaited)
             return lanes

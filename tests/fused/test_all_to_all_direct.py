@@ -23,7 +23,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused import all_to_all
+from thinwire.fused import all_to_all, transport
+from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel, send_rows
 from thinwire.fused.transport import Refusal, open_direct
@@ -293,7 +294,7 @@ def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire:
 def _make_fails_on_one(comm: Communicator) -> str:
     memories = []
 
-    def make(memory: SymmetricMemory) -> Refusal:
+    def make(memory: SymmetricMemory, _: bool) -> Refusal:
         memories.append(memory)
         if comm.rank == 1:
             raise MemoryError("no room for tables")
@@ -313,6 +314,20 @@ def test_a_rank_that_cannot_use_its_memory_tells_the_others(mode: str) -> None:
     assert run_ranks(_make_fails_on_one, 3, mode=mode) == [told] * 3
 
 
+def _other_first_calls(comm: Communicator) -> str:
+    x = torch.arange(8.0)
+    try:
+        all_to_all_v(x, [4, 4], [4, 4], comm=comm) if comm.rank else all_reduce(x, comm=comm)
+    except ThinwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_whose_first_direct_calls_are_of_other_operations_are_told_which() -> None:
+    for told in run_ranks(_other_first_calls, 2, mode="thread"):
+        assert told.startswith("ConfigMismatch: ") and "collectives" in told and "all_to_all_v" in told
+
+
 def _looks(comm: Communicator) -> int:
     channel: Any = open_channel(comm)
     return int(channel._call[channel._kernels.SCALARS.index("looks")])
@@ -320,12 +335,12 @@ def _looks(comm: Communicator) -> int:
 
 @pytest.mark.parametrize(
     ("cores", "crowded"),
-    [([{0}, {0}], True), ([{0}, {1}], False), ([{3, 5}, {3, 5}], False)],
+    [([[0], [0]], True), ([[0], [1]], False), ([[3, 5], [3, 5]], False)],
     ids=["of one core", "bound to a core each", "of two cores"],
 )
 def test_ranks_yield_at_once_where_they_outnumber_cores(
-    cores: list[set[int]], crowded: bool, monkeypatch: pytest.MonkeyPatch
+    cores: list[list[int]], crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks = cores.copy()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: of_ranks.pop(), raising=False)
+    monkeypatch.setattr(transport, "_own_cores", of_ranks.pop)
     assert [looks == 1 for looks in run_ranks(_looks, 2, mode="thread")] == [crowded] * 2

@@ -27,7 +27,7 @@ Call = Callable[[Communicator], list[torch.Tensor]]
 
 
 def codec(comm: Communicator) -> list[torch.Tensor]:
-    rows = quantize(values(comm, 4, 1 << 18), "int8")
+    rows = quantize(values(comm, 4, 1 << 19), "int8")
     return [rows.records, dequantize(rows)]
 
 

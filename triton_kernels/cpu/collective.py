@@ -273,7 +273,8 @@ def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, pa
         slot = slot_of(buffer_ptrs, job, peer, FIRST_LEG, epoch, job.rank)
         if sends_to_all:
             start = 0
-        aside = peer != job.rank and layout[5] <= _SCRATCH_RECORD and goes_aside(load_int64(job.seen + 8 * peer))
+        aside = layout[5] <= _SCRATCH_RECORD and goes_aside(layout[5], load_int64(job.seen + 8 * peer))
+        aside = aside and peer != job.rank
         for row in range(first, last):
             done = row * job.row
             there = slot + (row - first) * layout[5]

@@ -24,9 +24,9 @@ _FAR_NS, _FAR_BYTES = 3, 10
 
 
 @device
-def goes_aside(seen):
-    """Whether what is made for a peer had better be made elsewhere and go through `store`."""
-    return seen & 1 != 0 or monotonic_ns() - (seen >> 1) > _LOOK_NS
+def goes_aside(count, seen):
+    """Whether what is made for a peer, `count` bytes at a time, had better be made elsewhere and go through `store`."""
+    return count >= _LEAST_BYTES and (seen & 1 != 0 or monotonic_ns() - (seen >> 1) > _LOOK_NS)
 
 
 @device

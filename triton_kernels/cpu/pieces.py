@@ -110,17 +110,23 @@ def pack_piece(call, peers, peer, number, target, sums):
     units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
     source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
     if call[EXACT]:
-        peers[SEEN, peer] = store(target, source + first, units, peers[SEEN, peer])
-        for begin in range(0, units if sums else 0, turn):
-            put_row_sums(sums, source + first + begin, min(turn, units - begin), seed, begin // turn)
+        if not sums:
+            peers[SEEN, peer] = store(target, source + first, units, peers[SEEN, peer])
+            return
+        # Sums are of what was stored, near or far: somebody may be writing to the source.
+        for begin in range(0, units, turn):
+            size = min(turn, units - begin)
+            copy_bytes(target + begin, source + first + begin, size)
+            put_row_sums(sums, target + begin, size, seed, begin // turn)
         return
     layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
     stride = call[X_STEP] * call[COUNTS_PER_ROW]
     whole = min(units, count // call[COUNTS_PER_ROW] - first)
     scratch = stack_buffer(_SCRATCH_RECORDS)
-    aside = peer != call[RANK] and record_bytes <= _SCRATCH_RECORDS and goes_aside(peers[SEEN, peer])
+    turn_aside = min(turn, _SCRATCH_RECORDS // max(1, record_bytes))
+    aside = peer != call[RANK] and goes_aside(turn_aside * record_bytes, peers[SEEN, peer])
     if aside:
-        turn = min(turn, _SCRATCH_RECORDS // record_bytes)
+        turn = turn_aside
     for begin in range(0, whole, turn):
         record, rows = target + begin * record_bytes, min(turn, whole - begin)
         made = scratch if aside else record

@@ -23,8 +23,8 @@ def _store(target, source, count, seen):
 
 
 @kernel
-def _goes_aside(seen):
-    return goes_aside(seen)
+def _goes_aside(count, seen):
+    return goes_aside(count, seen)
 
 
 @pytest.mark.parametrize("seen", [0, NEVER, NEVER + 1], ids=["a look", "near", "far"])
@@ -42,13 +42,13 @@ def test_all_bytes_arrive_and_no_others_are_touched(seen: int, offset: int) -> N
 def test_a_look_is_taken_when_the_last_one_is_old_and_else_what_it_found_holds() -> None:
     source, target = np.zeros(70_000, np.uint8), np.zeros(70_000, np.uint8)
     at = target.ctypes.data, source.ctypes.data
-    assert _goes_aside(0) and _goes_aside(NEVER + 1) and not _goes_aside(NEVER)
+    assert _goes_aside(4096, 0) and _goes_aside(4096, NEVER + 1) and not _goes_aside(4096, NEVER)
     for seen in (NEVER, NEVER + 1):
         assert _store(*at, 70_000, seen) == seen
     before = time.monotonic_ns()
     for old in (0, 1, 2 * (before - 10**9)):
         assert before <= _store(*at, 70_000, old) >> 1 <= time.monotonic_ns()
-    assert _store(*at, 4095, 0) == 0  # too few bytes to tell
+    assert _store(*at, 4095, 0) == 0 and not _goes_aside(4095, 0) and not _goes_aside(4095, 1)  # too few to tell
 
 
 def test_memory_that_only_this_core_uses_is_near() -> None:
