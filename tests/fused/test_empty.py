@@ -24,7 +24,7 @@ from thinwire.fused.direct import open_channel
 from thinwire.fused.empty import SymmetricTensors
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu.all_to_all_v import RECEIVED, REGION_PTRS, SCALARS
+from thinwire.triton_kernels.cpu.all_to_all_v import HEADERS, RECEIVED, REGION_PTRS, SCALARS
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
 #: Bytes of a piece: a few rows are more.
@@ -281,8 +281,9 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
     run_ranks(_lost, 2)
 
 
+@pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("closes", [False, True])
-def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes: bool) -> None:
+def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes: bool, knows: bool) -> None:
     meeting = threading.Barrier(2)
 
     def fn(comm: Communicator) -> None:
@@ -291,7 +292,9 @@ def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes:
         out, x = tw.empty(200, 64, comm=comm), torch.ones(200, 64)
         options: dict[str, Any] = {"out": out, "wire": "none", "comm": comm}
         if comm.rank == 1:  # its header and its place leave, and no more
-            tw.all_to_all_v(x, [100, 100], [100, 100], async_op=True, **options)
+            tw.all_to_all_v(x[:100], [0, 100], [100, 100], async_op=True, **options)
+            meeting.wait(30)
+            meeting.wait(30)
             if closes:
                 comm.close()
             else:
@@ -300,8 +303,13 @@ def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes:
             meeting.wait(30)
         else:
             meeting.wait(30)
+            work: Any = tw.all_to_all_v(x, [100, 100], async_op=True, **options)
+            if knows:  # the place, before it is withdrawn
+                channel._move(HEADERS)
+            meeting.wait(30)
+            meeting.wait(30)
             with pytest.raises(PeerTimeout, match="rank 1 gave up too"):
-                tw.all_to_all_v(x, [100, 100], [100, 100], **options)
+                work.wait()
         meeting.wait(30)
         assert comm.rank == 0 or bool((out == 3.0).all())
 
