@@ -68,7 +68,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     written, printed = _run(launcher, ["all_gather", "moe", "--baselines", "none"], tmp_path / "bench.json")
     assert written["ranks"] == 2 and written["launched"] == "torchrun" and written["skipped"] == []
-    assert sum(line.startswith(("all_gather", "moe")) for line in printed) == len(written["figures"]) == 12
+    assert sum(line.startswith(("all_gather", "moe")) for line in printed) == len(written["figures"]) == 14
 
 
 @pytest.mark.exhaustive

@@ -299,7 +299,7 @@ def test_the_files_of_the_survivors_name_the_rank_that_is_gone(transport: str, h
     if how == "killed":
         with pytest.raises(RankError) as caught:
             run_ranks(lose_a_rank, 3, transport, how)
-        assert list(caught.value.failures) == [1]
+        assert list(caught.value.failures) == [1], str(caught.value)
     else:
         run_ranks(lose_a_rank, 3, transport, how)
     found = {read_flight(path).rank: path for path in files(folder)}
