@@ -268,24 +268,6 @@ def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
     assert found is not None and int(found[1]) == len(cpu_kernels()) > 20
 
 
-_FORKED = """
-import os, torch
-from thinwire.warmup.cpu import call_every_kernel
-torch.set_num_threads(2)
-torch.ones(1 << 24)
-pid = os.fork()
-if pid == 0:
-    call_every_kernel()
-    os._exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_was_forked_compiles_them_though_torchs_threads_stayed_behind() -> None:
-    subprocess.run([sys.executable, "-c", _FORKED], check=True, timeout=300)
-
-
 @pytest.mark.exhaustive
 def test_what_tests_and_benchmarks_on_gpus_launch_is_known_without_one() -> None:
     wanted = [*configurations(), *gpu.configurations("bench2"), *gpu.configurations("bench8")]
