@@ -50,7 +50,7 @@ call can take less than either of the last two (`python -m benchmarks.bench_link
 def page() -> str:
     """The whole page."""
     rest = _codec(), _collective_accuracy(), _safety(), _machine_code(), _speed_of_light(), _not_shown()
-    parts = (_one_host(), _links(), *rest)
+    parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
 
 
@@ -215,6 +215,25 @@ def _links() -> str:
     )
 
 
+def _result_memory() -> str:
+    rows = [
+        [f"{figure['tokens']:,}", figure["transport"], figure["call"], figure["memory"]]
+        + [f"{figure['MiB']:,.0f}", f"{figure['ms']:.1f}", f"{figure['share']:.2f}", f"{figure['faults']:,.0f}"]
+        for figure in _read("result_memory")["figures"]
+    ]
+    head = ["tokens", "transport", "call", "memory", "MiB", "ms", "share", "page faults"]
+    return "\n".join(
+        (
+            "## Memory of results\n",
+            "Rounds of 2 ranks in int8, 8 experts for each token of 7168 bfloat16, with results in memory that is kept "
+            "from\nearlier ones, in new memory, and in torch's: the call's time, and a plain copy's of the result as a "
+            "share of it:\n",
+            _table(head, rows),
+            _source("result_memory"),
+        )
+    )
+
+
 def _codec() -> str:
     rows = [
         [
@@ -229,13 +248,20 @@ def _codec() -> str:
         for figure in _read("codec")["figures"]
     ]
     head = ["rows", "dtype", "wire", "quantise", "dequantise", "quantise by torch's", "dequantise by torch's"]
+    on_two = [
+        row[:3] + [f"{figure[f'{name}: x one thread']:.2f}" for name in ("copy", "quantise", "dequantise")]
+        for figure in _read("codec_threads")["figures"]
+        for row in [[f"{figure['rows']} x {figure['hidden']}", figure["dtype"], f"`{figure['wire']}`"]]
+    ]
     return "\n".join(
         (
             "## Quantising alone\n",
             "Speed as a share of a plain copy's of the same tensor, on one core (above 1: faster than copying, as "
             "fewer bytes\nare written or read), and times as fast as the same in separate torch operations:\n",
             _table(head, rows),
-            _source("codec"),
+            "On two threads, times as fast as on one, beside torch's copy; small calls stay on one:\n",
+            _table([*head[:3], "copy", "quantise", "dequantise"], on_two),
+            _source("codec", "codec_threads"),
         )
     )
 

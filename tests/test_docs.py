@@ -60,8 +60,9 @@ def test_the_reference_has_every_public_name() -> None:
     assert len(names) > 30 and not missing
 
 
-def test_the_page_of_performance_is_what_the_results_say() -> None:
+def test_performance_is_what_the_results_say() -> None:
     assert (DOCS / "performance.md").read_text() == _script("write_performance").page()
+    assert (DOCS.parent / "README.md").read_text() == _script("write_readme_figures").page()
 
 
 @pytest.mark.exhaustive
