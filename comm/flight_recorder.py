@@ -102,6 +102,7 @@ class FlightRecorder:
         # entry long gone from here changes no other.
         self._entries: list[Entry | None] = [None] * RING
         self._begun = self._number = 0
+        self._named = 0, 0  # the number of the last trace's name, and traces that had this number in their names
         self._new: Entry = []
         self._current: Entry | None = None  # of the call that is being made, in which others may be made
         self._nested = _Nested(self)
@@ -113,6 +114,12 @@ class FlightRecorder:
     def add_to(self, trace: Trace | None) -> None:
         """Has calls from now on added to a trace."""
         self.trace, self.track = trace, None if trace is None else trace.track(*self._of_world)
+
+    def name_trace(self) -> str:
+        """A name for a trace that begins now, which its ranks' recorders all give it, and no other trace."""
+        at, traces = self._named
+        self._named = self._number, traces + 1 if at == self._number else 1
+        return " ".join(map(str, (self.communicator, *self._named)))
 
     def begin(
         self,
@@ -382,8 +389,8 @@ def trace_recorders(trace: Trace | None) -> None:
     if trace is not None and recorders:
         # One that all processes have, if there is one, and they have made as many calls on it.
         size = max(recorder._described["size"] for recorder in recorders)
-        names = [f"{r.communicator} {r._number}" for r in recorders if r._described["size"] == size]
-        trace.name_run(min(names))
+        largest = [recorder for recorder in recorders if recorder._described["size"] == size]
+        trace.name_run(min(largest, key=lambda recorder: (recorder.communicator, recorder._number)).name_trace())
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:

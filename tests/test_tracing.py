@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import weakref
 from collections import defaultdict
 from dataclasses import astuple
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import flight_recorder, trace_events, trace_file
+from thinwire.comm import trace_events, trace_file
 from thinwire.comm.clocks import compare_clocks
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.trace_events import Trace, Track
@@ -26,12 +25,6 @@ from thinwire.testing import RankError, run_ranks
 HIDDEN = 64
 DIRECT = ["quantise and store", "wait for peers", "routing"]
 STAGED = ["plan", "exchange counts", "pack", "post", "wait for peers", "unpack", "routing"]
-
-
-@pytest.fixture(autouse=True)
-def no_other_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is named after the largest communicator of its process, and other tests may have left some open."""
-    monkeypatch.setattr(flight_recorder, "_recorders", weakref.WeakSet())
 
 
 def _rounds(comm: tw.Communicator, transport: str, number: int = 2) -> list[tuple[int, ...]]:
@@ -185,6 +178,22 @@ def test_ranks_of_a_split_are_those_of_the_world(tmp_path: Path) -> None:
     assert [[event["name"] for event in events].count("barrier") for _, events in sorted(_events(path).items())] == [
         1
     ] * 4
+
+
+def _traced_twice(comm: tw.Communicator, path: str) -> None:
+    with comm.split(groups=[[0, 1], [2]]) as part:
+        for calls in (2, 1) if comm.rank < 2 else ():
+            part.barrier()
+            with tw.trace(path):
+                for _ in range(calls):
+                    part.barrier()
+
+
+def test_a_later_trace_is_written_over_an_earlier_one_also_where_nobody_calls_the_largest_group(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    run_ranks(_traced_twice, 3, str(path))
+    found = {rank: [event["name"] for event in events] for rank, events in _events(path).items()}
+    assert found == {0: ["barrier"], 1: ["barrier"]}
 
 
 def test_old_events_go_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 A rank of its own would take a second of CPU to import numba, and more to read its kernels from the disk cache and to
 bring numba's registries up to date, for a test that then takes milliseconds. All of that survives a fork; threads do
-not, so nothing here may start one. Where the cache lacks a kernel, as in a fresh clone, a child that may have threads
-compiles all of them, once, however many servers ask.
+not, so nothing here may start one. Where the cache lacks a kernel, as in a fresh clone, a new process, which may have
+threads, compiles all of them, once, however many servers ask.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import traceback
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 # What test modules import at their tops.
 import hypothesis.strategies  # noqa: F401
 import pytest  # noqa: F401
 
 import thinwire
-from thinwire.warmup.cpu import call_every_kernel, cpu_kernels
+from thinwire.warmup.cpu import cpu_kernels
 
-__all__ = ["load_kernels", "loaded_kernels"]
+__all__ = ["load_kernels", "loaded_kernels", "run_in_new_process"]
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 
@@ -65,19 +65,15 @@ def load_kernels() -> list[str]:
     return missing
 
 
-def _in_a_child(function: Any) -> None:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    if os.waitpid(pid, 0)[1] != 0:
-        raise RuntimeError("the kernels could not be compiled; what happened was printed above")
+def run_in_new_process(code: str) -> None:
+    """Runs Python code in an interpreter of its own: a forked one would wait for threads of torch's that stayed behind.
+
+    Raises:
+        RuntimeError: it failed; with what it printed.
+    """
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"a new process ended with exit code {done.returncode}, and printed:\n{done.stdout}")
 
 
 def _warm_up() -> None:
@@ -91,7 +87,7 @@ def _warm_up() -> None:
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if load_kernels():
-            _in_a_child(call_every_kernel)
+            run_in_new_process("from thinwire.warmup.cpu import call_every_kernel as call; call()")
             load_kernels()
 
 

@@ -544,8 +544,9 @@ def _miss_a_round(comm: Communicator, store: dist.Store) -> None:
     calls = _Calls(ep)
     if comm.rank != 2:
         _expect_timeout(calls, _D0, (2,))
+        store.set(f"timed out {comm.rank}", "")
     else:
-        time.sleep(TIMEOUT + SPARE)
+        store.wait([f"timed out {rank}" for rank in (0, 1, 3)])
         with pytest.raises(PeerTimeout, match="ranks 0, 1, 3 waited for this rank") as caught:
             for call in (_D0, _C0):
                 calls.make(call)
