@@ -228,6 +228,10 @@ class Exchange(ABC):
     def close(self) -> None:
         """Lets go of what nobody waited for; a wait over Gloo that an exception has ended holds its buffers longer."""
 
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: no wait that was begun goes on here."""
+        return
+
     def _check_buffers(self, name: str, buffers: Buffers) -> None:
         if len(buffers) != self.size:
             raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
@@ -429,6 +433,10 @@ class PeerExchange(Exchange):
         # Peers find out when their time is up, and shall not take this rank for lost then.
         if self.agree is not None:
             self.agree(())
+
+    def leave_to_parent(self) -> None:
+        for posted in self._outstanding:
+            posted._dropped = True  # Gloo's threads stayed there; so its works are not let go of, which would wait
 
     def close(self) -> None:
         for posted in self._outstanding:

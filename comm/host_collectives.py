@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +66,10 @@ class Attachment(ABC):
     def settle(self) -> None:
         return  # for those that have nothing under way
 
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: `close` and what is under way touch nothing that the parent uses."""
+        return
+
     def close(self) -> None:
         return
 
@@ -86,6 +91,7 @@ class HostCollectives:
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     _clocks_differ = False  # of its ranks' hosts
+    _parent: int | None = None  # the process that it is of, in one that was forked from there
 
     def _set_up(
         self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
@@ -93,7 +99,6 @@ class HostCollectives:
         follow_environment()
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
-        self._handle = register(self)
         self._store: dist.Store | None = None  # of a standalone group
         of_world = _place_in_world(exchange)
         self._recorder = new_recorder(
@@ -104,6 +109,7 @@ class HostCollectives:
             _ = self._cpu_share  # a variable that names no number is an error of theirs alone
         self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+        self._handle = register(self)
 
     @cached_property
     def _cpu_share(self) -> CpuShare:
@@ -405,7 +411,20 @@ class HostCollectives:
             "or call thinwire.init() in each process; split() and init(domain=...) give others over the same ranks"
         )
 
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: it is closed here, without a word to anybody."""
+        if not self._closed:
+            self._closed, self._parent = True, os.getppid()
+            self._exchange.leave_to_parent()
+            for attachment in self._attachments.values():
+                attachment.leave_to_parent()
+
     def _require_open(self) -> None:
+        if self._parent is not None:
+            raise ThinwireError(
+                f"this communicator is of process {self._parent}, from which this one, {os.getpid()}, was forked: only "
+                "that one can use it"
+            )
         if self.closed:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 

@@ -68,6 +68,10 @@ class SymmetricMemory:
         """
         return self._require_open(self._bases)
 
+    def held(self) -> object:
+        """What keeps all of it mapped, past `close` too, for who was in the middle of using it."""
+        return self.local, self.buffer_ptrs, list(self._mappings)
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""

@@ -37,6 +37,8 @@ PIECES = 4
 _PIECE_BYTES, _MOST_BYTES = 1 << 18, 64 << 20
 _GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _WIRES = ("none", "int8", "int4", "fp8")
+#: What is said of a call that the end of its communicator has cut off.
+CLOSED = "the communicator was closed while this call was under way"
 
 
 def channel_layout(
@@ -96,6 +98,7 @@ class Transfer:
         place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
             alone.
         out: of a call whose rows the kernel places one after the other in a tensor, that tensor, until it is over.
+        memory: what keeps the ranks' memory mapped for as long as this call may be in a kernel, once it is closed.
         stream, over: on CUDA the stream on which the call began; whether all steps were launched.
     """
 
@@ -107,6 +110,7 @@ class Transfer:
     recv_buffer: RecvBuffer | None
     place: Callable[[list[int]], RecvBuffer] | None = None
     out: torch.Tensor | None = field(default=None, init=False)
+    memory: object = field(default=None, init=False)
     stream: torch.cuda.Stream | None = field(default=None, init=False)
     over: bool = field(default=False, init=False)
     error: BaseException | None = field(default=None, init=False)
@@ -191,7 +195,7 @@ class Channel(ExchangeTransport):
         if transfer is not self._under_way:
             return
         if self.closed:
-            transfer.error = ThinwireError("the communicator was closed while this call was under way")
+            transfer.error = ThinwireError(CLOSED)
         else:
             try:
                 transfer.result = self._drain(transfer, todo)

@@ -20,8 +20,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CountsError
-from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
+from thinwire.errors import CountsError, ThinwireError
+from thinwire.fused.channel import CLOSED, FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
@@ -346,6 +346,8 @@ class HostChannel(Channel):
     def _move(self, todo: int) -> None:
         """Runs the kernel and raises what it found. If peers sent what was not expected, the call is then over."""
         status = self._run(todo)
+        if status == self._kernels.LEFT:
+            raise ThinwireError(CLOSED)
         if status in (TIMED_OUT, CORRUPTED):
             self.raise_findings()
         if status == MISMATCHED:
@@ -373,12 +375,18 @@ class HostChannel(Channel):
         """The number of the call under way."""
         return int(self._call[self._kernels.SCALARS.index("epoch")])
 
-    def close(self) -> None:
-        """See `DirectTransport.close`. A call under way ends at the peers, too, where they may store into its output.
+    def leave_to_parent(self) -> None:
+        super().leave_to_parent()
+        self._call[self._kernels.STATUS] = self._kernels.LEFT
 
-        What a peer was storing there at that moment may still arrive: at most a piece.
+    def close(self) -> None:
+        """See `DirectTransport.close`. A call under way ends at the peers, too, unless they need nothing more for it.
+
+        What a peer was storing into its output at that moment may still arrive: at most a piece. The call may be in the
+        kernel just now, in another thread, or below a signal handler: it ends with ThinwireError.
         """
-        told = self._peers[self._kernels.PEERS.index("told")]
-        if not self.closed and self._under_way is not None and told.any():
+        transfer = self._under_way
+        if not self.closed and transfer is not None:
+            transfer.memory = self.memory.held()  # for the kernel, until it has seen that it is over
             self._kernel(self._call, self._peers, self._kernels.LEAVE)
         super().close()

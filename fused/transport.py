@@ -44,6 +44,7 @@ from thinwire.triton_kernels.signal import (
     REPORT_PHASE,
     REPORT_STATUS,
     RUNNING,
+    SAID_LEFT,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
     grace_of,
@@ -378,18 +379,24 @@ class DirectTransport(Attachment):
 
     def timed_out(self) -> PeerTimeout:
         """What the report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
-        blamed, missing, said = (np.flatnonzero(row).tolist() for row in self.peers_in(self.report))
-        stuck = [peer for peer in said if peer != self.rank]
+        peers = self.peers_in(self.report)
+        blamed, missing, said = (np.flatnonzero(row).tolist() for row in peers)
+        left = [peer for peer in said if peers[2, peer] == SAID_LEFT]
+        stuck = [peer for peer in said if peer != self.rank and peer not in left]
+        silent = [peer for peer in blamed if peer not in left]
         epoch = int(self.report[REPORT_EPOCH])
-        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}: "
-        if blamed:
+        found = []
+        if silent:
             limit = f"{self.wait_seconds():g} s"
-            text += f"no answer from {name_ranks(blamed)} within {limit}: stuck, gone, or not in this call"
-        else:
-            text += "nobody is silent any more"
+            found.append(f"no answer from {name_ranks(silent)} within {limit}: stuck, gone, or not in this call")
+        elif not left:
+            found.append("nobody is silent any more")
+        if left:
+            found.append(f"{name_ranks(left)} closed the communicator in the middle of a call")
         if stuck:
-            text += f"; {name_ranks(stuck)} gave up too"
-        ranks, text = self.agree(blamed, text)
+            found.append(f"{name_ranks(stuck)} gave up too")
+        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}"
+        ranks, text = self.agree(blamed, f"{text}: {'; '.join(found)}")
         return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
 
     def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
@@ -415,6 +422,10 @@ class DirectTransport(Attachment):
         if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
         self.require_usable()
+
+    def leave_to_parent(self) -> None:
+        """See `Attachment`. The memory stays mapped, as a signal handler may have forked in the middle of a call."""
+        self.closed = True
 
     def close(self) -> None:
         """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves.

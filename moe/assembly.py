@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NoReturn, TypeVar
@@ -40,6 +41,8 @@ _Kind = TypeVar("_Kind", bound=DirectRounds)
 
 class Assembly:
     """The base of `thinwire.ExpertParallel`, which says what its parts are for."""
+
+    _parent: int | None = None  # the process that it is of, in one that was forked from there
 
     def __init__(self, config: ParallelConfig) -> None:
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
@@ -321,6 +324,12 @@ class Assembly:
             self._backward.close()
         self.comm._result_memory.clear()
 
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: it is closed here, and its memory is left alone."""
+        if not self._closed:
+            self._closed, self._parent = True, os.getppid()
+            self._rounds.open_rounds[:] = [None] * self.lanes
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
@@ -405,6 +414,8 @@ class Assembly:
             self.comm._recorder.take_back(mark, (self._rounds.legs_told(lane) or told) - told)
 
     def _require_not_closed(self) -> None:
+        if self._parent is not None:
+            raise LaneError(f"this ExpertParallel is of process {self._parent}, from which this one was forked")
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
 

@@ -26,6 +26,7 @@ SIGNAL_LINE_BYTES = 64
 # int32 words of a line. The flag holds the epoch that it last published, and is written last.
 SIGNAL_FLAG = 0
 SIGNAL_STUCK_EPOCH, SIGNAL_STUCK_PHASE, SIGNAL_STUCK_ON_YOU = 1, 2, 3  # of a stuck line, whose flag is 1 for good
+LEFT_FLAG = 2  # in its place, of a rank that has left: it is not there any more, and may be named
 
 # int32 words of a control block, which only this rank's kernels touch. Those behind them each protocol has for itself.
 CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
@@ -36,9 +37,10 @@ RUNNING, TIMED_OUT, MISMATCHED, CORRUPTED = 0, 1, 2, 3
 
 # int32 words of a report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three words a
 # peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0 nothing, 1
-# that it is stuck too, 2 that it is stuck on this rank).
+# that it is stuck too, 2 that it is stuck on this rank, 3 that it has left).
 REPORT_STATUS, REPORT_EPOCH, REPORT_PHASE = 0, 1, 2
 REPORT_PEERS = 8
+SAID_LEFT = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
@@ -53,8 +54,15 @@ _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def register(found_by_operators: Any) -> int:
-    """The number by which operators find an object, for as long as somebody holds it."""
+class Registered(Protocol):
+    """An object that operators find, and that belongs to one process."""
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: nothing that peers or the parent could notice comes of it from now on."""
+
+
+def register(found_by_operators: Registered) -> int:
+    """The number by which operators find an object, for as long as somebody holds it. To be called when it is whole."""
     handle = next(_numbers)
     _objects[handle] = found_by_operators
     return handle
@@ -63,6 +71,15 @@ def register(found_by_operators: Any) -> int:
 def registered(handle: int) -> Any:
     """The object of a number; None if it is gone, or the number another process's."""
     return _objects.get(handle)
+
+
+def _leave_all_to_parent() -> None:
+    for each in list(_objects.values()):
+        each.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def operator(*writes: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -25,7 +25,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
     header_fits,
     report_corruption,
 )
-from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns
+from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
 from thinwire.triton_kernels.cpu.pieces import (
     ANSWER,
     BUFFER_PTRS,
@@ -73,6 +73,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     TAIL_HERE,
     TAIL_THERE,
     TIMEOUT,
+    TOLD,
     UNIT_BYTES,
     UNITS_PER_PIECE,
     UNITS_PER_TURN,
@@ -97,6 +98,7 @@ from thinwire.triton_kernels.cpu.signal import (
     SLICE_NS,
     give_up,
     let_others_run,
+    signal_line,
     signalled,
     someone_is_stuck,
     tell_stuck,
@@ -118,6 +120,7 @@ from thinwire.triton_kernels.cpu.straight import (
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS
 from thinwire.triton_kernels.signal import (
     CORRUPTED,
+    LEFT_FLAG,
     MISMATCHED,
     RUNNING,
     TIMED_OUT,
@@ -125,9 +128,9 @@ from thinwire.triton_kernels.signal import (
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
-# Or none of that, but tell the peers that this rank goes no further.
+# Or none of that, but end the use of the channel in the middle of a call.
 POST, HEADERS, DRAIN, RESUME, CHECK, LEAVE = 1, 2, 4, 8, 16, 32
-PAUSED, REFUSED = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
+PAUSED, REFUSED, LEFT = 4, 5, 6  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
 # comes from this peer in this call is taken in and dropped.
@@ -394,15 +397,41 @@ def verdict(call, peers, fingerprint=FINGERPRINT):
     return RUNNING
 
 
+@device
+def needs_this_rank(call, peers, peer):
+    """Whether a peer still needs something of this rank in the call under way: rows, room, or an output to store to."""
+    if peers[TOLD, peer] or peers[NEXT_OUT, peer] < peers[END_OUT, peer]:
+        return True
+    pieces, expected = peers[END_IN, peer], peers[RECV_COUNT, peer]
+    if peers[ANSWER, peer] == SILENT:
+        if expected < 0:
+            return True  # it may have any number of rows
+        pieces = pieces_of(call, expected)
+    return pieces - max(np.int64(1), peers[NEXT_IN, peer]) > call[SLOTS]
+
+
+@kernel
+def leave(call, peers, fingerprint=FINGERPRINT):
+    """Tells the peers that this rank goes no further, if one of them waits for that, or will. To be called whenever it
+    likes, also while another thread is in the call: that one finds the new status."""
+    rank = call[RANK]
+    for peer in range(call[WORLD]):
+        if peer != rank and needs_this_rank(call, peers, peer):
+            for told in range(call[WORLD]):
+                if told != rank:
+                    store_release(signal_line(call[BUFFER_PTRS], told, call[STUCK], rank), LEFT_FLAG)
+            break
+    call[STATUS] = LEFT
+
+
 @kernel
 def move(call, peers, todo, fingerprint=FINGERPRINT):
     """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED;
-    REFUSED, and nothing was done; or TIMED_OUT or CORRUPTED, and so will every later call."""
+    REFUSED, and nothing was done; or TIMED_OUT, CORRUPTED or LEFT, and so will every later call."""
     if call[STATUS] != RUNNING or todo == 0:
         return call[STATUS]
     if todo & LEAVE:
-        buffer_ptrs, rank, report, where = call[BUFFER_PTRS], call[RANK], call[REPORT], (call, peers, True)
-        tell_stuck(buffer_ptrs, call[WORLD], rank, call[STUCK], call[EPOCH], _PHASE_PIECES, report, missing, where)
+        leave(call, peers)
         return call[STATUS]
     if todo & CHECK and not acceptable(call, peers):
         return np.int64(REFUSED)

@@ -24,10 +24,12 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
+    LEFT_FLAG,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
+    SAID_LEFT,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,
     SIGNAL_STUCK_ON_YOU,
@@ -175,12 +177,15 @@ def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
         for peer in range(world):
             line = signal_line(buffer_ptrs, rank, stuck, peer)
             said = 0
-            if load_acquire(line) != 0:
+            flag = load_acquire(line)
+            if flag == LEFT_FLAG:
+                said = SAID_LEFT
+            elif flag != 0:
                 said = 2 if peer != rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
-            blamed = 1 if said == 0 and owes(where, peer) else 0
+            blamed = 1 if (said == 0 or said == SAID_LEFT) and owes(where, peer) else 0
             store_int32(words + 4 * peer, blamed)
             store_int32(words + 4 * (2 * world + peer), said)
-            silent += blamed
+            silent += blamed if said == 0 else 0  # who has left will say nothing more
         if silent == 0 or now > limit:
             return GAVE_UP
         if now > pause:

@@ -1,0 +1,100 @@
+"""A process that was forked from a rank cannot disturb it: there the communicator is closed, and says whose it is."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+
+import thinwire as tw
+from tests import mortal
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import LaneError, ThinwireError
+
+ROWS = 40_000  # so many that their ring has no room for them
+IDS, WEIGHTS = torch.tensor([[0], [1]]), torch.ones(2, 1)
+
+
+def _in_a_child(action: Callable[[], object]) -> None:
+    """Runs it in a process that is forked here, and raises if it does."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, "what happened in the child was printed"
+
+
+def _refused(comm: Communicator, begun: Any, ep: tw.ExpertParallel) -> None:
+    calls: list[Callable[[], object]] = [
+        comm.barrier,
+        lambda: comm.all_reduce(torch.ones(3)),
+        lambda: comm.split(groups=[[0, 1]]),
+        lambda: comm.exchange_counts([1, 1]),
+        lambda: tw.all_reduce(torch.ones(3), comm=comm),
+        lambda: tw.all_to_all_v(torch.ones(2, 64), [1, 1], [1, 1], wire="none", comm=comm),
+        lambda: tw.empty(3, comm=comm),
+    ]
+    for call in calls:
+        with pytest.raises(ThinwireError, match=f"this communicator is of process {os.getppid()}, from which this one"):
+            call()
+    with pytest.raises(ThinwireError, match="closed while this (call|exchange) was under way"):
+        begun.wait()
+    with pytest.raises(LaneError, match=f"this ExpertParallel is of process {os.getppid()}, from which this one"):
+        ep.dispatch(torch.ones(2, 64), IDS, WEIGHTS)
+    assert comm.closed and "closed" in comm.explain()
+
+
+def _forks(comm: Communicator, transport: str, what: str) -> None:
+    x, counts = torch.full((2 * ROWS, 8), 1.0 + comm.rank), [ROWS] * 2
+    options: dict[str, Any] = {"wire": "none", "comm": comm, "transport": transport, "async_op": True}
+    tw.all_to_all_v(x[:2], [1, 1], [1, 1], **options).wait()
+    ep = tw.ExpertParallel(comm, 2, 1, 64, 8, wire="none", transport=transport)
+    d = ep.dispatch(torch.ones(2, 64), IDS, WEIGHTS)
+    if comm.rank == 1:
+        mortal.wait_for("forked")
+        time.sleep(0.2)  # until rank 0 waits
+    begun: Any = tw.all_to_all_v(x, counts, counts, **options)
+    if comm.rank == 0:
+        actions: dict[str, Callable[[], object]] = {
+            "calls": lambda: _refused(comm, begun, ep),
+            "closes": lambda: (ep.close(), comm.close(), comm.close(), gc.collect()),
+            "ends": atexit._run_exitfuncs,
+        }
+        _in_a_child(actions[what])
+        mortal.tell("forked")
+    assert begun.wait()[:, 0].tolist() == [1.0] * ROWS + [2.0] * ROWS
+    assert torch.equal(ep.combine(d.tokens, d), torch.ones(2, 64))
+    comm.barrier()
+    tw.all_reduce(x, wire="int8", comm=comm, transport=transport)
+    comm.close()
+
+
+CASES = [(transport, what) for transport in ("direct", "staged") for what in ("calls", "closes", "ends")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "what"), exhaustive_but([("direct", "calls"), ("direct", "closes")], CASES, several=True)
+)
+def test_a_child_leaves_all_to_its_parent(transport: str, what: str, tmp_path: Path) -> None:
+    with mortal.ranks(tmp_path, 2, _forks, transport, what, timeout=5.0) as case:
+        case.told([0], "forked")
+        case.allow("forked")
+        case.told([0, 1])

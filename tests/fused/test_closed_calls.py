@@ -1,0 +1,103 @@
+"""A call that `close` cuts off: peers who still need something of it hear at once, others notice nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import torch
+
+import thinwire as tw
+from tests.fused.test_empty import channel_of
+from tests.speeds import exhaustive_but
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.testing import run_ranks
+
+MUCH = 400  # rows that take more pieces than a ring has room for
+
+# What rank 0 sends rank 1, what comes back, and whether rank 1 knows how much it gets.
+NEEDS = {"rows": (1, MUCH, True), "room": (MUCH, 1, True), "room for any number": (MUCH, 1, False)}
+
+
+def _cut_off(comm: Communicator, need: str, wire: str) -> None:
+    channel_of(comm)
+    there, back, known = NEEDS[need]
+    send, receive = ([0, there], [0, back]) if comm.rank == 0 else ([back, 0], [there, 0])
+    options: dict[str, Any] = {"wire": wire, "comm": comm}
+    x = torch.ones(sum(send), 64)
+    comm.barrier()
+    if comm.rank == 1:
+        tw.all_to_all_v(x, send, receive if known else None, async_op=True, **options)
+        comm.close()
+    else:
+        with pytest.raises(PeerTimeout, match="rank 1 closed the communicator in the middle of a call") as caught:
+            tw.all_to_all_v(x, send, receive, **options)
+        assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("wire", exhaustive_but(["none"], ["none", "int8"]))
+@pytest.mark.parametrize("need", NEEDS)
+def test_who_needs_more_of_a_rank_that_closes_hears_long_before_the_timeout(need: str, wire: str) -> None:
+    run_ranks(_cut_off, 2, need, wire, mode="thread", timeout=20)  # the communicator's is 30 s
+
+
+@pytest.mark.exhaustive
+def test_and_so_do_processes() -> None:
+    run_ranks(_cut_off, 2, "rows", "none", timeout=20)
+
+
+def _needed_no_more(comm: Communicator) -> list[float]:
+    channel_of(comm)
+    x, rows = torch.full((3, 64), float(comm.rank)), [1] * 3
+    comm.barrier()
+    if comm.rank == 1:
+        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm, async_op=True)
+        comm.close()
+        return []
+    if comm.rank == 2:
+        time.sleep(0.3)  # rank 0 waits for it meanwhile
+    values: list[float] = tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)[:, 0].tolist()
+    return values
+
+
+def test_who_has_all_it_needs_of_such_a_rank_notices_nothing() -> None:
+    assert run_ranks(_needed_no_more, 3, mode="thread") == [[0.0, 1.0, 2.0], [], [0.0, 1.0, 2.0]]
+
+
+def _closed_meanwhile(comm: Communicator, by: str) -> None:
+    channel_of(comm)
+    x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.4)
+        with pytest.raises(PeerTimeout, match="rank 0 closed the communicator in the middle of a call"):
+            tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        comm.close()
+
+    close: Callable[[], Any] = comm.close
+    if by == "a signal handler":
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        threading.Timer(0.1, close).start()
+    with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
+        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+    with pytest.raises(ThinwireError, match="this communicator is closed"):
+        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+
+
+@pytest.mark.parametrize("by", ["a signal handler", "another thread"])
+def test_who_closes_it_while_the_call_waits_ends_it(by: str) -> None:
+    run_ranks(_closed_meanwhile, 2, by, timeout=20)
