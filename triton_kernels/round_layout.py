@@ -192,6 +192,7 @@ class Lane:
         positions: int64 [world * max_tokens, top_k], the rows of each record in ascending expert id, -1 behind them.
         weights: float32 [world * max_tokens, top_k], their router weights.
         scratch: int32 [chunks, local experts], what routing notes for itself.
+        seen: int64 [world], zero at first, what the CPU's kernels found out about storing at each rank.
         kept: what launchers look up once, for as long as the lane is in use.
     """
 
@@ -210,6 +211,7 @@ class Lane:
     positions: torch.Tensor
     weights: torch.Tensor
     scratch: torch.Tensor
+    seen: torch.Tensor
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     #: Records, of one source, that one program routes.
@@ -250,6 +252,7 @@ class Lane:
             "positions": ((slots, layout.TOP_K), torch.int64, -1),
             "weights": ((slots, layout.TOP_K), torch.float32, 0),
             "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // cls.CHUNK), local), torch.int32, 0),
+            "seen": ((layout.WORLD,), torch.int64, 0),
         }
 
     @classmethod
@@ -261,7 +264,7 @@ class Lane:
         ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
         ... )
         >>> Lane.bytes_beside(layout, rank=0, align=1)
-        166664
+        166728
         """
         tensors = cls._tensors_beside(layout, rank, align).values()
         given = _report_words(layout) * torch.int32.itemsize + layout.WORLD * torch.int64.itemsize

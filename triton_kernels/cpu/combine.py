@@ -12,6 +12,7 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
+from thinwire.triton_kernels.cpu.ir.atomics import load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_int32,
     load_int64,
@@ -36,6 +37,7 @@ from thinwire.triton_kernels.cpu.lane import (
     token_count,
 )
 from thinwire.triton_kernels.cpu.launch import scratch_of
+from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
 from thinwire.triton_kernels.cpu.round_checksum import (
     combined_fits,
     combined_sums,
@@ -69,7 +71,7 @@ from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
 _SUMMED, _AT_HOME = (
-    ("buffer_ptrs", "control", "report", "positions", "weights"),
+    ("buffer_ptrs", "control", "report", "seen", "positions", "weights"),
     ("buffer_ptrs", "control", "report"),
 )
 _NO_TAIL = (np.int64(0), np.int64(0))
@@ -91,7 +93,7 @@ def round_scratch_bytes(layout: RoundLayout) -> int:
 
     Needs no numba.
     """
-    for_sums = 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
+    for_sums = layout.SUM_BYTES + 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
     return max(for_sums, scratch_bytes(layout.HIDDEN, layout.SLOTS))
 
 
@@ -105,7 +107,7 @@ def _scratch(lane: Lane) -> int:
 
 @kernel
 def send_sums_kernel(
-    numbers, buffer_ptrs, control, report, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
+    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
     weight_grads, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """Sums to their homes, then the combine line and its flag. `row_stride` is in bytes."""
@@ -119,10 +121,12 @@ def send_sums_kernel(
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
-    chosen, parts = scratch, scratch + 8 * lane.top_k
+    chosen = scratch + lane.sum_bytes
+    parts = chosen + 8 * lane.top_k
     for step in range(1, lane.world + 1):
         source = (lane.rank + step) % lane.world
         sums = load_int64(buffer_ptrs + 8 * source) + lane.sums
+        far = source != lane.rank and goes_aside(lane.sum_row_bytes, load_relaxed(seen + 8 * source))
         for token in range(token_count(buffer_ptrs, lane, source)):
             first = (source * lane.max_tokens + token) * lane.top_k
             terms = terms_within(positions + 8 * first, lane, row_count, chosen)
@@ -138,19 +142,22 @@ def send_sums_kernel(
             factors = weights + 4 * first
             place = token * lane.slots + ordinal
             record = sums + place * lane.sum_bytes
+            made = scratch if far else record
             if row_dtype == AS_THEY_ARE:
-                copy_record(rows, row_stride, chosen, record, layout)
+                copy_record(rows, row_stride, chosen, made, layout)
             else:
                 total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, layout, parts)
-                pack_sum_row(total, lane.dtype, record, layout)
+                pack_sum_row(total, lane.dtype, made, layout)
             tail = _NO_TAIL
             if lane.weight_grads:
                 grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
                 ids, mine = own + lane.ids + 4 * first, weight_grads + 4 * first
                 tail = copy_weight_grads(ids, mine, grads, lane, lane.rank)
             if lane.checksums:
-                pair = combined_sums(record, lane, epoch_of(control), lane.rank, place, tail)
+                pair = combined_sums(made, lane, epoch_of(control), lane.rank, place, tail)
                 put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
+            if far:
+                far = store_at(seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
     publish_sums(buffer_ptrs, lane, control, 1)
     return WRITTEN
 

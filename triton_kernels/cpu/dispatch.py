@@ -1,8 +1,8 @@
 """Beginning and closing a round on the CPU, and the waits between its parts.
 
-A token is quantised once, straight into the mapped memory of the first rank that it goes to, and copied from there,
-still in this core's cache, to the others. Nothing is counted or exchanged before: a record's slot is its token's number
-at the sender.
+A token is quantised once, straight into the mapped memory of a rank that it goes to, this one if it is among them, and
+copied from there, still in this core's cache, to the others; or aside first, where that rank is far (`peer_stores`).
+Nothing is counted or exchanged before: a record's slot is its token's number at the sender.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import quantize_row
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.atomics import load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     load_float32,
@@ -23,6 +24,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
     stack_buffer,
     store_float32,
     store_int32,
+    store_int64,
 )
 from thinwire.triton_kernels.cpu.lane import (
     RANKS_BYTES,
@@ -35,6 +37,7 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
 )
 from thinwire.triton_kernels.cpu.launch import addresses
+from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
 from thinwire.triton_kernels.cpu.round_checksum import (
     epoch_of,
     lines_fit,
@@ -75,7 +78,8 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
 )
 
-_SENDING = _WAITING = ("buffer_ptrs", "control", "report")
+_SENDING, _WAITING = ("buffer_ptrs", "control", "report", "seen"), ("buffer_ptrs", "control", "report")
+_ASIDE_BYTES = 32768  # of a record that is made before it is stored: an exact one of 7168 float32
 _ID_TYPES = (torch.int32, torch.int64)
 _ZERO = np.float32(0.0)
 
@@ -104,7 +108,9 @@ def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
 
 
 @device
-def store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop):
+def store_tokens(
+    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop
+):
     """Tokens `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes."""
     lane = numbers_at(numbers)
     own = load_int64(buffer_ptrs + 8 * lane.rank)
@@ -112,7 +118,11 @@ def store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, i
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
     layout = record_layout_of(lane)
-    ranks = stack_buffer(RANKS_BYTES)
+    ranks, far, scratch = stack_buffer(RANKS_BYTES), stack_buffer(RANKS_BYTES), stack_buffer(_ASIDE_BYTES)
+    # Once, and not for each record: the clock is read for it.
+    for peer in range(lane.world):
+        is_far = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(seen + 8 * peer))
+        store_int64(far + 8 * peer, 1 if is_far else 0)
     epoch = next_epoch(control)
     for token in range(begin, stop):
         first = token * lane.top_k
@@ -127,19 +137,32 @@ def store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, i
         if count == 0:
             continue
         record = lane.records + slot * lane.record_bytes
-        written = load_int64(buffer_ptrs + 8 * load_int64(ranks)) + record
-        quantize_row(x + token * x_stride, lane.dtype, written, layout)
+        home = load_int64(ranks)
         for j in range(1, count):
-            copy_bytes(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + record, written, lane.record_row_bytes)
+            if load_int64(ranks + 8 * j) == lane.rank:
+                home = lane.rank
+        made = load_int64(buffer_ptrs + 8 * home) + record
+        if load_int64(far + 8 * home) != 0 and lane.record_row_bytes <= _ASIDE_BYTES:
+            made = scratch
+        quantize_row(x + token * x_stride, lane.dtype, made, layout)
+        for j in range(count):
+            peer = load_int64(ranks + 8 * j)
+            target = load_int64(buffer_ptrs + 8 * peer) + record
+            if target == made:
+                continue
+            if load_int64(far + 8 * peer) != 0:
+                store_int64(far + 8 * peer, store_at(seen + 8 * peer, target, made, lane.record_row_bytes) & 1)
+            else:
+                copy_bytes(target, made, lane.record_row_bytes)
         if lane.checksums:
-            pair = record_sums(written, lane, epoch, lane.rank, slot)
+            pair = record_sums(made, lane, epoch, lane.rank, slot)
             for j in range(count):
                 put(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
 
 
 @kernel
 def store_tokens_kernel(
-    numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
+    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
     leads, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`store_tokens` in each thread of a team."""
@@ -150,7 +173,7 @@ def store_tokens_kernel(
         if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
             first, stop = rows_of_chunk(team, chunk, tokens)
             store_tokens(
-                numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, first, stop
+                numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, first, stop
             )
         finish(team)
         chunk = claim(team)
@@ -164,6 +187,7 @@ def send_tokens_kernel(
     buffer_ptrs,
     control,
     report,
+    seen,
     x,
     x_stride,
     topk_ids,
@@ -182,7 +206,9 @@ def send_tokens_kernel(
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return
-    store_tokens(numbers, buffer_ptrs, control, report, x, x_stride, topk_ids, id_bytes, topk_weights, stored, tokens)
+    store_tokens(
+        numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, stored, tokens
+    )
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
@@ -192,11 +218,11 @@ def send_tokens_kernel(
     for peer in range(lane.world):
         base = load_int64(buffer_ptrs + 8 * peer)
         if peer != lane.rank:
-            copy_bytes(base + ids_plane, own + ids_plane, plane_bytes)
-            copy_bytes(base + weights_plane, own + weights_plane, plane_bytes)
+            store_at(seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
+            store_at(seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
             if lane.checksums:
                 sums = lane.plane_checksums + 16 * first_slot
-                copy_bytes(base + sums, own + sums, 16 * max(tokens, 0))
+                store_at(seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
         line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
         store_int32(line + 4 * SIGNAL_TOKENS, tokens)
         store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word | tag << DTYPE_BITS)
@@ -267,7 +293,7 @@ def send_tokens(
 def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane, dtype)
-    memory = addresses(lane, "buffer_ptrs", "control", "report")
+    memory = addresses(lane, *_SENDING)
     send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, tokens, 0, tag)
 
 

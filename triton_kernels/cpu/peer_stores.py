@@ -8,12 +8,17 @@ and are moved about. So now and then the first bytes of what is stored go the or
 
 What a sender found out is one number for each peer, `seen`: twice the time of its last look, and one more if the peer
 is far. Zero means that it has not looked. Either way the same bytes are stored, and before whatever is published next.
+
+Threads of one rank may share the number (`store_at`). Each reads one that some thread wrote, as it is read and written
+whole; goes by that until its bytes are stored; and writes what a look of its own found. Of two looks at once one is
+lost, which was as good as the other, or an older one stays, and the next comes sooner. A thread on another core, which
+is near where the last look was from afar, goes by that look. All this costs time, and changes no byte that is stored.
 """
 
 from __future__ import annotations
 
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, monotonic_ns
+from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed, monotonic_ns, store_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 
@@ -46,4 +51,14 @@ def store(target, source, count, seen):
         stream_bytes(target + done, source + done, count - done)
     else:
         copy_bytes(target + done, source + done, count - done)
+    return seen
+
+
+@device
+def store_at(place, target, source, count):
+    """`store`, going by the number at the address `place`, which other threads may use; returns what is now seen."""
+    before = load_relaxed(place)
+    seen = store(target, source, count, before)
+    if seen != before:  # threads that only read share the line
+        store_relaxed(place, seen)
     return seen

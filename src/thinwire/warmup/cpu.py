@@ -79,7 +79,7 @@ def call_every_kernel() -> None:
     records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)
-    store_tokens_kernel(*[0] * 10, np.zeros(64, np.int32), True)  # a team without chunks looks at nothing
+    store_tokens_kernel(*[0] * 11, np.zeros(64, np.int32), True)  # a team without chunks looks at nothing
     checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 

@@ -11,7 +11,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
-from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
+from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store, store_at
 
 SIZES = (0, 1, 4095, 4096, 4097, 16383, 16384, 16500, 70_001)
 NEVER = 1 << 62  # of a time: the next look is then further off than the clock goes
@@ -20,6 +20,11 @@ NEVER = 1 << 62  # of a time: the next look is then further off than the clock g
 @kernel
 def _store(target, source, count, seen, fingerprint=FINGERPRINT):
     return store(target, source, count, seen)
+
+
+@kernel
+def _store_at(place, target, source, count, fingerprint=FINGERPRINT):
+    return store_at(place, target, source, count)
 
 
 @kernel
@@ -49,6 +54,14 @@ def test_a_look_is_taken_when_the_last_one_is_old_and_else_what_it_found_holds()
     for old in (0, 1, 2 * (before - 10**9)):
         assert before <= _store(*at, 70_000, old) >> 1 <= time.monotonic_ns()
     assert _store(*at, 4095, 0) == 0 and not _goes_aside(4095, 0) and not _goes_aside(4095, 1)  # too few to tell
+
+
+def test_what_a_look_finds_is_kept_where_other_threads_read_it() -> None:
+    source, target, seen = np.full(70_000, 7, np.uint8), np.zeros(70_000, np.uint8), np.zeros(1, np.int64)
+    for kept in (NEVER, NEVER + 1, 0):
+        target[:], seen[0] = 0, kept
+        found = _store_at(seen.ctypes.data, target.ctypes.data, source.ctypes.data, 70_000)
+        assert (target == 7).all() and found == seen[0] and (found == kept) == (kept != 0)
 
 
 def test_memory_that_only_this_core_uses_is_near() -> None:

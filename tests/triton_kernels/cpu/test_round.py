@@ -25,6 +25,7 @@ from tests.wires import DTYPES, assert_same_bits
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.cpu import team
 from thinwire.triton_kernels.cpu.combine import send_sums, sum_home
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
@@ -245,14 +246,14 @@ def expected_home(
 # A round in lock-step, every step compared
 
 
-def dispatch_all(lanes: list[Lane], sent: list[Sent]) -> tuple[list[Travels], list[Arrived]]:
+def dispatch_all(lanes: list[Lane], sent: list[Sent], threads: int = 1) -> tuple[list[Travels], list[Arrived]]:
     travels = [expected_travels(lane, one) for lane, one in zip(lanes, sent, strict=True)]
     images = []
     for lane in lanes:
         poison(lane)
         images.append(lane.buffer.clone())
     for lane, one in zip(lanes, sent, strict=True):
-        send_tokens(lane, one.x, one.ids, one.weights)
+        send_tokens(lane, one.x, one.ids, one.weights, threads)
     arrivals = []
     for lane, image in zip(lanes, images, strict=True):
         wait(lane, DISPATCH, TIMEOUT, GRACE)
@@ -285,6 +286,7 @@ def gathered(lane: Lane, capacity: int, dtype: torch.dtype) -> tuple[torch.Tenso
 def play(
     lanes: list[Lane],
     sent: list[Sent],
+    threads: int = 1,
     *,
     expert_dtype: torch.dtype | None = None,
     capacity: int | None = None,
@@ -292,7 +294,7 @@ def play(
 ) -> list[torch.Tensor]:
     """One round of all ranks; returns what their tokens come to."""
     dtype = sent[0].x.dtype
-    travels, arrivals = dispatch_all(lanes, sent)
+    travels, arrivals = dispatch_all(lanes, sent, threads)
     for lane, arrived in zip(lanes, arrivals, strict=True):
         rows = len(arrived.rows)
         for room in {rows + 2, rows, rows // 2}:
@@ -372,6 +374,29 @@ def test_a_lane_laid_out_for_one_dtype(spec: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     lanes = make_lanes(2, 3, 2, 33, 4, wire=spec, dtype=dtype)
     play(lanes, [random_tokens(lanes[0].layout, dtype, generator) for _ in lanes])
+
+
+NEVER = 1 << 62  # of a time: kernels look next when the clock never goes
+
+
+@pytest.mark.parametrize("seen", [0, NEVER, NEVER + 1], ids=["a look", "near", "far"])
+@pytest.mark.parametrize("spec", ("none", "int8"))
+@pytest.mark.parametrize("threads", (1, 3))
+def test_rounds_are_the_same_to_near_peers_and_to_far_ones(
+    threads: int, spec: str, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    generator = torch.Generator().manual_seed(14)
+    for hidden in (4200, 9001):  # an exact record of the second is not made elsewhere
+        lanes = make_lanes(3, 40, 32, hidden, 40, wire=spec)  # ids of 5 KiB
+        for lane in lanes:
+            lane.seen[:] = seen
+        for tokens in (40, 0, 7):
+            play(lanes, [random_tokens(lane.layout, torch.float32, generator, tokens) for lane in lanes], threads)
+        for lane in lanes:
+            found = [seen != 0 and seen == one for one in lane.seen.tolist()]
+            peers = [lane.seen[rank] != 0 for rank in range(3) if rank != lane.rank]
+            assert all(found) if seen else all(peers) and lane.seen[lane.rank] == 0
 
 
 @every_dtype
@@ -623,7 +648,17 @@ class Guarded:
         self._memories: list[tuple[torch.Tensor, int]] = []
         buffers = [self._moved(lane.buffer) for lane in lanes]
         buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers])
-        names = ("control", "report", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
+        names = (
+            "control",
+            "report",
+            "index",
+            "expert_counts",
+            "expert_offsets",
+            "positions",
+            "weights",
+            "scratch",
+            "seen",
+        )
         moved = {name: self._moved(getattr(lanes[rank], name)) for name in names}
         self.buffers = buffers
         self.lane = dataclasses.replace(lanes[rank], buffer=buffers[rank], buffer_ptrs=buffer_ptrs, **moved)

@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
 
-_FLAG_BYTES = 4
+_FLAG_BYTES, _WORD_BYTES = 4, 8
 _CLOCK_MONOTONIC = 1  # Linux's number of it
 
 
@@ -26,6 +26,18 @@ def store_release(builder, address, value):
     """Writes an int32; who reads it with `load_acquire` sees all that was written before it."""
     pointer = builder.inttoptr(address, ir.IntType(32).as_pointer())
     builder.store_atomic(value, pointer, "release", _FLAG_BYTES)
+
+
+@emits("int64")
+def load_relaxed(builder, address):
+    """The int64 at an address that is a multiple of 8, as some thread wrote it; says nothing of its other stores."""
+    return builder.load_atomic(builder.inttoptr(address, ir.IntType(64).as_pointer()), "monotonic", _WORD_BYTES)
+
+
+@emits("void")
+def store_relaxed(builder, address, value):
+    """Writes an int64 that other threads read with `load_relaxed`."""
+    builder.store_atomic(value, builder.inttoptr(address, ir.IntType(64).as_pointer()), "monotonic", _WORD_BYTES)
 
 
 @emits("void")
