@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class _Kind(NamedTuple):
     recv_counts: list[int]
     out_shape: torch.Size
     words: memoryview  # what such a call brings, but for the addresses
+    num_bytes: int  # of x or the output, the larger
     details: tuple[object, ...]  # for the flight recorder
 
 
@@ -67,14 +69,16 @@ class HostChannel(Channel):
         """As `Channel`.
 
         Args:
-            threads: for the rows of one call.
+            threads: for the rows of one large call.
             crowded: ranks outnumber cores, and who waits keeps the awaited one from its core.
         """
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
         from thinwire.triton_kernels.cpu.signal import SPINS
+        from thinwire.triton_kernels.cpu.team import BYTES_PER_THREAD, threads_for
 
         super().__init__(memory, layout, rank, timeout, voters)
-        self.threads = threads
+        self.threads, self._threads_for = threads, threads_for
+        self._shared_bytes = 2 * BYTES_PER_THREAD if threads > 1 else sys.maxsize
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
@@ -122,6 +126,8 @@ class HostChannel(Channel):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
         self._kernel(self._call, self._peers, 0)  # compiles, or loads what was compiled: nobody waits for it later
+        if threads > 1:
+            kernels.move_in_team(1, self._call, self._peers, 0)
 
     def use_regions(self, regions: list[tuple[int, ...]]) -> None:
         """From now on exact rows are stored straight into outputs that lie in one of these, and in peers' outputs.
@@ -186,7 +192,7 @@ class HostChannel(Channel):
             self._kernel(self._call, self._peers, self._post)
         elif recv_buffer is None:
             self.complete(transfer, self._post)
-        elif self._kernel(self._call, self._peers, self._post | self._kernels.DRAIN) != RUNNING:
+        elif self._launch(self._post | self._kernels.DRAIN, _num_bytes(transfer.x, recv_buffer.memory)) != RUNNING:
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
             self._under_way = transfer.x = None  # the usual case, without the detour
@@ -265,7 +271,7 @@ class HostChannel(Channel):
             self._under_way = transfer
             if recorder.track is not None:
                 recorder.sent(traffic_of(x, kind.send_counts, self.rank, kind.wire))
-            status = self._kernel(self._call, self._peers, self._plainly)
+            status = self._launch(self._plainly, kind.num_bytes)
             if status == RUNNING:
                 self._under_way = transfer.x = transfer.out = None  # it shall hold no tensors
                 self._spare = transfer
@@ -318,7 +324,9 @@ class HostChannel(Channel):
         details = ("send_counts", sent, "recv_counts", expected)
         if len(self._kinds) >= _MOST_KEPT:
             self._kinds.clear()
-        kind = self._kinds[key] = _Kind(wire, sent, expected, out_shape, memoryview(words).cast("q"), details)
+        num_bytes = max(x.nbytes, out_shape.numel() * x.itemsize)
+        kind = _Kind(wire, sent, expected, out_shape, memoryview(words).cast("q"), num_bytes, details)
+        self._kinds[key] = kind
         return kind
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
@@ -340,12 +348,13 @@ class HostChannel(Channel):
             assert transfer.error is not None
             self._drop()
             raise transfer.error
-        self._move(todo | self._kernels.DRAIN)
+        assert transfer.x is not None
+        self._move(todo | self._kernels.DRAIN, _num_bytes(transfer.x, recv_buffer.memory))
         return recv_buffer.output()
 
-    def _move(self, todo: int) -> None:
+    def _move(self, todo: int, num_bytes: int = 0) -> None:
         """Runs the kernel and raises what it found. If peers sent what was not expected, the call is then over."""
-        status = self._run(todo)
+        status = self._run(todo, num_bytes)
         if status == self._kernels.LEFT:
             raise ThinwireError(CLOSED)
         if status in (TIMED_OUT, CORRUPTED):
@@ -365,10 +374,18 @@ class HostChannel(Channel):
         if self._run(self._kernels.DRAIN) == TIMED_OUT:
             self.failure = self.timed_out()
 
-    def _run(self, todo: int) -> int:
-        status: int = self._kernel(self._call, self._peers, todo)
+    def _run(self, todo: int, num_bytes: int = 0) -> int:
+        status = self._launch(todo, num_bytes)
         while status == self._kernels.PAUSED:
-            status = self._kernel(self._call, self._peers, (todo & ~self._post) | self._kernels.RESUME)
+            status = self._launch((todo & ~self._post) | self._kernels.RESUME, num_bytes)
+        return status
+
+    def _launch(self, todo: int, num_bytes: int) -> int:
+        """What the kernel returns. It runs in as many threads as so many bytes of rows are worth."""
+        if num_bytes >= self._shared_bytes:
+            threads = self._threads_for(num_bytes, 1, self.threads)
+            return self._kernels.move_in_team(threads, self._call, self._peers, todo)
+        status: int = self._kernel(self._call, self._peers, todo)
         return status
 
     def open_epoch(self) -> int:
@@ -390,3 +407,8 @@ class HostChannel(Channel):
             transfer.memory = self.memory.held()  # for the kernel, until it has seen that it is over
             self._kernel(self._call, self._peers, self._kernels.LEAVE)
         super().close()
+
+
+def _num_bytes(x: torch.Tensor, out: torch.Tensor) -> int:
+    """Of the larger one."""
+    return max(x.nbytes, out.nbytes)

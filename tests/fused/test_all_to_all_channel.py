@@ -52,13 +52,19 @@ class Group:
     """Channels of ranks that are threads of this process."""
 
     def __init__(
-        self, world: int, piece_bytes: int = TINY, pieces: int = 2, timeout: float = 20.0, checksums: bool = False
+        self,
+        world: int,
+        piece_bytes: int = TINY,
+        pieces: int = 2,
+        timeout: float = 20.0,
+        checksums: bool = False,
+        threads: int = 1,
     ) -> None:
         self.layout = channel_layout(world, piece_bytes, pieces, checksums=checksums)
         self.buffers = [torch.zeros(self.layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
         buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
         self.channels: list[Any] = [
-            HostChannel(Memory(buffer, buffer_ptrs), self.layout, rank, timeout)  # type: ignore[arg-type]
+            HostChannel(Memory(buffer, buffer_ptrs), self.layout, rank, timeout, None, threads)  # type: ignore[arg-type]
             for rank, buffer in enumerate(self.buffers)
         ]
         self.meeting = threading.Barrier(world)

@@ -17,6 +17,7 @@ from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import _SHARED_BYTES, dequantize, quantize
+from thinwire.fused.empty import empty
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
@@ -36,6 +37,25 @@ def staged_rows(comm: Communicator) -> list[torch.Tensor]:
     received = all_to_all_v(values(comm, sum(counts), 300), counts, counts, comm=comm, transport="staged")
     assert isinstance(received, torch.Tensor)
     return [received]
+
+
+def direct_rows(comm: Communicator) -> list[torch.Tensor]:
+    counts = [(comm.rank + peer) % 4 for peer in range(WORLD)]
+    x = values(comm, sum(counts), 20_000)
+    results = []
+    for wire in ("int8", "none"):
+        for options in ({"recv_counts": counts}, {}):
+            received = all_to_all_v(x, counts, comm=comm, wire=wire, transport="direct", **options)
+            assert isinstance(received, torch.Tensor)
+            results.append(received)
+    return results
+
+
+def direct_into_outputs(comm: Communicator) -> list[torch.Tensor]:
+    counts = [(comm.rank + peer) % 4 for peer in range(WORLD)]
+    x, out = values(comm, sum(counts), 50_000), empty(sum(counts), 50_000, comm=comm)
+    all_to_all_v(x, counts, counts, out=out, comm=comm, wire="none", transport="direct")
+    return [out.clone()]
 
 
 def staged_gather(comm: Communicator) -> list[torch.Tensor]:
@@ -71,7 +91,18 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("integrity", ["none", "checksum"])
 @pytest.mark.parametrize(
-    "call", [codec, staged_rows, staged_gather, staged_scatter, staged_reduce, staged_round, direct_round]
+    "call",
+    [
+        codec,
+        staged_rows,
+        staged_gather,
+        staged_scatter,
+        staged_reduce,
+        staged_round,
+        direct_rows,
+        direct_into_outputs,
+        direct_round,
+    ],
 )
 def test_threads_change_no_bit(call: Call, integrity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_INTEGRITY", integrity)

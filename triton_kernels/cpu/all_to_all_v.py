@@ -5,7 +5,8 @@ and so does what it notes for itself: it may return to the host half-way (for in
 and go on later. `docs/protocol.md` has the argument, "The exchange" and "The ring".
 
 One thread sends and receives by turns, a piece at a time, and never waits for one peer alone: whatever the order in
-which ranks reach their calls and fill each other's memory, someone can always go on.
+which ranks reach their calls and fill each other's memory, someone can always go on. In a large call others share the
+work of each piece with it (`move_in_team`; see `piece_team`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
     report_corruption,
 )
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
+from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
 from thinwire.triton_kernels.cpu.pieces import (
     ANSWER,
     BUFFER_PTRS,
@@ -72,6 +74,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     SUMS,
     TAIL_HERE,
     TAIL_THERE,
+    TEAM,
     TIMEOUT,
     TOLD,
     UNIT_BYTES,
@@ -81,11 +84,9 @@ from thinwire.triton_kernels.cpu.pieces import (
     X_ROWS,
     X_STEP,
     X,
-    pack_piece,
     pieces_of,
     sums_of,
     units_of,
-    unpack_piece,
 )
 from thinwire.triton_kernels.cpu.pieces import (
     PEERS as PEERS,
@@ -117,6 +118,7 @@ from thinwire.triton_kernels.cpu.straight import (
     stores_meanwhile,
     tell_places,
 )
+from thinwire.triton_kernels.cpu.team import dismiss, run_standing_team, team_at
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS
 from thinwire.triton_kernels.signal import (
     CORRUPTED,
@@ -479,3 +481,23 @@ def move(call, peers, todo, fingerprint=FINGERPRINT):
             return np.int64(PAUSED)
         if not moved:
             let_others_run(now - idle_since)
+
+
+@kernel
+def move_in_team_kernel(call, peers, todo, words, leads, fingerprint=FINGERPRINT):
+    """`move` in the thread that leads a team, while the others share the pieces."""
+    team = team_at(words)
+    if not leads:
+        help_with_pieces(call, peers, team)
+        return np.int64(RUNNING)
+    call[TEAM] = team
+    status = move(call, peers, todo)
+    call[TEAM] = 0
+    dismiss(team)
+    return status
+
+
+def move_in_team(threads: int, call: np.ndarray, peers: np.ndarray, todo: int) -> int:
+    """`move`, in so many threads; the kernel has to be compiled before, by a call with one."""
+    status: int = run_standing_team(threads, move_in_team_kernel, call, peers, todo)
+    return status

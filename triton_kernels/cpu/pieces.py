@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits, slot_seed
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
@@ -22,6 +22,7 @@ SCALARS = (
     "looks",  # before the first yield of a wait
     "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
+    "team",  # the address of that which shares the pieces while a large call runs, else 0
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
     # (for CHECK) how many there are,
     "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
@@ -36,6 +37,7 @@ SCALARS = (
     LOOKS,
     HALVES, SUMS, SLOT_SUM_BYTES,
     REGIONS, NUM_REGIONS,
+    TEAM,
     DISCARD, X, X_STEP, OUT, OUT_STEP, X_ROWS, OUT_ROWS,
     EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
     KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
@@ -101,87 +103,89 @@ def sums_of(call, rank, slot):
     return base + call[SUMS] + number * call[SLOT_SUM_BYTES]
 
 
-@device
-def pack_piece(call, peers, peer, number, target, sums):
-    """Stores a piece of what goes to `peer` at the address `target`, and unless `sums` is 0, its sums there."""
+@kernel
+def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=FINGERPRINT):
+    """Stores units `begin` to before `end` of piece `number` to `peer`, which lies at the address `target`.
+
+    Unless `sums` is 0, their sums go there. A part begins where a turn does.
+    """
     turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], call[RANK], number) if sums else np.int64(0)
     count = peers[SEND_COUNT, peer]
     first = number * call[UNITS_PER_PIECE]
-    units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
     source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
     if call[EXACT]:
         if not sums:
-            peers[SEEN, peer] = store(target, source + first, units, peers[SEEN, peer])
+            # Of several threads any may note what it has seen: the word is whole, and each notes what is so.
+            peers[SEEN, peer] = store(target + begin, source + first + begin, end - begin, peers[SEEN, peer])
             return
         # Sums are of what was stored, near or far: somebody may be writing to the source.
-        for begin in range(0, units, turn):
-            size = min(turn, units - begin)
-            copy_bytes(target + begin, source + first + begin, size)
-            put_row_sums(sums, target + begin, size, seed, begin // turn)
+        for start in range(begin, end, turn):
+            size = min(turn, end - start)
+            copy_bytes(target + start, source + first + start, size)
+            put_row_sums(sums, target + start, size, seed, start // turn)
         return
     layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
     stride = call[X_STEP] * call[COUNTS_PER_ROW]
-    whole = min(units, count // call[COUNTS_PER_ROW] - first)
+    whole = min(end, count // call[COUNTS_PER_ROW] - first)
     scratch = stack_buffer(_SCRATCH_RECORDS)
     turn_aside = min(turn, _SCRATCH_RECORDS // max(1, record_bytes))
     aside = peer != call[RANK] and goes_aside(turn_aside * record_bytes, peers[SEEN, peer])
     if aside:
         turn = turn_aside
-    for begin in range(0, whole, turn):
-        record, rows = target + begin * record_bytes, min(turn, whole - begin)
+    for start in range(begin, whole, turn):
+        record, rows = target + start * record_bytes, min(turn, whole - start)
         made = scratch if aside else record
-        pack_kernel(source + (first + begin) * stride, stride, dtype, in_order, made, record_bytes, rows, layout)
+        pack_kernel(source + (first + start) * stride, stride, dtype, in_order, made, record_bytes, rows, layout)
         if sums:
-            put_row_sums(sums, made, record_bytes, seed, begin)
+            put_row_sums(sums, made, record_bytes, seed, start)
         if aside:
             peers[SEEN, peer] = store(record, scratch, rows * record_bytes, peers[SEEN, peer])
-    if whole < units:  # a 1-D segment ends within a row, which zeros complete
+    if whole < end:  # a 1-D segment ends within a row, which zeros complete
         row = stack_buffer(_SCRATCH_ROW)
         rest = count % call[COUNTS_PER_ROW] * call[X_STEP]
         copy_bytes(row, source + (first + whole) * stride, rest)
         zero_bytes(row + rest, stride - rest)
         record = target + whole * record_bytes
-        pack_kernel(row, stride, dtype, in_order, record, record_bytes, units - whole, layout)
+        pack_kernel(row, stride, dtype, in_order, record, record_bytes, end - whole, layout)
         if sums:
             put_row_sums(sums, record, record_bytes, seed, whole)
 
 
-@device
-def unpack_piece(call, peers, peer, number, source, sums):
-    """Puts a piece of what came from `peer`, at the address `source`, into its rows of the output.
+@kernel
+def unpack_part(call, peers, peer, number, source, sums, begin, end, fingerprint=FINGERPRINT):
+    """Puts units `begin` to before `end` of piece `number` from `peer`, at the address `source`, into the output.
 
-    Unless `sums` is 0 they are compared. Returns the first unit of those that do not fit, counted in the call, or -1.
+    Unless `sums` is 0 they are compared. Returns the first of those that do not fit, counted in the piece, or -1.
     """
     turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], peer, number) if sums else np.int64(0)
     count = peers[RECV_COUNT, peer]
     first = number * call[UNITS_PER_PIECE]
-    units = min(call[UNITS_PER_PIECE], units_of(call, count) - first)
     target = call[OUT] + peers[RECV_DISPL, peer] * call[OUT_STEP]
     if call[EXACT]:
         streams = units_of(call, count) >= STREAM_BYTES
-        for begin in range(0, units, turn):
-            size = min(turn, units - begin)
-            if sums and not row_fits(sums, source + begin, size, seed, begin // turn):
-                return first + begin
+        for start in range(begin, end, turn):
+            size = min(turn, end - start)
+            if sums and not row_fits(sums, source + start, size, seed, start // turn):
+                return start
             if streams:
-                stream_bytes(target + first + begin, source + begin, size)
+                stream_bytes(target + first + start, source + start, size)
             else:
-                copy_bytes(target + first + begin, source + begin, size)
+                copy_bytes(target + first + start, source + start, size)
         return np.int64(-1)
     layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
     stride = call[OUT_STEP] * call[COUNTS_PER_ROW]
-    whole = min(units, count // call[COUNTS_PER_ROW] - first)
+    whole = min(end, count // call[COUNTS_PER_ROW] - first)
     target += first * stride
-    for begin in range(0, whole, turn):
-        record, rows = source + begin * record_bytes, min(turn, whole - begin)
-        if sums and not row_fits(sums, record, record_bytes, seed, begin):
-            return first + begin
-        unpack_kernel(record, record_bytes, in_order, target + begin * stride, stride, dtype, in_order, rows, layout)
-    if whole < units:
+    for start in range(begin, whole, turn):
+        record, rows = source + start * record_bytes, min(turn, whole - start)
+        if sums and not row_fits(sums, record, record_bytes, seed, start):
+            return start
+        unpack_kernel(record, record_bytes, in_order, target + start * stride, stride, dtype, in_order, rows, layout)
+    if whole < end:
         row = stack_buffer(_SCRATCH_ROW)
         record = source + whole * record_bytes
         if sums and not row_fits(sums, record, record_bytes, seed, whole):
-            return first + whole
-        unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, units - whole, layout)
+            return whole
+        unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, end - whole, layout)
         copy_bytes(target + whole * stride, row, count % call[COUNTS_PER_ROW] * call[OUT_STEP])
     return np.int64(-1)

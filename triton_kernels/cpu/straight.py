@@ -16,8 +16,8 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, store_release
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int64
-from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
+from thinwire.triton_kernels.cpu.piece_team import store_piece
 from thinwire.triton_kernels.cpu.pieces import (
     BUFFER_PTRS,
     EXACT,
@@ -34,10 +34,8 @@ from thinwire.triton_kernels.cpu.pieces import (
     REGIONS,
     SEEN_STORED,
     SEND_COUNT,
-    SEND_DISPL,
     STORED,
     STRAIGHT,
-    STREAM_BYTES,
     STUCK,
     SUMS,
     TAIL_HERE,
@@ -45,8 +43,6 @@ from thinwire.triton_kernels.cpu.pieces import (
     TOLD,
     UNITS_PER_PIECE,
     WORLD,
-    X_STEP,
-    X,
     units_of,
 )
 from thinwire.triton_kernels.cpu.signal import signal_line
@@ -115,14 +111,7 @@ def place_is_gone(call, peers, peer):
 @device
 def store_straight(call, peers, peer, number):
     """Stores a piece of what goes to `peer` where it told, and says that this rank has come so far."""
-    first = number * call[UNITS_PER_PIECE]
-    units = units_of(call, peers[SEND_COUNT, peer])
-    size = min(call[UNITS_PER_PIECE], units - first)
-    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP] + first
-    if units >= STREAM_BYTES:
-        stream_bytes(peers[PLACE, peer] + first, source, size)
-    else:
-        copy_bytes(peers[PLACE, peer] + first, source, size)
+    store_piece(call, peers, peer, number, peers[PLACE, peer] + number * call[UNITS_PER_PIECE])
     peers[STORED, peer] += 1
     store_release(peers[TAIL_THERE, peer] + _TAIL_STORED, np.int32(peers[STORED, peer]))
 

@@ -22,6 +22,19 @@ Why nothing is done twice, left out, or still under way when the call returns:
   PROCESS: the leading thread then does all chunks over, alone, to the same bytes. A thread that the child started takes
   none, before or after: it sees it too.
 
+A call that waits between pieces of work cannot count chunks beforehand. It leads a *standing* team: it posts the chunks
+of a piece (`post`), works with the others, and returns from `wait_for_team` before it posts more. LIMIT grows too,
+then, by the leading thread alone, and what of the above follows from a LIMIT that stays follows from one that grows:
+
+* What says what the chunks are is written before LIMIT grows, with release, and not again before all of them are done.
+  Who has claimed one has read that LIMIT, with acquire: it sees what is meant, and nobody changes it meanwhile.
+* Nothing is posted but in the leading thread's call of machine code, and nothing posted is left over when that returns.
+  So wherever Python may raise or fork in that thread, there is nothing that others have taken, and a child that goes on
+  with the call makes a team of its own.
+* A thread without work waits until LIMIT is negative: the leading thread sets it so at the end (`dismiss`), and Python
+  once more in a `finally`, for what is raised before. Should a trace function end that, its threads go all the same
+  when nothing was posted for a second. A leading thread that only took so long goes on without them.
+
 Threads are started for the call and end with it. A pool would begin 20 us sooner, but would have to be owned by
 something, closed, and made anew after a fork. numba's own parallel loops are no choice: its workqueue ends the process
 if two threads enter it, which ranks that are threads do, and the other layers have to be installed.
@@ -44,6 +57,7 @@ from thinwire.triton_kernels.cpu.ir.atomics import (
     load_acquire,
     monotonic_ns,
     process_id,
+    store_release,
 )
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.signal import SPINS, let_others_run
@@ -56,10 +70,13 @@ _CHUNKS_PER_THREAD = 8  # who starts late, or has a slower core, takes fewer
 _LINE = 64
 # Words on lines of their own, in bytes from where the team begins: each changes at another rate.
 _LIMIT, _NEXT, _DONE = (line * _LINE for line in range(3))
-_ROWS_PER_CHUNK, _PROCESS = _LIMIT + 4, _LIMIT + 8
-_TEAM_BYTES = 4 * _LINE  # of which up to one is left out, for alignment
-_ZERO, _ONE = np.int32(0), np.int32(1)
-_LEAST_STACK_BYTES = 64 << 10  # of a thread; a kernel keeps 32 KiB of a row there
+_ROWS_PER_CHUNK, _PROCESS, _FIRST, _THREADS = _LIMIT + 4, _LIMIT + 8, _LIMIT + 12, _LIMIT + 16
+#: Where a line is that the leading thread of a standing team writes before it posts chunks, to say what they are.
+JOB = 3 * _LINE
+_TEAM_BYTES = 5 * _LINE  # of which up to one is left out, for alignment
+_ZERO, _ONE, _DISMISSED = np.int32(0), np.int32(1), np.int32(-1)
+_LEAST_STACK_BYTES = 128 << 10  # of a thread; kernels keep 32 KiB of a row there, and 20 KiB of records
+_LONGEST_IDLE_NS = 1_000_000_000
 
 
 @device
@@ -93,8 +110,9 @@ def claim(team):
 
 @device
 def rows_of_chunk(team, number, count):
-    """The first row of a chunk and the one behind its last, of `count` rows."""
+    """The first row of a chunk and the one behind its last, of `count` rows: all, or those that were posted last."""
     rows = np.int64(load_int32(team + _ROWS_PER_CHUNK))
+    number -= np.int64(load_int32(team + _FIRST))
     return number * rows, min(count, (number + 1) * rows)
 
 
@@ -115,6 +133,47 @@ def wait_for_team(team):
             let_others_run(monotonic_ns() - begun)
 
 
+@device
+def post(team, count, turn):
+    """Posts `count` rows, a chunk for each thread; each begins at a multiple of `turn`.
+
+    For the thread that leads a standing team, when all that it posted before is done. More and smaller chunks would let
+    a faster core do more, but a piece takes some ten microseconds, and each further chunk a fifth of one.
+    """
+    rows = -(-count // (load_int32(team + _THREADS) * turn)) * turn
+    limit = load_int32(team + _LIMIT)
+    store_int32(team + _ROWS_PER_CHUNK, np.int32(rows))
+    store_int32(team + _FIRST, limit)
+    store_release(team + _LIMIT, np.int32(limit + -(-count // rows)))
+
+
+@device
+def dismiss(team):
+    """Lets the threads of a standing team go."""
+    store_release(team + _LIMIT, _DISMISSED)
+
+
+@device
+def wait_for_work(team):
+    """As `claim`, for a thread that does not lead its standing team: waits for work. -1 when dismissed."""
+    begun = monotonic_ns()
+    looks = 0
+    while True:
+        limit = load_acquire(team + _LIMIT)  # before the look for a chunk: what is posted behind it ends the wait
+        if limit < 0:
+            return np.int64(-1)
+        chunk = claim(team)
+        if chunk >= 0:
+            return chunk
+        while load_acquire(team + _LIMIT) == limit:
+            looks += 1
+            if looks > SPINS:
+                waited = monotonic_ns() - begun
+                if waited > _LONGEST_IDLE_NS:
+                    return np.int64(-1)
+                let_others_run(waited)
+
+
 def threads_for(count: int, row_bytes: int, threads: int) -> int:
     """How many of the threads that a rank may use are worth it for `count` rows.
 
@@ -131,11 +190,8 @@ def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> No
     Where the system has no more threads there are fewer, and the log says so once: the result is the same.
     """
     rows = -(-count // (threads * _CHUNKS_PER_THREAD))
-    words = np.zeros(_TEAM_BYTES // 4, np.int32)
-    # `words.ctypes` imports, which fails while Python ends.
-    first = -words.__array_interface__["data"][0] % _LINE // 4
+    words, first = _new_team(threads)
     leading, other = (*arguments, words, True), (*arguments, words, False)
-    words[first + _PROCESS // 4] = os.getpid()
     kernel(*leading)  # there are no chunks yet; now it is compiled
     words[first + _LIMIT // 4], words[first + _ROWS_PER_CHUNK // 4] = -(-count // rows), rows
     try:
@@ -145,6 +201,28 @@ def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> No
             kernel(*leading)
     finally:
         kernel(*leading)
+
+
+def run_standing_team(threads: int, kernel: Any, *arguments: object) -> Any:
+    """What `kernel(*arguments, words, leads)` gives in this thread, which leads; the others end when it does.
+
+    The kernel has been compiled. Where the system has no more threads there are fewer, as for `run_in_team`.
+    """
+    words, first = _new_team(threads)
+    try:
+        _start(threads - 1, kernel, (*arguments, words, False))
+        return kernel(*arguments, words, True)
+    finally:
+        words[first + _LIMIT // 4] = _DISMISSED
+
+
+def _new_team(threads: int) -> tuple[np.ndarray, int]:
+    """The words of a team of this process without chunks, and the number of the first that lies in it."""
+    words = np.zeros(_TEAM_BYTES // 4, np.int32)
+    # `words.ctypes` imports, which fails while Python ends.
+    first = -words.__array_interface__["data"][0] % _LINE // 4
+    words[first + _PROCESS // 4], words[first + _THREADS // 4] = os.getpid(), threads
+    return words, first
 
 
 def _start(threads: int, kernel: Any, arguments: tuple[object, ...]) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
+from tests.speeds import exhaustive_but
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.triton_kernels.cpu import team
 from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
@@ -78,7 +79,7 @@ def test_threads_of_small_stacks_are_not_used():
     before = threading.stack_size(32 << 10)
     try:
         assert team.threads_for(1 << 20, 1 << 10, 4) == 1
-        threading.stack_size(64 << 10)
+        threading.stack_size(128 << 10)
         assert team.threads_for(1 << 20, 1 << 10, 4) == 4
     finally:
         threading.stack_size(before)
@@ -276,3 +277,121 @@ def test_every_row_is_done_once(chunks, monkeypatch):
                 counts = np.zeros(rows, np.int64)
                 team.run_in_team(threads, rows, count_rows, counts)
                 assert (counts == 1).all(), (rows, threads)
+
+
+@pytest.fixture(scope="module")
+def add_pieces():
+    """A kernel of a standing team: adds each piece's number, and one, to its counts; how many the leader saw done."""
+    import numba
+    import numpy as np
+
+    from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
+
+    @numba.njit(nogil=True)
+    def add(counts, team_of, chunk):
+        piece = load_int64(team_of + team.JOB)
+        first, stop = team.rows_of_chunk(team_of, chunk, counts.shape[1])
+        for row in range(first, stop):
+            counts[piece, row] += piece + 1
+        team.finish(team_of)
+
+    @numba.njit(nogil=True)
+    def add_pieces(counts, turn, words, leads):
+        at = team.team_at(words)
+        if not leads:
+            while True:
+                chunk = team.wait_for_work(at)
+                if chunk < 0:
+                    return 0
+                add(counts, at, chunk)
+        for piece in range(len(counts)):
+            store_int64(at + team.JOB, piece)
+            team.post(at, counts.shape[1], turn)
+            chunk = team.claim(at)
+            while chunk >= 0:
+                add(counts, at, chunk)
+                chunk = team.claim(at)
+            team.wait_for_team(at)
+            if (counts[piece] != piece + 1).any():
+                return piece
+        team.dismiss(at)
+        return len(counts)
+
+    add_pieces(np.zeros((0, 1), np.int64), 1, team._new_team(1)[0], True)  # compiles
+    return add_pieces
+
+
+@pytest.mark.parametrize("calls", exhaustive_but([10], [10, 300]))
+def test_what_is_posted_is_done_once_before_more_is_posted(calls, add_pieces):
+    import numpy as np
+
+    for width, turn in ((1, 1), (7, 2), (64, 1), (1000, 100)):
+        for threads in (1, 2, 3, 8):
+            for _ in range(calls):
+                counts = np.zeros((100, width), np.int64)
+                assert team.run_standing_team(threads, add_pieces, counts, turn) == 100, (width, threads)
+
+
+def threads_of(monkeypatch):
+    """The threads that teams start from now on."""
+    started = []
+
+    def start(kernel, arguments):
+        started.append(threading.Thread(target=kernel, args=arguments, daemon=True))
+        started[-1].start()
+
+    monkeypatch.setattr(team, "start_new_thread", start)
+    return started
+
+
+def test_a_standing_team_ends_with_its_call(add_pieces, monkeypatch):
+    import numpy as np
+
+    started = threads_of(monkeypatch)
+    for pieces in (0, 50):
+        team.run_standing_team(4, add_pieces, np.zeros((pieces, 64), np.int64), 1)
+    for thread in started:
+        thread.join(20)
+    assert len(started) == 6 and not any(thread.is_alive() for thread in started)
+
+
+def test_a_standing_team_ends_without_its_call(add_pieces, monkeypatch):
+    import numpy as np
+
+    started = threads_of(monkeypatch)
+    start = team.start_new_thread
+
+    def interrupted(kernel, arguments):
+        if started:
+            raise KeyboardInterrupt
+        start(kernel, arguments)
+
+    monkeypatch.setattr(team, "start_new_thread", interrupted)
+    counts = np.zeros((50, 64), np.int64)
+    with pytest.raises(KeyboardInterrupt):
+        team.run_standing_team(4, add_pieces, counts, 1)
+    started[0].join(0.5)  # before it would have gone by itself
+    assert not started[0].is_alive() and not counts.any()
+
+
+@pytest.mark.exhaustive
+def test_a_standing_team_that_nobody_leads_ends(add_pieces, monkeypatch):
+    import numpy as np
+
+    words, _ = team._new_team(1)
+    began = time.monotonic()
+    add_pieces(np.zeros((1, 1), np.int64), 1, words, False)
+    assert 0.9 < time.monotonic() - began < 20
+
+
+def test_a_thread_that_comes_late_to_a_standing_team_touches_nothing(add_pieces, monkeypatch):
+    import numpy as np
+
+    late = []
+    monkeypatch.setattr(team, "start_new_thread", lambda kernel, arguments: late.append((kernel, arguments)))
+    counts = np.zeros((50, 64), np.int64)
+    assert team.run_standing_team(3, add_pieces, counts, 1) == 50 and len(late) == 2
+    counts[:] = 0
+    for kernel, arguments in late:
+        kernel(*arguments)
+    assert not counts.any()

@@ -1,0 +1,189 @@
+"""Large direct all-to-all-v calls whose pieces several threads share: what one thread gives, to the last bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
+
+import numpy as np
+import torch
+
+from tests.fused.test_all_to_all_channel import Group, exchange
+from tests.wires import WIRES, assert_same_bits
+from thinwire.errors import CountsError, IntegrityError
+from thinwire.fused.host_channel import HostChannel
+from thinwire.triton_kernels.cpu import all_to_all_v as kernels
+from thinwire.triton_kernels.cpu import piece_team, team
+from thinwire.wire import WireFormat
+
+NONE = WireFormat.parse("none")
+THREADS, PIECE = 3, 1 << 16
+_NEVER = 1 << 62  # the next look at how far a peer is, further off than the clock goes
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Teams for the smallest calls, too. The threads that were started."""
+    started: list[threading.Thread] = []
+
+    def start(kernel: Any, arguments: tuple[Any, ...]) -> None:
+        started.append(threading.Thread(target=kernel, args=arguments, daemon=True))
+        started[-1].start()
+
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(team, "start_new_thread", start)
+    return started
+
+
+def _results(rank: int, channel: HostChannel, wire: WireFormat, seen: int) -> list[torch.Tensor]:
+    channel._peers[kernels.PEERS.index("seen")] = seen
+    generator = torch.Generator().manual_seed(rank)
+    results = []
+    for tail, counts in (
+        ((1025,), [[3, 161], [157, 0]]),
+        ((20_001,), [[1, 9], [8, 2]]),
+        ((), [[5, 150_001], [170_003, 1]]),
+        ((7,), [[0, 0], [40_000, 0]]),
+    ):
+        x = torch.randn(sum(counts[rank]), *tail, generator=generator)
+        receives = [row[rank] for row in counts]
+        for known in (True, False):
+            results.append(exchange(channel, x, counts[rank], receives if known else None, wire=wire).wait())
+    return results
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["no checksums", "checksums"])
+@pytest.mark.parametrize("spec", WIRES)
+def test_rows_are_those_of_one_thread(spec: str, checksums: bool, always: list[threading.Thread]) -> None:
+    for seen in (_NEVER, _NEVER + 1, 0):
+        one, several = (
+            Group(2, PIECE, checksums=checksums, threads=threads).run(_results, WireFormat.parse(spec), seen)
+            for threads in (1, THREADS)
+        )
+        for rank in range(2):
+            for expected, got in zip(one[rank], several[rank], strict=True):
+                assert_same_bits(f"{spec}, seen {seen}", expected, got)
+    assert always
+
+
+@pytest.mark.parametrize("spec", ["none", "int8"])
+def test_the_rows_that_are_told_not_to_fit_are_those_that_one_thread_tells(spec: str) -> None:
+    chosen, errors = random.Random(0), []
+    for threads in (1, *(THREADS,) * 10):
+        group = Group(2, PIECE, checksums=True, threads=threads)
+
+        def corrupt(rank: int, channel: HostChannel, group: Group = group) -> IntegrityError | None:
+            x = torch.randn(200, 1000, generator=torch.Generator().manual_seed(rank))
+            transfer = exchange(channel, x, [100, 100], [100, 100], wire=WireFormat.parse(spec), wait=False)
+            group.meeting.wait(30)
+            if rank == 1:
+                return None
+            half = group.layout.HALVES + 3 * group.layout.SLOT_BYTES  # of rank 1 in the first call
+            for place in (PIECE - 3, PIECE // 2 - 1, 20_000, chosen.randrange(20_000, PIECE)):
+                group.buffers[0][half + place] ^= 1
+            with pytest.raises(IntegrityError) as caught:
+                transfer.wait()
+            return caught.value
+
+        errors.append(group.run(corrupt)[0])
+    first = errors[0].rows[0].start
+    assert {str(error) for error in errors} == {str(errors[0])} and 0 < first < 20
+
+
+def test_a_wrong_count_is_told_and_the_ranks_go_on() -> None:
+    group = Group(2, PIECE, threads=THREADS)
+
+    def fn(rank: int, channel: HostChannel) -> torch.Tensor:
+        x = torch.arange(200_000.0).view(100, 2000)
+        if rank == 0:
+            with pytest.raises(CountsError):
+                exchange(channel, x, [50, 50], [50, 49]).wait()
+        else:
+            exchange(channel, x, [50, 50], [50, 50]).wait()
+        return exchange(channel, x + rank, [50, 50]).wait()
+
+    for rank, rows in enumerate(group.run(fn)):
+        own = torch.arange(200_000.0).view(100, 2000)[50 * rank :][:50]
+        assert torch.equal(rows, torch.cat([own, own + 1]))
+
+
+def test_a_wait_that_a_signal_handler_ends_leaves_no_thread(always: list[threading.Thread]) -> None:
+    group = Group(2, PIECE, threads=THREADS)
+    channel, x = group.channels[0], torch.randn(200, 1000)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            exchange(channel, x, [100, 100], [100, 100])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    for thread in always:
+        thread.join(0.5)
+    assert always and not any(thread.is_alive() for thread in always)
+
+    def fn(rank: int, channel: HostChannel) -> torch.Tensor:
+        if rank == 1:
+            assert torch.equal(exchange(channel, -x, [100, 100]).wait(), torch.cat([x[100:], -x[100:]]))
+        return exchange(channel, x + rank, [100, 100]).wait()
+
+    for rank, rows in enumerate(group.run(fn)):
+        assert torch.equal(rows, torch.cat([x[100 * rank :][:100], (x + 1)[100 * rank :][:100]]))
+
+
+def test_an_interrupted_call_leaves_no_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # with threads that are started as they are
+    channel = Group(1, PIECE, threads=4).channels[0]
+    channel._shared_bytes = 0
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    x, out = torch.randn(1000, 2048), torch.empty(1000, 2048)
+    interrupted, chosen = 0, random.Random(0)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-5, 1e-3))
+                for _ in range(20):
+                    exchange(channel, x, [1000], [1000], out=out)
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                out.fill_(7)
+                interrupted += 1
+                time.sleep(0.002)
+                assert (out == 7).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 30
+    exchange(channel, x, [1000], [1000], out=out)
+    assert torch.equal(out, x)
+
+
+def test_a_thread_that_does_not_lead_does_what_is_posted() -> None:
+    channel = Group(1, PIECE, threads=2).channels[0]
+    x, out = torch.randn(2 * PIECE // 4, 1), torch.zeros(2 * PIECE // 4, 1)
+    exchange(channel, x, [len(x)], [len(x)], out=out)
+    assert torch.equal(out, x)
+    out.zero_()
+    words, first = team._new_team(2)
+    job = words[first:]
+    for name, value in {"KIND": piece_team._UNPACK, "NUMBER": 1, "ADDRESS": x.data_ptr() + PIECE}.items():
+        at = getattr(piece_team, f"_{name}") // 4
+        job[at : at + 2].view(np.int64)[0] = value
+    job[team._ROWS_PER_CHUNK // 4], job[team._LIMIT // 4] = PIECE // 4, 4
+    helper = threading.Thread(
+        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, 0, words, False), daemon=True
+    )
+    helper.start()
+    until = time.monotonic() + 20
+    while job[team._DONE // 4] < 4 and time.monotonic() < until:
+        time.sleep(1e-3)
+    job[team._LIMIT // 4] = -1
+    helper.join(20)
+    assert torch.equal(out[PIECE // 4 :], x[PIECE // 4 :]) and not out[: PIECE // 4].any()

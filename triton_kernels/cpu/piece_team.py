@@ -1,0 +1,162 @@
+"""The pieces of an all-to-all-v, each by one thread or, in a large call, by a team.
+
+A large call's `move` runs in the thread that leads. It alone sends and receives by turns, looks at what peers publish,
+and publishes; the others know nothing of the call but what is posted. For each piece it posts the parts, works with
+them until all are done, and only then goes on to what says so: a tail, a head, a header. So what a flag covers is what
+it covered before: the leading thread has read with acquire that everybody's stores (or loads, before a head) are done.
+It waits for no thread that has not taken a part, and between pieces it leaves nothing under way: wherever `move`
+returns, for Python's signal handlers too, the caller's memory is its own again.
+
+Which thread does a part changes no bit: a part is whole rows, or bytes that are only copied, with sums of their own.
+What does not fit its sums is the first unit of the piece that does not, whoever finds what first: each part is looked
+through up to its own first, and the lowest is kept.
+
+*Why parts of a piece*, and not a thread for each peer: this way one segment has several threads too, however few ranks
+there are, no flag has another writer, and a rank waits as before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.atomics import compare_and_swap, load_acquire
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int32, store_int64
+from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.pieces import (
+    EXACT,
+    RECORD_BYTES,
+    RECV_COUNT,
+    SEND_COUNT,
+    SEND_DISPL,
+    STREAM_BYTES,
+    SUMS,
+    TEAM,
+    UNITS_PER_PIECE,
+    UNITS_PER_TURN,
+    X_STEP,
+    X,
+    pack_part,
+    units_of,
+    unpack_part,
+)
+from thinwire.triton_kernels.cpu.team import JOB, claim, finish, post, rows_of_chunk, wait_for_team, wait_for_work
+
+_LEAST_SHARED = 32 << 10  # bytes that lie in a slot: they take about as long as handing them over does
+
+# What is posted: int64 words of the job, and the lowest unit that does not fit its sums, as an int32.
+_PACK, _UNPACK, _STRAIGHT = np.int64(0), np.int64(1), np.int64(2)
+_KIND, _PEER, _NUMBER, _ADDRESS, _SUMS, _WRONG = (JOB + 8 * word for word in range(6))
+_FITS = np.int32(-1)
+
+
+@device
+def units_of_piece(call, count, number):
+    """Units of piece `number` of so many rows."""
+    return min(call[UNITS_PER_PIECE], units_of(call, count) - number * call[UNITS_PER_PIECE])
+
+
+@device
+def is_shared(call, units):
+    """Whether so many units are for a team."""
+    return call[TEAM] != 0 and units * (1 if call[EXACT] else call[RECORD_BYTES]) >= _LEAST_SHARED
+
+
+@device
+def store_part(call, peers, peer, number, target, begin, end):
+    """Stores bytes of an exact piece in their place in an output, at the address `target`."""
+    units = units_of(call, peers[SEND_COUNT, peer])
+    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP] + number * call[UNITS_PER_PIECE]
+    if units >= STREAM_BYTES:
+        stream_bytes(target + begin, source + begin, end - begin)
+    else:
+        copy_bytes(target + begin, source + begin, end - begin)
+
+
+@device
+def do_part(call, peers, team, chunk):
+    """A part of the piece that was posted last."""
+    kind, peer, number = load_int64(team + _KIND), load_int64(team + _PEER), load_int64(team + _NUMBER)
+    address, sums = load_int64(team + _ADDRESS), load_int64(team + _SUMS)
+    count = peers[RECV_COUNT, peer] if kind == _UNPACK else peers[SEND_COUNT, peer]
+    begin, end = rows_of_chunk(team, chunk, units_of_piece(call, count, number))
+    if kind == _PACK:
+        pack_part(call, peers, peer, number, address, sums, begin, end)
+    elif kind == _STRAIGHT:
+        store_part(call, peers, peer, number, address, begin, end)
+    else:
+        wrong = np.int32(unpack_part(call, peers, peer, number, address, sums, begin, end))
+        lowest = load_acquire(team + _WRONG)
+        while wrong >= 0 and (lowest < 0 or wrong < lowest):
+            if compare_and_swap(team + _WRONG, lowest, wrong):
+                break
+            lowest = load_acquire(team + _WRONG)
+
+
+@kernel
+def share_piece(call, peers, kind, peer, number, address, sums, units, fingerprint=FINGERPRINT):
+    """Does a piece with the team. Returns the first of its units that does not fit its sums, or -1."""
+    team = call[TEAM]
+    store_int64(team + _KIND, kind)
+    store_int64(team + _PEER, peer)
+    store_int64(team + _NUMBER, number)
+    store_int64(team + _ADDRESS, address)
+    store_int64(team + _SUMS, sums)
+    store_int32(team + _WRONG, _FITS)
+    post(team, units, call[UNITS_PER_TURN] if call[EXACT] and call[SUMS] else np.int64(1))
+    chunk = claim(team)
+    while chunk >= 0:
+        do_part(call, peers, team, chunk)
+        finish(team)
+        chunk = claim(team)
+    wait_for_team(team)
+    return np.int64(load_acquire(team + _WRONG))
+
+
+@device
+def help_with_pieces(call, peers, team):
+    """What a thread of the team does that does not lead: parts, until it is dismissed."""
+    while True:
+        chunk = wait_for_work(team)
+        if chunk < 0:
+            return
+        do_part(call, peers, team, chunk)
+        finish(team)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+
+
+@device
+def pack_piece(call, peers, peer, number, target, sums):
+    """Stores a piece of what goes to `peer` at the address `target`, and unless `sums` is 0, its sums there."""
+    units = units_of_piece(call, peers[SEND_COUNT, peer], number)
+    if is_shared(call, units):
+        share_piece(call, peers, _PACK, peer, number, target, sums, units)
+    else:
+        pack_part(call, peers, peer, number, target, sums, np.int64(0), units)
+
+
+@device
+def unpack_piece(call, peers, peer, number, source, sums):
+    """Puts a piece of what came from `peer`, at the address `source`, into its rows of the output.
+
+    Unless `sums` is 0 they are compared. Returns the first unit of those that do not fit, counted in the call, or -1.
+    """
+    units = units_of_piece(call, peers[RECV_COUNT, peer], number)
+    if is_shared(call, units):
+        wrong = share_piece(call, peers, _UNPACK, peer, number, source, sums, units)
+    else:
+        wrong = unpack_part(call, peers, peer, number, source, sums, np.int64(0), units)
+    return wrong if wrong < 0 else number * call[UNITS_PER_PIECE] + wrong
+
+
+@device
+def store_piece(call, peers, peer, number, target):
+    """Stores a piece of exact rows where it belongs in the output of `peer`, at the address `target`."""
+    units = units_of_piece(call, peers[SEND_COUNT, peer], number)
+    if is_shared(call, units):
+        share_piece(call, peers, _STRAIGHT, peer, number, target, np.int64(0), units)
+    else:
+        store_part(call, peers, peer, number, target, np.int64(0), units)
