@@ -13,7 +13,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu import pieces
+from thinwire.triton_kernels.cpu import piece_team, pieces
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
 from thinwire.triton_kernels.cpu.exchange_checksum import row_fits, slot_seed
 
@@ -24,7 +24,7 @@ _MAP_FIXED = 0x10
 
 @kernel
 def _pack(call, peers, number, target, sums, fingerprint=FINGERPRINT):
-    pieces.pack_piece(call, peers, 0, number, target, sums)
+    piece_team.pack_piece(call, peers, 0, number, target, sums)
 
 
 @kernel
