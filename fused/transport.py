@@ -285,6 +285,8 @@ class DirectTransport(Attachment):
         self.on_gpu = self.device.type == "cuda"
         self.failure: ThinwireError | None = None
         self.closed = False
+        if voters is not None:
+            voters.add_dependent(self)
         self._prepared: set[Hashable] = set()
         self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
