@@ -61,6 +61,9 @@ _GRACE_BEFORE_VOTE = 0.25
 #: Seconds more that peers get in a call whose kernels this rank had to compile or load, as they may have to as well.
 _COMPILE_SECONDS = 120.0
 
+#: What is said of a call that the end of its communicator has cut off.
+CLOSED = "the communicator was closed while this call was under way"
+
 #: What is said of a call that is captured, and was never made.
 BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
 
