@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,12 @@ class _CheckedPosted(Posted):
         self._arrivals.clear()
 
 
+class Dependent(Protocol):
+    """What goes other ways than an exchange, and is of no use without it."""
+
+    failure: ThinwireError | None
+
+
 class Exchange(ABC):
     """Sends and receives of one rank; how they travel is its own affair. Failed once, it is of no use any more.
 
@@ -137,6 +144,16 @@ class Exchange(ABC):
         self._num_sent, self._num_received = [0] * size, [0] * size
         self.integrity = MODES[0]
         self._num_summed = [0] * size, [0] * size  # messages with sums, to each rank and from there
+        self._dependents: weakref.WeakSet[Dependent] = weakref.WeakSet()
+
+    def add_dependent(self, dependent: Dependent) -> None:
+        """Has it fail with this exchange: once ranks have failed to meet here, they are out of step everywhere."""
+        self._dependents.add(dependent)
+
+    def _fail_dependents(self, failure: PeerTimeout) -> None:
+        """`failure`: without a traceback, which would hold callers' tensors."""
+        for dependent in list(self._dependents):
+            dependent.failure = dependent.failure or failure
 
     def post(
         self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None, rows: Rows | None = None
@@ -422,7 +439,8 @@ class PeerExchange(Exchange):
         if self.agree is not None and self.backend != "nccl":
             missed, (ranks, remark) = ranks, self.agree(ranks)
             text += f"; {remark}" if missed or ranks else ""
-        self.failure = self.failure or PeerTimeout(text, ranks=ranks)  # no traceback, which would hold callers' tensors
+        self.failure = self.failure or PeerTimeout(text, ranks=ranks)
+        self._fail_dependents(self.failure)
         return ranks, text
 
     @property

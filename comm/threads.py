@@ -282,7 +282,11 @@ class ThreadExchange(Exchange):
 
     def complete(self, posted: Posted, *, block_host: bool = False) -> None:
         deadline = time.monotonic() + self.timeout
-        self.world.wait(self.rank, posted._works, self.timeout)
+        try:
+            self.world.wait(self.rank, posted._works, self.timeout)
+        except PeerTimeout as error:
+            self._fail_dependents(PeerTimeout(str(error), ranks=error.ranks))
+            raise
         events = {transfer: transfer.finished for transfer in posted._works if transfer.finished is not None}
         for event in events.values():
             torch.cuda.current_stream(self.device).wait_event(event)
@@ -301,6 +305,7 @@ class ThreadExchange(Exchange):
         ranks, remark = verdict_at(self.rank, self.world.agree(self.rank, missed))
         text += f"; {remark}" if missed or ranks else ""
         self.world.leave(self.rank, text, to_blame=ranks)
+        self._fail_dependents(PeerTimeout(text, ranks=ranks))
         return ranks, text
 
     @property

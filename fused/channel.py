@@ -24,7 +24,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.comm.trace_events import Traffic
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
-from thinwire.fused.transport import ExchangeTransport
+from thinwire.fused.transport import CLOSED, ExchangeTransport
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.wire import WireFormat
 
@@ -37,8 +37,6 @@ PIECES = 4
 _PIECE_BYTES, _MOST_BYTES = 1 << 18, 64 << 20
 _GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _WIRES = ("none", "int8", "int4", "fp8")
-#: What is said of a call that the end of its communicator has cut off.
-CLOSED = "the communicator was closed while this call was under way"
 
 
 def channel_layout(

@@ -9,6 +9,7 @@ outputs are filled with NaN, the next call or `check` raises it, and the memory 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -25,7 +26,15 @@ from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import describe_signature, signature_of, split_parts
-from thinwire.fused.transport import BEFORE_CAPTURE, ExchangeTransport, Refusal, open_direct, uses_triton, voters
+from thinwire.fused.transport import (
+    BEFORE_CAPTURE,
+    CLOSED,
+    ExchangeTransport,
+    Refusal,
+    open_direct,
+    uses_triton,
+    voters,
+)
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -38,12 +47,14 @@ from thinwire.triton_kernels.exchange_layout import (
 )
 from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
+    LEFT_FLAG,
     MAX_WORLD,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
+    SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
 from thinwire.wire import WireFormat
@@ -142,6 +153,8 @@ class DirectCollectives(ExchangeTransport):
         self._phase = _no_phase if recorder is None else recorder.phase
         self._kernels = kernels
         self._words = self.report.data  # the same, of which a word is read sooner
+        self._under_way = False  # whether a call is in the kernels
+        self._held: object = None  # what keeps memory mapped that was closed then
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._plain_sums: dict[object, tuple[Job, list[WireFormat]]] = {}  # of plain calls, with their legs' formats
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
@@ -213,7 +226,7 @@ class DirectCollectives(ExchangeTransport):
         if self.on_gpu:
             self._prepare(job, x, out)
             self.take_turn()
-        done = False
+        done, self._under_way = False, True
         try:
             for chunk in range(job.num_chunks):
                 self._launch(self._end, job, x, out, chunk)
@@ -226,6 +239,7 @@ class DirectCollectives(ExchangeTransport):
             done = True  # all ranks know where they stand
             raise
         finally:
+            self._under_way = False
             if not done and self.failure is None and self.report[REPORT_STATUS] != TIMED_OUT:
                 # Nobody knows which legs were taken; to go on could put one call's rows into another. What has timed
                 # out the next call says.
@@ -318,12 +332,26 @@ class DirectCollectives(ExchangeTransport):
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""
+        if self.closed:
+            raise ThinwireError(CLOSED)
         if self.on_gpu or self.report[REPORT_STATUS] != MISMATCHED:
             return super().raise_findings()
         error = self.mismatch()
         self._end.report.zero_()
         self._end.control[CONTROL_STATUS] = RUNNING
         raise error
+
+    def close(self) -> None:
+        """See `DirectTransport.close`. A call under way, in another thread or below a signal handler, ends."""
+        if self._under_way and not self.closed and not self.on_gpu:
+            self._held = self.memory.held()
+            self._end.control[CONTROL_STATUS] = TIMED_OUT  # kernels do nothing any more, and no wait goes on
+            self.report[REPORT_STATUS] = TIMED_OUT  # so that the call looks what it was
+            for peer, buffer_ptr in enumerate(self.memory.buffer_ptrs.tolist()):
+                if peer != self.rank:
+                    line = buffer_ptr + self.layout.STUCK + self.rank * SIGNAL_LINE_BYTES
+                    ctypes.c_int32.from_address(line).value = LEFT_FLAG
+        super().close()
 
     def mismatch(self) -> ConfigMismatch:
         """What each rank was doing. No peer has gone on to this half's next epoch."""

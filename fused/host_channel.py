@@ -22,9 +22,10 @@ from thinwire.comm.exchange import Exchange
 from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
-from thinwire.fused.channel import CLOSED, FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
+from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
+from thinwire.fused.transport import CLOSED
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
 from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT

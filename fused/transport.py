@@ -61,6 +61,9 @@ _GRACE_BEFORE_VOTE = 0.25
 #: Seconds more that peers get in a call whose kernels this rank had to compile or load, as they may have to as well.
 _COMPILE_SECONDS = 120.0
 
+#: What is said of a call that the end of its communicator has cut off.
+CLOSED = "the communicator was closed while this call was under way"
+
 #: What is said of a call that is captured, and was never made.
 BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
 
@@ -285,6 +288,8 @@ class DirectTransport(Attachment):
         self.on_gpu = self.device.type == "cuda"
         self.failure: ThinwireError | None = None
         self.closed = False
+        if voters is not None:
+            voters.add_dependent(self)
         self._prepared: set[Hashable] = set()
         self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane

@@ -73,31 +73,37 @@ def test_who_has_all_it_needs_of_such_a_rank_notices_nothing() -> None:
     assert run_ranks(_needed_no_more, 3, mode="thread") == [[0.0, 1.0, 2.0], [], [0.0, 1.0, 2.0]]
 
 
-def _closed_meanwhile(comm: Communicator, by: str) -> None:
+def _closed_meanwhile(comm: Communicator, name: str, by: str) -> None:
     channel_of(comm)
     x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
+    calls: dict[str, Callable[[], object]] = {
+        "all_to_all_v": lambda: tw.all_to_all_v(x, rows, rows, wire="none", comm=comm),
+        "all_reduce": lambda: tw.all_reduce(x, comm=comm, transport="direct"),
+    }
+    call = calls[name]
+    call()
     comm.barrier()
     if comm.rank == 1:
         time.sleep(0.4)
         with pytest.raises(PeerTimeout, match="rank 0 closed the communicator in the middle of a call"):
-            tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+            call()
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
         comm.close()
 
-    close: Callable[[], Any] = comm.close
     if by == "a signal handler":
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
     else:
-        threading.Timer(0.1, close).start()
+        threading.Timer(0.1, comm.close).start()
     with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
-        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+        call()
     with pytest.raises(ThinwireError, match="this communicator is closed"):
-        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
+        call()
 
 
 @pytest.mark.parametrize("by", ["a signal handler", "another thread"])
-def test_who_closes_it_while_the_call_waits_ends_it(by: str) -> None:
-    run_ranks(_closed_meanwhile, 2, by, timeout=20)
+@pytest.mark.parametrize("name", ["all_to_all_v", "all_reduce"])
+def test_who_closes_it_while_the_call_waits_ends_it(name: str, by: str) -> None:
+    run_ranks(_closed_meanwhile, 2, name, by, timeout=20)
