@@ -12,7 +12,7 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
-from thinwire.triton_kernels.cpu.ir.atomics import load_relaxed
+from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_int32,
     load_int64,
@@ -123,6 +123,7 @@ def send_sums_kernel(
     ranks = stack_buffer(RANKS_BYTES)
     chosen = scratch + lane.sum_bytes
     parts = chosen + 8 * lane.top_k
+    streamed = False
     for step in range(1, lane.world + 1):
         source = (lane.rank + step) % lane.world
         sums = load_int64(buffer_ptrs + 8 * source) + lane.sums
@@ -158,6 +159,9 @@ def send_sums_kernel(
                 put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
             if far:
                 far = store_at(seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
+                streamed |= far
+    if streamed:
+        finish_stores()
     publish_sums(buffer_ptrs, lane, control, 1)
     return WRITTEN
 

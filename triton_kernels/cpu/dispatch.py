@@ -15,7 +15,7 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import quantize_row
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.ir.atomics import load_relaxed
+from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
     load_float32,
@@ -121,8 +121,9 @@ def store_tokens(
     ranks, far, scratch = stack_buffer(RANKS_BYTES), stack_buffer(RANKS_BYTES), stack_buffer(_ASIDE_BYTES)
     # Once, and not for each record: the clock is read for it.
     for peer in range(lane.world):
-        is_far = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(seen + 8 * peer))
-        store_int64(far + 8 * peer, 1 if is_far else 0)
+        aside = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(seen + 8 * peer))
+        store_int64(far + 8 * peer, 1 if aside else 0)
+    streamed = np.int64(0)
     epoch = next_epoch(control)
     for token in range(begin, stop):
         first = token * lane.top_k
@@ -151,13 +152,17 @@ def store_tokens(
             if target == made:
                 continue
             if load_int64(far + 8 * peer) != 0:
-                store_int64(far + 8 * peer, store_at(seen + 8 * peer, target, made, lane.record_row_bytes) & 1)
+                is_far = store_at(seen + 8 * peer, target, made, lane.record_row_bytes) & 1
+                store_int64(far + 8 * peer, is_far)
+                streamed |= is_far
             else:
                 copy_bytes(target, made, lane.record_row_bytes)
         if lane.checksums:
             pair = record_sums(made, lane, epoch, lane.rank, slot)
             for j in range(count):
                 put(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
+    if streamed:
+        finish_stores()
 
 
 @kernel
@@ -214,21 +219,23 @@ def send_tokens_kernel(
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
     epoch = next_epoch(control)
-    plane_bytes = 4 * max(tokens, 0) * lane.top_k
+    plane_bytes, streamed = 4 * max(tokens, 0) * lane.top_k, np.int64(0)
     for peer in range(lane.world):
         base = load_int64(buffer_ptrs + 8 * peer)
         if peer != lane.rank:
-            store_at(seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
-            store_at(seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
+            streamed |= store_at(seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
+            streamed |= store_at(seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
             if lane.checksums:
                 sums = lane.plane_checksums + 16 * first_slot
-                store_at(seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
+                streamed |= store_at(seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
         line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
         store_int32(line + 4 * SIGNAL_TOKENS, tokens)
         store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word | tag << DTYPE_BITS)
         if lane.checksums:
             put_line_sums(base, line, lane, DISPATCH, epoch, lane.rank)
     store_int32(control + 4 * CONTROL_EPOCH, epoch)
+    if streamed & 1:
+        finish_stores()
     publish(buffer_ptrs, lane.world, lane.rank, lane.signals, epoch)
 
 

@@ -7,7 +7,7 @@ stores past the caches go to. Nobody says reliably which it is: virtual machines
 and are moved about. So now and then the first bytes of what is stored go the ordinary way, and are timed.
 
 What a sender found out is one number for each peer, `seen`: twice the time of its last look, and one more if the peer
-is far. Zero means that it has not looked. Either way the same bytes are stored, and before whatever is published next.
+is far. Zero means that it has not looked. Either way the same bytes are stored.
 
 Threads of one rank may share the number (`store_at`). Each reads one that some thread wrote, as it is read and written
 whole; goes by that until its bytes are stored; and writes what a look of its own found. Of two looks at once one is
@@ -20,7 +20,7 @@ from __future__ import annotations
 from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed, monotonic_ns, store_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
-from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.ir.streaming import stream_unfinished
 
 _LEAST_BYTES = 4096  # fewer are not worth a look at the clock
 _LOOK_NS, _LOOK_BYTES = 2_000_000, 16384  # a look at a far peer costs some microseconds
@@ -35,8 +35,12 @@ def goes_aside(count, seen):
 
 
 @device
-def store(target, source, count, seen):
-    """Copies `count` bytes to a peer, and returns what is now `seen` of it."""
+def store_unfinished(target, source, count, seen):
+    """Copies `count` bytes to a peer, and returns what is now `seen` of it.
+
+    If that is far, whoever publishes them calls `finish_stores` before, in the same thread: a wait of a quarter of a
+    microsecond, which many small copies share.
+    """
     if count < _LEAST_BYTES:
         copy_bytes(target, source, count)
         return seen
@@ -48,17 +52,26 @@ def store(target, source, count, seen):
         ended = monotonic_ns()
         seen = 2 * ended + (1 if (ended - begun) * _FAR_BYTES > done * _FAR_NS else 0)
     if seen & 1:
-        stream_bytes(target + done, source + done, count - done)
+        stream_unfinished(target + done, source + done, count - done)
     else:
         copy_bytes(target + done, source + done, count - done)
     return seen
 
 
 @device
+def store(target, source, count, seen):
+    """The same, and the bytes come before whatever is published next."""
+    seen = store_unfinished(target, source, count, seen)
+    if seen & 1 != 0 and count >= _LEAST_BYTES:
+        finish_stores()
+    return seen
+
+
+@device
 def store_at(place, target, source, count):
-    """`store`, going by the number at the address `place`, which other threads may use; returns what is now seen."""
+    """`store_unfinished`, going by the number at the address `place`, which other threads may use, too."""
     before = load_relaxed(place)
-    seen = store(target, source, count, before)
+    seen = store_unfinished(target, source, count, before)
     if seen != before:  # threads that only read share the line
         store_relaxed(place, seen)
     return seen

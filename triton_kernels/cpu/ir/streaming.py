@@ -35,12 +35,21 @@ def stream_blocks(builder, target, source, blocks):
 
 
 @device
-def stream_bytes(target, source, count):
-    """Copies `count` bytes between places that do not overlap, without reading or keeping the target's lines."""
+def stream_unfinished(target, source, count):
+    """Copies `count` bytes between places that do not overlap, without reading or keeping the target's lines.
+
+    Whoever publishes them calls `finish_stores` before.
+    """
     head = min(count, -target & (_VECTOR_BYTES - 1))
     copy_bytes(target, source, head)
     blocks = (count - head) >> _BLOCK_SHIFT
     stream_blocks(target + head, source + head, blocks)
-    finish_stores()
     done = head + (blocks << _BLOCK_SHIFT)
     copy_bytes(target + done, source + done, count - done)
+
+
+@device
+def stream_bytes(target, source, count):
+    """The same, and they come before whatever is stored next."""
+    stream_unfinished(target, source, count)
+    finish_stores()
