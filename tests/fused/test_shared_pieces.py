@@ -187,3 +187,19 @@ def test_a_thread_that_does_not_lead_does_what_is_posted() -> None:
     job[team._LIMIT // 4] = -1
     helper.join(20)
     assert torch.equal(out[PIECE // 4 :], x[PIECE // 4 :]) and not out[: PIECE // 4].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "mebibytes", "started"),
+    [("int8", 7, 0), ("int8", 8, 1), ("int8", 64, 3), ("none", 31, 0), ("none", 32, 1)],
+)
+def test_calls_have_threads_by_their_bytes(
+    spec: str, mebibytes: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    late: list[object] = []
+    monkeypatch.setattr(team, "start_new_thread", lambda *arguments: late.append(arguments))
+    channel, rows = Group(1, threads=4, piece_bytes=1 << 18).channels[0], mebibytes << 10
+    x = torch.ones(rows, 256)
+    exchange(channel, x, [rows], [rows], out=torch.empty_like(x), wire=WireFormat.parse(spec))
+    assert len(late) == started
