@@ -203,3 +203,25 @@ def test_calls_have_threads_by_their_bytes(
     x = torch.ones(rows, 256)
     exchange(channel, x, [rows], [rows], out=torch.empty_like(x), wire=WireFormat.parse(spec))
     assert len(late) == started
+
+
+def test_nothing_is_published_before_all_threads_have_stored() -> None:
+    group = Group(2, PIECE, threads=2)
+    x = torch.randn(200, 1000)
+    group.run(lambda rank, channel: exchange(channel, x, [100, 100], [100, 100]).wait())
+    channel = group.channels[0]
+    lines = group.layout.HEADERS  # of the second call, whose half is 0; rank 0's is the first
+    header = group.buffers[1][lines : lines + 4].view(torch.int32)
+    words, first = team._new_team(2)
+    done = first + team._DONE // 4
+    words[done] = -1  # somebody's part is still under way
+    todo = kernels.POST
+    leader = threading.Thread(
+        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, todo, words, True), daemon=True
+    )
+    leader.start()
+    leader.join(0.3)
+    assert leader.is_alive() and header[0] == 0
+    words[done] += 1
+    leader.join(20)
+    assert not leader.is_alive() and header[0] == 2
