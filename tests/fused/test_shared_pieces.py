@@ -17,7 +17,8 @@ import torch
 
 from tests.fused.test_all_to_all_channel import Group, exchange
 from tests.wires import WIRES, assert_same_bits
-from thinwire.errors import CountsError, IntegrityError
+from thinwire.errors import CountsError, IntegrityError, PeerTimeout
+from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
 from thinwire.triton_kernels.cpu import piece_team, team
@@ -225,3 +226,40 @@ def test_nothing_is_published_before_all_threads_have_stored() -> None:
     words[done] += 1
     leader.join(20)
     assert not leader.is_alive() and header[0] == 2
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_never_comes_is_named_and_no_thread_is_left(always: list[threading.Thread]) -> None:
+    group = Group(2, PIECE, timeout=0.5, threads=THREADS)
+    x = torch.randn(200, 1000)
+    with pytest.raises(PeerTimeout) as caught:
+        exchange(group.channels[0], x, [100, 100], [100, 100]).wait()
+    for thread in always:
+        thread.join(0.5)
+    assert caught.value.ranks == (1,) and always and not any(thread.is_alive() for thread in always)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
+def test_any_calls_of_many_ranks_and_threads(seed: int) -> None:
+    together = random.Random(seed)
+    world, threads = together.randint(1, 5), together.randint(2, 9)
+    group = Group(world, PIECE, together.randint(1, 4), checksums=together.random() < 0.5, threads=threads)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        wire, width = WireFormat.parse(together.choice(WIRES)), together.choice([1, 100, 1500, 9000])
+        counts = [[together.choice([0, 1, 7, 100]) for _ in range(world)] for _ in range(world)]
+        inputs = [torch.randn(sum(row), width, generator=generator) for row in counts]
+        sent = [dequantize(quantize(x, wire)).split(row) for x, row in zip(inputs, counts, strict=True)]
+
+        def fn(
+            rank: int,
+            channel: HostChannel,
+            counts: list[list[int]] = counts,
+            inputs: list[torch.Tensor] = inputs,
+            wire: WireFormat = wire,
+        ) -> torch.Tensor:
+            return exchange(channel, inputs[rank], counts[rank], [row[rank] for row in counts], wire=wire).wait()
+
+        for rank, got in enumerate(group.run(fn)):
+            assert_same_bits(f"{wire} {width} {counts}", torch.cat([rows[rank] for rows in sent]), got)
