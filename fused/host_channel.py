@@ -35,6 +35,7 @@ _INTS = frozenset([int])
 _STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
 _MOST_KEPT = 1024  # forms of rows, and kinds of plain calls
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
+_COPIED_FOR_ONE = 4  # bytes of exact rows that are as much work as one that is quantised: memory limits copies first
 _PLACED_BY_THE_KERNEL = Segments([], [])
 _RECV_COUNT, _RECV_DISPL = 2, 3  # rows of the kernel's `peers`
 
@@ -88,7 +89,7 @@ class HostChannel(Channel):
         self._peers = words[scalars:].reshape(-1, world)
         # What a call brings lies in one stretch, and is written at once.
         first = kernels.SCALARS.index("discard")
-        self._x_word, self._out_word = kernels.SCALARS.index("x"), kernels.SCALARS.index("out")
+        self._x_word, self._out_word, self._exact_word = map(kernels.SCALARS.index, ("x", "out", "exact"))
         self._brought, self._brought_at = struct.Struct(f"{scalars - first + 4 * world}q"), 8 * first
         self._brought_words = slice(first, scalars + 4 * world)
         self._expects_anything = (-1,) * world + (0,) * world
@@ -384,8 +385,10 @@ class HostChannel(Channel):
     def _launch(self, todo: int, num_bytes: int) -> int:
         """What the kernel returns. It runs in as many threads as so many bytes of rows are worth."""
         if num_bytes >= self._shared_bytes:
-            threads = self._threads_for(num_bytes, 1, self.threads)
-            return self._kernels.move_in_team(threads, self._call, self._peers, todo)
+            work = num_bytes // _COPIED_FOR_ONE if self._words[self._exact_word] else num_bytes
+            threads = self._threads_for(work, 1, self.threads)
+            if threads > 1:
+                return self._kernels.move_in_team(threads, self._call, self._peers, todo)
         status: int = self._kernel(self._call, self._peers, todo)
         return status
 

@@ -17,7 +17,8 @@ import torch
 
 from tests.fused.test_all_to_all_channel import Group, exchange
 from tests.wires import WIRES, assert_same_bits
-from thinwire.errors import CountsError, IntegrityError
+from thinwire.errors import CountsError, IntegrityError, PeerTimeout
+from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
 from thinwire.triton_kernels.cpu import piece_team, team
@@ -187,3 +188,78 @@ def test_a_thread_that_does_not_lead_does_what_is_posted() -> None:
     job[team._LIMIT // 4] = -1
     helper.join(20)
     assert torch.equal(out[PIECE // 4 :], x[PIECE // 4 :]) and not out[: PIECE // 4].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "mebibytes", "started"),
+    [("int8", 7, 0), ("int8", 8, 1), ("int8", 64, 3), ("none", 31, 0), ("none", 32, 1)],
+)
+def test_calls_have_threads_by_their_bytes(
+    spec: str, mebibytes: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    late: list[object] = []
+    monkeypatch.setattr(team, "start_new_thread", lambda *arguments: late.append(arguments))
+    channel, rows = Group(1, threads=4, piece_bytes=1 << 18).channels[0], mebibytes << 10
+    x = torch.ones(rows, 256)
+    exchange(channel, x, [rows], [rows], out=torch.empty_like(x), wire=WireFormat.parse(spec))
+    assert len(late) == started
+
+
+def test_nothing_is_published_before_all_threads_have_stored() -> None:
+    group = Group(2, PIECE, threads=2)
+    x = torch.randn(200, 1000)
+    group.run(lambda rank, channel: exchange(channel, x, [100, 100], [100, 100]).wait())
+    channel = group.channels[0]
+    lines = group.layout.HEADERS  # of the second call, whose half is 0; rank 0's is the first
+    header = group.buffers[1][lines : lines + 4].view(torch.int32)
+    words, first = team._new_team(2)
+    done = first + team._DONE // 4
+    words[done] = -1  # somebody's part is still under way
+    todo = kernels.POST
+    leader = threading.Thread(
+        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, todo, words, True), daemon=True
+    )
+    leader.start()
+    leader.join(0.3)
+    assert leader.is_alive() and header[0] == 0
+    words[done] += 1
+    leader.join(20)
+    assert not leader.is_alive() and header[0] == 2
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_never_comes_is_named_and_no_thread_is_left(always: list[threading.Thread]) -> None:
+    group = Group(2, PIECE, timeout=0.5, threads=THREADS)
+    x = torch.randn(200, 1000)
+    with pytest.raises(PeerTimeout) as caught:
+        exchange(group.channels[0], x, [100, 100], [100, 100]).wait()
+    for thread in always:
+        thread.join(0.5)
+    assert caught.value.ranks == (1,) and always and not any(thread.is_alive() for thread in always)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
+def test_any_calls_of_many_ranks_and_threads(seed: int) -> None:
+    together = random.Random(seed)
+    world, threads = together.randint(1, 5), together.randint(2, 9)
+    group = Group(world, PIECE, together.randint(1, 4), checksums=together.random() < 0.5, threads=threads)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        wire, width = WireFormat.parse(together.choice(WIRES)), together.choice([1, 100, 1500, 9000])
+        counts = [[together.choice([0, 1, 7, 100]) for _ in range(world)] for _ in range(world)]
+        inputs = [torch.randn(sum(row), width, generator=generator) for row in counts]
+        sent = [dequantize(quantize(x, wire)).split(row) for x, row in zip(inputs, counts, strict=True)]
+
+        def fn(
+            rank: int,
+            channel: HostChannel,
+            counts: list[list[int]] = counts,
+            inputs: list[torch.Tensor] = inputs,
+            wire: WireFormat = wire,
+        ) -> torch.Tensor:
+            return exchange(channel, inputs[rank], counts[rank], [row[rank] for row in counts], wire=wire).wait()
+
+        for rank, got in enumerate(group.run(fn)):
+            assert_same_bits(f"{wire} {width} {counts}", torch.cat([rows[rank] for rows in sent]), got)
