@@ -35,7 +35,6 @@ NUMBER, NAME, SHAPE, DTYPE, WIRES, TRANSPORT, DETAILS, START, END, STATE, FAILUR
 Entry = list[Any]
 
 _MASK = RING - 1
-_WITHDRAWN = "withdrawn"
 _MOST_WRITTEN = 16  # files that one signal writes
 
 _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
@@ -49,9 +48,6 @@ class Recording(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
-
-    def withdraw(self) -> None:
-        """The call is not made after all, and takes no number."""
 
 
 class Waiting:
@@ -190,15 +186,38 @@ class FlightRecorder:
             entry[END] = monotonic_ns()
             entry[STATE] = DONE
 
-    def withdraw(self) -> None:
-        """See `Recording`."""
-        if self._span is not None:
-            self._span.drop()
-            self._span = None
-        self._begun -= 1
-        self._number -= 1
-        self._entries[self._begun & _MASK] = None
-        self._new[STATE] = _WITHDRAWN
+    def enter(self, recorded: tuple[Any, ...]) -> None:
+        """`begin` and what `with` does, in one and sooner: for calls of all ranks that take microseconds.
+
+        An exception from outside may come at its end, too: so it is called within the `try` whose end is `leave`.
+
+        Args:
+            recorded: name, shape, dtype, wires, transport, details, as `begin` takes them.
+        """
+        if self._current is not None:
+            self._current[INSIDE] = recorded[0]
+            return
+        begun = self._begun
+        number = self._number = self._number + 1
+        entry = self._current = self._new = self._entries[begun & _MASK] = [
+            number, *recorded, monotonic_ns(), 0, UNDER_WAY, None, None,
+        ]  # fmt: skip
+        self._begun = begun + 1
+        track = self.track
+        if track is not None:
+            self._span = track.open(recorded[0], entry=entry)
+
+    def leave(self, outer: Entry | None, error: BaseException | None = None) -> None:
+        """Ends what `enter` began, by an error or well; `outer` is what `_current` was before it."""
+        entry = self._current
+        if entry is outer or entry is None:
+            return
+        if error is not None or self._span is not None:
+            self.__exit__(None if error is None else type(error), error, None)
+            return
+        self._current = None
+        entry[END] = monotonic_ns()
+        entry[STATE] = DONE
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -297,9 +316,6 @@ class _Nested:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        return
-
-    def withdraw(self) -> None:
         return
 
 

@@ -148,12 +148,6 @@ class Span:
         self._track.add(self.event)
         return self.event
 
-    def drop(self) -> None:
-        """It has not happened."""
-        if self._phase is not None:
-            self._track.leave()
-        self._track.leave()
-
     def __enter__(self) -> None:
         return
 

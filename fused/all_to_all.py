@@ -20,6 +20,7 @@ from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
 from thinwire.comm.tensors import is_dense
 from thinwire.comm.work import Work, deliver
+from thinwire.compiler import nothing_compiles
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer, traffic_of
@@ -39,7 +40,7 @@ from thinwire.fused.direct import open_channel, send_rows
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.size_switch import is_auto, resolve_wires
+from thinwire.fused.size_switch import AUTO, is_auto, resolve_wires
 from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Refusal, check_transport, choose
 from thinwire.octets import as_bytes
@@ -70,7 +71,6 @@ def _backward(
     return back
 
 
-@in_graphs(_backward)
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Counts | None = None,
@@ -141,21 +141,56 @@ def all_to_all_v(
     [[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]
     >>> comm.close()
     """
+    if nothing_compiles():
+        if type(comm) is not Communicator:
+            comm = communicator_or_default(comm)
+        if isinstance(wire, str) and wire == AUTO:
+            check_transport(transport)
+            comm.check_device("x", x)
+            (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
+        # A small call takes microseconds: what `send_plainly` needs comes before all that tells errors apart.
+        if (
+            send_displs is None
+            and recv_displs is None
+            and (send_counts is None) == (recv_counts is None)
+            and not (async_op or check)
+            and type(transport) is str
+            and transport in _NOT_STAGED
+        ):
+            named = default_wire() if wire is None else wire
+            plain = comm._attachments.get("all_to_all_v")
+            if type(named) in _NAMES and type(plain) is HostChannel and not comm._unfinished:
+                moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
+                if moved is not None:
+                    return moved
+    return _thoroughly(
+        x, send_counts, recv_counts, send_displs=send_displs, recv_displs=recv_displs, out=out, wire=wire, comm=comm,
+        transport=transport, async_op=async_op, check=check, grad_wire=grad_wire,
+    )  # fmt: skip
+
+
+@in_graphs(_backward, all_to_all_v)
+def _thoroughly(
+    x: torch.Tensor,
+    send_counts: Counts | None = None,
+    recv_counts: Counts | None = None,
+    *,
+    send_displs: Counts | None = None,
+    recv_displs: Counts | None = None,
+    out: torch.Tensor | None = None,
+    wire: str | WireFormat | None = None,
+    comm: Group | None = None,
+    transport: str = "auto",
+    async_op: bool = False,
+    check: bool = False,
+    grad_wire: str | WireFormat = "none",
+) -> torch.Tensor | Work[torch.Tensor]:
     comm = communicator_or_default(comm)
     check_transport(transport)
     if is_auto(wire):
         comm.check_device("x", x)
         (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
-    if wire is None:
-        wire = default_wire()
-    ordinary = send_displs is None and recv_displs is None and transport in _NOT_STAGED and not (async_op or check)
-    named, wire = wire, resolve_wire(wire)
-    if ordinary and (send_counts is None) == (recv_counts is None) and type(named) in _NAMES:
-        plain = comm.attached("all_to_all_v")
-        if type(plain) is HostChannel:
-            moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
-            if moved is not None:
-                return moved
+    wire = resolve_wire(wire)
     if wants_gradient(x):
         require_linear("all_to_all_v", out, async_op)
         if send_counts is not None:

@@ -3,8 +3,8 @@
 The protocol is that of `thinwire.fused.channel`, the kernel is in `thinwire.triton_kernels.cpu.all_to_all_v`.
 
 A small call takes microseconds, and most of them are Python's. So the plainest calls have a short way, `send_plainly`:
-it looks at little, has the kernel look at the counts, and leaves whatever is not plain, or wrong, to the thorough way.
-What calls that are alike have in common is decided in the first of them, and kept.
+it looks at little, and leaves whatever is not plain, or wrong, to the thorough way. What calls that are alike have in
+common is decided in the first of them, and kept.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
@@ -24,7 +26,7 @@ from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
 from thinwire.fused.codec import resolve_wire
-from thinwire.fused.counts import Segments
+from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.transport import CLOSED
 from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
@@ -32,7 +34,7 @@ from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNA
 from thinwire.wire import WireFormat
 
 _INTS = frozenset([int])
-_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
+_CONTIGUOUS = torch.contiguous_format  # x may have odd strides, where a size is 1
 _MOST_KEPT = 1024  # forms of rows, and kinds of plain calls
 _MOST_ROWS = 1 << 40  # of a new output; more is nonsense, but torch has other words for what fits 64 bits and what not
 _COPIED_FOR_ONE = 4  # bytes of exact rows that are as much work as one that is quantised: memory limits copies first
@@ -46,13 +48,33 @@ class _Kind(NamedTuple):
     It holds no tensor, and nothing that a caller could change.
     """
 
-    wire: WireFormat
+    alike: Callable[..., bool]  # whether tensors are as x was, and `out` where it was given, but for what they hold
+    named: str | WireFormat
+    makes_output: bool
+    given_send_counts: list[int] | None
+    given_recv_counts: list[int] | None
     send_counts: list[int]
-    recv_counts: list[int]
+    wire: WireFormat
+    shape: torch.Size
     out_shape: torch.Size
+    x_bytes: int
+    out_bytes: int
     words: memoryview  # what such a call brings, but for the addresses
     num_bytes: int  # of x or the output, the larger
-    details: tuple[object, ...]  # for the flight recorder
+    recorded: tuple[Any, ...]  # by the flight recorder
+
+
+def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """Says in one question whether others are of the same type, dtype, sizes, strides, and keys of dispatch.
+
+    The keys tell the device and the layout, negative views, autograd's modes, and all else that torch looks at. Asked
+    for one by one they take a microsecond. torch.compile's graphs are guarded by the same; no tensor is held.
+    """
+    sizes, strides = ([[*of(tensor)] for tensor in tensors] for of in (torch.Tensor.size, torch.Tensor.stride))
+    made: Any = TensorGuards  # whose stub has its lists less deep
+    guards = made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 class HostChannel(Channel):
@@ -84,7 +106,7 @@ class HostChannel(Channel):
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
-        self._words = memoryview(words).cast("B").cast("q")
+        self._words, self._address = memoryview(words).cast("B").cast("q"), words.ctypes.data
         self._call = words[:scalars]
         self._peers = words[scalars:].reshape(-1, world)
         # What a call brings lies in one stretch, and is written at once.
@@ -93,12 +115,11 @@ class HostChannel(Channel):
         self._brought, self._brought_at = struct.Struct(f"{scalars - first + 4 * world}q"), 8 * first
         self._brought_words = slice(first, scalars + 4 * world)
         self._expects_anything = (-1,) * world + (0,) * world
-        self._zeros = (0,) * world
         self._spare: Transfer | None = None  # of `send_plainly`
         self._kinds: dict[object, _Kind] = {}
         self._brings: _Kind | None = None  # whose words the kernel has
         self._regions: Any = None  # which the kernel has the address of
-        self._plainly = kernels.CHECK | kernels.POST | kernels.DRAIN
+        self._plainly = kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
             "rank": rank,
@@ -127,7 +148,7 @@ class HostChannel(Channel):
         ):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
-        self._kernel(self._call, self._peers, 0)  # compiles, or loads what was compiled: nobody waits for it later
+        self._kernel(self._address, 0)  # compiles, or loads what was compiled: nobody waits for it later
         if threads > 1:
             kernels.move_in_team(1, self._call, self._peers, 0)
 
@@ -186,15 +207,15 @@ class HostChannel(Channel):
             expected = (*recv_buffer.segments.counts, *recv_buffer.segments.displs)
         self._brought.pack_into(
             self._words, self._brought_at,
-            0, transfer.x.data_ptr(), transfer.step, address, row_format.step, 0, 0, *row_format.words,
+            0, transfer.x.data_ptr(), transfer.step, address, row_format.step, *row_format.words,
             *sends.counts, *sends.displs, *expected,
         )  # fmt: skip
         self._under_way = transfer
         if not wait:
-            self._kernel(self._call, self._peers, self._post)
+            self._kernel(self._address, self._post)
         elif recv_buffer is None:
             self.complete(transfer, self._post)
-        elif self._launch(self._post | self._kernels.DRAIN, _num_bytes(transfer.x, recv_buffer.memory)) != RUNNING:
+        elif self._launch(self._plainly, _num_bytes(transfer.x, recv_buffer.memory)) != RUNNING:
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
             self._under_way = transfer.x = None  # the usual case, without the detour
@@ -202,10 +223,10 @@ class HostChannel(Channel):
 
     def send_plainly(
         self,
-        x: object,
-        send_counts: object,
-        recv_counts: object,
-        out: object,
+        x: Any,
+        send_counts: Any,
+        recv_counts: Any,
+        out: Any,
         wire: str | WireFormat,
         comm: Communicator,
     ) -> torch.Tensor | None:
@@ -219,51 +240,48 @@ class HostChannel(Channel):
         Returns:
             The output, filled: `out`, or a new tensor if that is None. None: not done, and not begun either.
         """
-        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
-            return None
-        if x.is_neg() or not x.is_contiguous() or x.is_nested:
-            return None
         if self._under_way is not None or self.failure is not None or self.closed:
             return None
-        shape, dtype = x.shape, x.dtype
-        key: tuple[object, ...]
-        if out is None:
-            key = shape, dtype, wire, None, send_counts is None
-        elif type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED or out.dtype is not dtype:
-            return None
-        elif out.is_neg() or not out.is_contiguous() or out.is_nested:
-            return None
-        else:
-            key = shape, dtype, wire, out.shape, send_counts is None
-        kind = self._kinds.get(key)
         if send_counts is not None and (
             type(send_counts) is not list
             or type(recv_counts) is not list
-            or not (_INTS.issuperset(map(type, send_counts)) and _INTS.issuperset(map(type, recv_counts)))
+            or not _INTS.issuperset(map(type, send_counts + recv_counts))
         ):
             return None
-        if kind is None or (
-            send_counts is not None and (send_counts != kind.send_counts or recv_counts != kind.recv_counts)
+        kind = self._brings
+        if (
+            kind is None
+            or (out is None) is not kind.makes_output
+            or not (kind.alike(x) if out is None else kind.alike(x, out))
+            or wire != kind.named
+            or send_counts != kind.given_send_counts
+            or recv_counts != kind.given_recv_counts
         ):
-            kind = self._new_kind(key, x, send_counts, recv_counts, out, resolve_wire(wire))
+            kind = self._kind_of(x, send_counts, recv_counts, out, wire)
             if kind is None:
                 return None
+            self._brings = None
+            self._words[self._brought_words] = kind.words
+            self._brings = kind
+        x_address = x.data_ptr()
         if out is None:
             try:
-                if kind.out_shape == shape and x.nbytes < LEAST_BYTES:  # at half the cost
+                if kind.out_shape == kind.shape and x.nbytes < LEAST_BYTES:  # at half the cost
                     out = torch.empty_like(x, memory_format=_CONTIGUOUS)
                 else:
                     out = comm._result_memory.new_empty(x, kind.out_shape)
             except RuntimeError:  # no memory
                 return None
+            out_address = out.data_ptr()
+        else:
+            out_address = out.data_ptr()
+            if x_address < out_address + kind.out_bytes and out_address < x_address + kind.x_bytes:
+                return None
         words, recorder = self._words, comm._recorder
-        if kind is not self._brings:
-            self._brings = None
-            words[self._brought_words] = kind.words
-            self._brings = kind
-        words[self._x_word], words[self._out_word] = x.data_ptr(), out.data_ptr()
-        call = recorder.begin("all_to_all_v", shape, dtype, kind.wire, "direct", kind.details)
-        with call:
+        words[self._x_word], words[self._out_word] = x_address, out_address
+        outer = recorder._current
+        try:
+            recorder.enter(kind.recorded)
             # Whatever interrupts this, the next call finds what there is to end. One that ended as it should serves the
             # next call too; it is nobody else's.
             transfer, self._spare = self._spare, None
@@ -273,62 +291,88 @@ class HostChannel(Channel):
             self._under_way = transfer
             if recorder.track is not None:
                 recorder.sent(traffic_of(x, kind.send_counts, self.rank, kind.wire))
-            status = self._launch(self._plainly, kind.num_bytes)
+            if kind.num_bytes < self._shared_bytes:
+                status = self._kernel(self._address, self._plainly)
+            else:
+                status = self._launch(self._plainly, kind.num_bytes)
             if status == RUNNING:
                 self._under_way = transfer.x = transfer.out = None  # it shall hold no tensors
                 self._spare = transfer
-                return out
-            if status == self._kernels.REFUSED:
-                self._under_way = None
-                call.withdraw()
-                return None
-            self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
-            return transfer.wait()
+            else:
+                self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
+                transfer.wait()
+        except BaseException as error:
+            recorder.leave(outer, error)
+            raise
+        recorder.leave(outer)
+        return out
 
-    def _new_kind(
+    def _kind_of(
         self,
-        key: object,
-        x: torch.Tensor,
-        send_counts: Any,
-        recv_counts: Any,
-        out: torch.Tensor | None,
-        wire: WireFormat,
+        x: Any,
+        send_counts: list[int] | None,
+        recv_counts: list[int] | None,
+        out: Any,
+        named: str | WireFormat,
     ) -> _Kind | None:
-        """What is kept of a plain call; None where it is none."""
-        shape, world = x.shape, self.layout.WORLD
-        tail = shape[1:]
-        row_format = self._row_formats.get((tail, x.dtype, wire))
-        if row_format is None or row_format.record_bytes or x.dtype.is_complex or not shape:
+        """What is kept of a plain call; None where it is none, or wrong."""
+        given = [x] if out is None else [x, out]
+        for tensor in given:
+            if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+                return None
+            if tensor.is_neg() or tensor.is_nested or not tensor.is_contiguous():
+                return None
+        shape, dtype, given_shape = x.shape, x.dtype, given[-1].shape
+        if x.requires_grad or given[-1].dtype is not dtype:
             return None
-        if send_counts is None:
+        key = shape, dtype, named, out is None, given_shape, send_counts is None
+        kind = self._kinds.get(key)
+        if kind is not None and send_counts == kind.given_send_counts and recv_counts == kind.given_recv_counts:
+            if not kind.alike(*given):  # of another mode of autograd's, for instance
+                kind = self._kinds[key] = kind._replace(alike=_guard(given))
+            return kind
+        wire, world, tail = resolve_wire(named), self.layout.WORLD, shape[1:]
+        row_format = self._row_formats.get((tail, dtype, wire))
+        if row_format is None or row_format.record_bytes or dtype.is_complex or not shape:
+            return None
+        if send_counts is None or recv_counts is None:
             if shape[0] % world:
                 return None
-            send_counts = recv_counts = [shape[0] // world] * world
-        if not len(send_counts) == len(recv_counts) == world:
-            return None
-        rows = sum(recv_counts)
-        if out is None:
-            if not 0 <= rows <= _MOST_ROWS:
-                return None
-            out_shape = torch.Size((rows, *tail))
+            sends = receives = [shape[0] // world] * world
         else:
-            out_shape = out.shape
-            if len(out_shape) != len(shape) or out_shape[1:] != tail:
-                return None
-        try:
-            words = self._brought.pack(
-                0, 0, row_format.step, 0, row_format.step, shape[0], out_shape[0],
-                *row_format.words, *send_counts, *self._zeros, *recv_counts, *self._zeros,
-            )  # fmt: skip
-        except struct.error:  # a number of more than 64 bits
+            sends, receives = send_counts[:], recv_counts[:]  # the caller may change its lists
+        if not len(sends) == len(receives) == world or min(sends) < 0 or min(receives) < 0:
             return None
-        sent, expected = send_counts[:], recv_counts[:]  # the caller may change its lists
-        details = ("send_counts", sent, "recv_counts", expected)
+        rows = sum(receives)
+        if rows > _MOST_ROWS:
+            return None
+        out_shape = torch.Size((rows, *tail)) if out is None else given_shape
+        if len(out_shape) != len(shape) or out_shape[1:] != tail:
+            return None
+        if sum(sends) > shape[0] or rows > out_shape[0] or sends[self.rank] != receives[self.rank]:
+            return None
+        words = self._brought.pack(
+            0, 0, row_format.step, 0, row_format.step, *row_format.words,
+            *sends, *dense_segments(sends).displs, *receives, *dense_segments(receives).displs,
+        )  # fmt: skip
         if len(self._kinds) >= _MOST_KEPT:
             self._kinds.clear()
-        num_bytes = max(x.nbytes, out_shape.numel() * x.itemsize)
-        kind = _Kind(wire, sent, expected, out_shape, memoryview(words).cast("q"), num_bytes, details)
-        self._kinds[key] = kind
+        kind = self._kinds[key] = _Kind(
+            _guard(given),
+            named,
+            out is None,
+            None if send_counts is None else sends,
+            None if recv_counts is None else receives,
+            sends,
+            wire,
+            shape,
+            out_shape,
+            shape[0] * row_format.step,
+            out_shape[0] * row_format.step,
+            max(x.nbytes, out_shape.numel() * x.itemsize),
+            memoryview(words).cast("q"),
+            ("all_to_all_v", shape, dtype, wire, "direct", ("send_counts", sends, "recv_counts", receives)),
+        )
         return kind
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
@@ -389,7 +433,7 @@ class HostChannel(Channel):
             threads = self._threads_for(work, 1, self.threads)
             if threads > 1:
                 return self._kernels.move_in_team(threads, self._call, self._peers, todo)
-        status: int = self._kernel(self._call, self._peers, todo)
+        status: int = self._kernel(self._address, todo)
         return status
 
     def open_epoch(self) -> int:
@@ -409,7 +453,7 @@ class HostChannel(Channel):
         transfer = self._under_way
         if not self.closed and transfer is not None:
             transfer.memory = self.memory.held()  # for the kernel, until it has seen that it is over
-            self._kernel(self._call, self._peers, self._kernels.LEAVE)
+            self._kernel(self._address, self._kernels.LEAVE)
         super().close()
 
 

@@ -42,16 +42,20 @@ _functions: dict[str, Callable[..., Any]] = {}
 _backwards: dict[str, Callable[..., Any]] = {}
 
 
-def in_graphs(backward: Callable[..., Any] | None = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def in_graphs(
+    backward: Callable[..., Any] | None = None, public: Callable[..., Any] | None = None
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a collective what it is in Python, and in graphs the operator of its name.
 
     Args:
         backward: gives what carries gradients back, if that is no other collective.
+        public: what users call, and the operator calls, if that is not the function itself but calls it.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        name = function.__name__
-        _functions[name] = function
+        called = function if public is None else public
+        name = called.__name__
+        _functions[name] = called
         if backward is not None:
             _backwards[name] = backward
         return compiled_as(_TRACED[name], _REASON)(function)

@@ -13,11 +13,19 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
+
+
+def nothing_compiles() -> bool:
+    """Whether neither this is traced by torch.compile nor what is called from here would be."""
+    if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
+        return True
+    return not torch.compiler.is_compiling() and get_eval_frame_callback() is None
 
 
 def opaque(function: Callable[_P, _T], reason: str = _REASON) -> Callable[_P, _T]:

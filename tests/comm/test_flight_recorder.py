@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
@@ -94,19 +93,6 @@ def test_a_call_that_raised_says_what_and_the_next_one_is_by_itself(error: BaseE
     one, two = written(made).operations
     assert (one.state, one.failure, one.inside) == (state, type(error).__name__, "within")
     assert (two.number, two.name, two.state) == (2, "two", DONE)
-
-
-def test_a_withdrawn_call_leaves_no_trace_and_no_gap() -> None:
-    made = recorder()
-    for name in ("one", "two"):
-        with made.begin("not made") as _, contextlib.suppress(IndexError):
-            made.withdraw()
-        with made.begin(name):
-            pass
-    assert [(each.number, each.name, each.state) for each in written(made).operations] == [
-        (1, "one", DONE),
-        (2, "two", DONE),
-    ]
 
 
 def test_what_is_waited_for_later_ends_then_even_when_the_ring_has_moved_on() -> None:

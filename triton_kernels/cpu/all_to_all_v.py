@@ -27,6 +27,7 @@ from thinwire.triton_kernels.cpu.exchange_checksum import (
     report_corruption,
 )
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
+from thinwire.triton_kernels.cpu.ir.fields import int64_rows, int64_words
 from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
 from thinwire.triton_kernels.cpu.pieces import (
     ANSWER,
@@ -49,16 +50,12 @@ from thinwire.triton_kernels.cpu.pieces import (
     LOOKS,
     NEXT_IN,
     NEXT_OUT,
-    OUT,
-    OUT_ROWS,
-    OUT_STEP,
     PARITY_HERE,
     PARITY_THERE,
     PLACE,
     RANK,
     RECEIVED,
     RECV_COUNT,
-    RECV_DISPL,
     REGIONS,
     REPORT,
     RING_HERE,
@@ -81,7 +78,6 @@ from thinwire.triton_kernels.cpu.pieces import (
     UNITS_PER_PIECE,
     UNITS_PER_TURN,
     WORLD,
-    X_ROWS,
     X_STEP,
     X,
     pieces_of,
@@ -129,10 +125,10 @@ from thinwire.triton_kernels.signal import (
 )
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
-# after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C; and first look at the counts.
-# Or none of that, but end the use of the channel in the middle of a call.
-POST, HEADERS, DRAIN, RESUME, CHECK, LEAVE = 1, 2, 4, 8, 16, 32
-PAUSED, REFUSED, LEFT = 4, 5, 6  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
+# after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C. Or none of that, but end the use
+# of the channel in the middle of a call.
+POST, HEADERS, DRAIN, RESUME, LEAVE = 1, 2, 4, 8, 16
+PAUSED, LEFT = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
 # comes from this peer in this call is taken in and dropped.
@@ -145,22 +141,6 @@ _ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps. None of them waits; they say whether they got anywhere. Towards this rank itself the same steps are taken, but
 # for headers and the ring: quantised rows become records too, as placement shall not change results.
-
-
-@kernel
-def acceptable(call, peers, fingerprint=FINGERPRINT):
-    """Places segments one after the other. False if they do not fit, or what is read and what is written overlaps."""
-    x_rows, out_rows = call[X_ROWS], call[OUT_ROWS]
-    for peer in range(call[WORLD]):
-        sent, received = peers[SEND_COUNT, peer], peers[RECV_COUNT, peer]
-        if sent < 0 or sent > x_rows or received < 0 or received > out_rows:
-            return False
-        peers[SEND_DISPL, peer], peers[RECV_DISPL, peer] = call[X_ROWS] - x_rows, call[OUT_ROWS] - out_rows
-        x_rows -= sent
-        out_rows -= received
-    x_end, out_end = call[X] + call[X_ROWS] * call[X_STEP], call[OUT] + call[OUT_ROWS] * call[OUT_STEP]
-    apart = x_end <= call[OUT] or out_end <= call[X] or x_end == call[X] or out_end == call[OUT]
-    return apart and peers[SEND_COUNT, call[RANK]] == peers[RECV_COUNT, call[RANK]]
 
 
 @device
@@ -427,16 +407,19 @@ def leave(call, peers, fingerprint=FINGERPRINT):
 
 
 @kernel
-def move(call, peers, todo, fingerprint=FINGERPRINT):
+def move(words, todo, fingerprint=FINGERPRINT):
     """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED;
-    REFUSED, and nothing was done; or TIMED_OUT, CORRUPTED or LEFT, and so will every later call."""
+    or TIMED_OUT, CORRUPTED or LEFT, and so will every later call.
+
+    `words` is the address of `call`, behind which `peers` lies: numba looks at each array that it is given.
+    """
+    call = int64_words(words, len(SCALARS))
+    peers = int64_rows(words + 8 * len(SCALARS), len(PEERS), call[WORLD])
     if call[STATUS] != RUNNING or todo == 0:
         return call[STATUS]
     if todo & LEAVE:
         leave(call, peers)
         return call[STATUS]
-    if todo & CHECK and not acceptable(call, peers):
-        return np.int64(REFUSED)
     world, draining, opening = call[WORLD], todo & DRAIN != 0, todo & POST != 0
     if call[GIVE_UP_BY] != 0:
         return call[STATUS] if end(call, peers, draining) else np.int64(PAUSED)
@@ -491,7 +474,7 @@ def move_in_team_kernel(call, peers, todo, words, leads, fingerprint=FINGERPRINT
         help_with_pieces(call, peers, team)
         return np.int64(RUNNING)
     call[TEAM] = team
-    status = move(call, peers, todo)
+    status = move(np.int64(call.ctypes.data), todo)
     call[TEAM] = 0
     dismiss(team)
     return status

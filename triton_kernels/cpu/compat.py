@@ -41,7 +41,7 @@ FINGERPRINT = _hash_sources()
 
 if HAS_NUMBA:
     from llvmlite import binding, ir
-    from numba import njit, types
+    from numba import carray, njit, types
     from numba.core import cgutils
     from numba.core.registry import cpu_target
     from numba.extending import intrinsic
@@ -123,4 +123,4 @@ else:
         return False
 
     rounds_pairs_to_bfloat16 = gathers_bytes = converts_halves
-    ir = types = cgutils = BFloat16 = None
+    carray = ir = types = cgutils = BFloat16 = None

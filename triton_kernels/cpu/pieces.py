@@ -23,9 +23,8 @@ SCALARS = (
     "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     "team",  # the address of that which shares the pieces while a large call runs, else 0
-    # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next, and
-    # (for CHECK) how many there are,
-    "discard", "x", "x_step", "out", "out_step", "x_rows", "out_rows",
+    # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next,
+    "discard", "x", "x_step", "out", "out_step",
     # the form of the rows, and what the header says of it.
     "exact", "counts_per_row", "unit_bytes", "units_per_piece", "units_per_turn", "dtype",
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
@@ -38,7 +37,7 @@ SCALARS = (
     HALVES, SUMS, SLOT_SUM_BYTES,
     REGIONS, NUM_REGIONS,
     TEAM,
-    DISCARD, X, X_STEP, OUT, OUT_STEP, X_ROWS, OUT_ROWS,
+    DISCARD, X, X_STEP, OUT, OUT_STEP,
     EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
     KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
     SIGNATURE, _, _, _,
