@@ -59,8 +59,8 @@ class _Kind(NamedTuple):
     out_shape: torch.Size
     x_bytes: int
     out_bytes: int
-    words: memoryview  # what such a call brings, but for the addresses
     num_bytes: int  # of x or the output, the larger
+    words: memoryview  # what such a call brings, but for the addresses
     recorded: tuple[Any, ...]  # by the flight recorder
 
 

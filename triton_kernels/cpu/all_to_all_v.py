@@ -125,8 +125,8 @@ from thinwire.triton_kernels.signal import (
 )
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
-# after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C. Or none of that, but end the use
-# of the channel in the middle of a call.
+# after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C. Or none of that, but end the
+# use of the channel in the middle of a call.
 POST, HEADERS, DRAIN, RESUME, LEAVE = 1, 2, 4, 8, 16
 PAUSED, LEFT = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
 
