@@ -439,6 +439,9 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
 
+        A signal handler or another thread may call it while a direct collective of a CPU rank waits: that then raises
+        ThinwireError, and peers that still need this rank for it get PeerTimeout at once, which names it.
+
         Over Gloo, a wait that an exception such as a KeyboardInterrupt has ended cannot be taken back: until its
         timeout, what it waits for may still fill its tensors, which are kept alive until then.
         """

@@ -192,9 +192,15 @@ class DirectRounds(DirectLanes):
 
     def _wait(self, lane: int, phase: int) -> None:
         self.take_turn(lane)
-        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds(lane), self.grace)
+        self._waits = True
+        try:
+            self.kernels.wait(self.lanes[lane], phase, self.wait_seconds(lane), self.grace)
+        finally:
+            self._waits, self._held = False, None
         if self.on_gpu:
             return
+        if self.closed:
+            raise LaneError("this ExpertParallel was closed while this call was under way")
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.

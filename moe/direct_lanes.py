@@ -95,6 +95,8 @@ class DirectLanes(DirectTransport, Rounds):
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
+        self._waits = False  # whether a call is in a wait on the CPU
+        self._held: object = None  # what keeps memory mapped that was closed then
         self._awaited: tuple[int, int] | None = None  # a lane, and its own flag before this rank told anything there
 
     def begin_at(self, number: int, awaited: int | None) -> None:
@@ -305,7 +307,14 @@ class DirectLanes(DirectTransport, Rounds):
             self.raise_failure(lane)
 
     def close(self) -> None:
-        """Gives the memory back. Tensors made from it stay readable."""
+        """Gives the memory back. Tensors made from it stay readable.
+
+        A wait under way on the CPU, in another thread or below a signal handler, ends, and has the memory until then.
+        """
+        if self._waits and not self.on_gpu:
+            self._held = self.memory.held()
+            for lane in self.lanes:
+                lane.control[signal.CONTROL_STATUS] = signal.TIMED_OUT
         self.lanes.clear()
         self._views.clear()
         super().close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import DETAILS, NAME, NUMBER, FlightRecorder
-from thinwire.errors import PeerTimeout, RoutingError
+from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
@@ -298,3 +299,29 @@ def _ctrl_c_process(comm: Communicator) -> list[set[float]]:
 
 def test_a_signal_ends_a_wait_and_the_next_round_waits_for_what_is_left() -> None:
     assert run_ranks(_ctrl_c_process, 2) == [[{1.0}, {2.0}, {3.0}]] * 2
+
+
+def _closed_in_its_wait(comm: Communicator, by: str) -> None:
+    ep = _both(comm)
+    ep.dispatch(*_tokens(comm, 1)).abandon()
+    comm.barrier()
+    if comm.rank == 1:
+        comm.exchange_counts([0, 0])  # and never dispatches
+        return
+
+    def close(*_: object) -> None:
+        ep.close()
+
+    if by == "a signal handler":
+        signal.signal(signal.SIGALRM, close)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        threading.Timer(0.1, close).start()
+    with pytest.raises(LaneError, match="was closed while this call was under way"):
+        ep.dispatch(*_tokens(comm, 2))
+    comm.exchange_counts([0, 0])
+
+
+@pytest.mark.parametrize("by", ["a signal handler", "another thread"])
+def test_who_closes_it_while_a_dispatch_waits_ends_that(by: str) -> None:
+    run_ranks(_closed_in_its_wait, 2, by, timeout=15)
