@@ -272,7 +272,10 @@ class HostChannel(Channel):
             self._under_way = transfer
             if recorder.track is not None:
                 recorder.sent(traffic_of(x, kind.send_counts, self.rank, kind.wire))
-            status = self._launch(self._plainly, kind.num_bytes)
+            if kind.num_bytes < self._shared_bytes:  # without another call, which small ones notice
+                status = self._kernel(self._call, self._peers, self._plainly)
+            else:
+                status = self._launch(self._plainly, kind.num_bytes)
             if status == RUNNING:
                 self._under_way = transfer.x = transfer.out = None  # it shall hold no tensors
                 self._spare = transfer
