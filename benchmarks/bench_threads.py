@@ -81,21 +81,29 @@ def measure(
             x = torch.ones(size << 19, dtype=torch.bfloat16)
             calls[_COPY] = partial(torch.empty_like(x).copy_, x)
             times = timing.interleaved_over_ranks(comm, calls, repeats, sample_seconds=sample_seconds)
-            one = times["1"]
-            for count in threads:
-                ratios = [a / b for a, b in zip(one, times[str(count)], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                lines.append({
-                    "way": way,
-                    "wire": wire,
-                    "MiB": size,
-                    "ms": statistics.median(one) * 1e3,
-                    "threads": count,
-                    "x": middle,
-                    "quartiles": f"{low:.2f}-{high:.2f}",
-                    "copy": timing.median_ratio(times[_COPY], times[str(count)]),
-                })  # fmt: skip
+            lines += figures(way, wire, size, times)
     return lines
+
+
+def figures(way: str, wire: str, size: int, times: timing.Times) -> list[dict[str, Any]]:
+    """A line for each number of threads but one, out of samples by number and of the copy."""
+    one, copy = times["1"], times[_COPY]
+    lines = []
+    for count in times.keys() - {"1", _COPY}:
+        low, middle, high = statistics.quantiles(
+            [a / b for a, b in zip(one, times[count], strict=True)], n=4, method="inclusive"
+        )
+        lines.append({
+            "way": way,
+            "wire": wire,
+            "MiB": size,
+            "ms": statistics.median(one) * 1e3,
+            "threads": int(count),
+            "x": middle,
+            "quartiles": f"{low:.2f}-{high:.2f}",
+            "copy": timing.median_ratio(copy, times[count]),
+        })  # fmt: skip
+    return sorted(lines, key=lambda line: line["threads"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

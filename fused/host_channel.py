@@ -291,7 +291,7 @@ class HostChannel(Channel):
             self._under_way = transfer
             if recorder.track is not None:
                 recorder.sent(traffic_of(x, kind.send_counts, self.rank, kind.wire))
-            if kind.num_bytes < self._shared_bytes:
+            if kind.num_bytes < self._shared_bytes:  # without another call, which small ones notice
                 status = self._kernel(self._address, self._plainly)
             else:
                 status = self._launch(self._plainly, kind.num_bytes)

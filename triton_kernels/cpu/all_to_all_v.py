@@ -481,6 +481,6 @@ def move_in_team_kernel(call, peers, todo, words, leads, fingerprint=FINGERPRINT
 
 
 def move_in_team(threads: int, call: np.ndarray, peers: np.ndarray, todo: int) -> int:
-    """`move`, in so many threads; the kernel has to be compiled before, by a call with one."""
+    """What `move` returns, run in so many threads; a call with one thread compiles the kernel, and comes first."""
     status: int = run_standing_team(threads, move_in_team_kernel, call, peers, todo)
     return status
