@@ -103,8 +103,8 @@ class RoundKernels:
     refuse: Callable[..., None]  # in place of send_tokens
 
 
-def select_round_kernels(backend: Backend) -> RoundKernels:
-    """The kernels of the direct transport that belong to a backend.
+def select_round_kernels(backend: Backend, threads: int = 1) -> RoundKernels:
+    """The kernels of the direct transport that belong to a backend; numba's use up to `threads` threads in a call.
 
     Raises:
         TransportUnavailable: plain torch has none: it cannot signal.
@@ -121,15 +121,12 @@ def select_round_kernels(backend: Backend) -> RoundKernels:
             f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport "
             "needs triton or numba"
         )
+    shared: list[Any] = [dispatch.send_tokens, permute.gather, combine.send_sums, combine.sum_home]
+    if backend.name == "numba":
+        shared = [functools.partial(launcher, threads=threads) for launcher in shared]
+    send_tokens, gather, send_sums, sum_home = shared
     return RoundKernels(
-        dispatch.send_tokens,
-        dispatch.wait,
-        permute.route,
-        permute.gather,
-        combine.send_sums,
-        dispatch.close_round,
-        combine.sum_home,
-        dispatch.refuse,
+        send_tokens, dispatch.wait, permute.route, gather, send_sums, dispatch.close_round, sum_home, dispatch.refuse
     )
 
 

@@ -194,11 +194,6 @@ class ParallelConfig(ParallelSettings):
         """The kernels of both legs of backward."""
         return self._backend(self.grad_wire)
 
-    @property
-    def num_senders(self) -> int | None:
-        """Programs of a dispatch; of numba's kernels threads, this rank's share of the cores."""
-        return self.comm._cpu_share.threads if self.dispatch_backend.name == "numba" else self.num_programs
-
     def _backend(self, wire: WireFormat) -> Backend:
         if self.is_double:
             return reference_backend("float64")

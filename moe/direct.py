@@ -42,7 +42,7 @@ class DirectRounds(DirectLanes):
         recorder = self.config.comm._recorder
         # Contiguous, as their kernel takes them: what is prepared is for the memory that it gets.
         tensors, topk_ids, weights = self.lanes[lane], topk_ids.contiguous(), topk_weights.float().contiguous()
-        sends = x, topk_ids, weights, self.config.num_senders
+        sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
             self.prepare(
                 (*compiled_for(x), topk_ids.dtype, topk_ids.data_ptr() & 15 == 0, weights.data_ptr() & 15 == 0),

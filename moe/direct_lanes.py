@@ -64,7 +64,7 @@ class DirectLanes(DirectTransport, Rounds):
         comm = config.comm
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
         Rounds.__init__(self, config, reason)
-        self.kernels = select_round_kernels(config.dispatch_backend)
+        self.kernels = select_round_kernels(config.dispatch_backend, config.comm._cpu_share.threads)
         self._scratch_bytes = 0
         if config.dispatch_backend.name == "numba":
             from thinwire.triton_kernels.cpu.dispatch import ids_are_experts  # it loads numba

@@ -80,9 +80,14 @@ def direct_round(comm: Communicator) -> list[torch.Tensor]:
 
 def round_of(comm: Communicator, transport: str) -> list[torch.Tensor]:
     with ExpertParallel(comm, WORLD, 2, 72, 9, transport=transport, wire="int8") as ep:
-        x, ids = values(comm, 9, 72), torch.arange(18).view(9, 2) * (comm.rank + 1) % WORLD
-        d = ep.dispatch(x, ids, x[:, :2].abs())
-        return [d.tokens, ep.combine(d.tokens * 2, d)]
+        x, ids = values(comm, 9, 72).requires_grad_(), torch.arange(18).view(9, 2) * (comm.rank + 1) % WORLD
+        weights = x.detach()[:, :2].abs().requires_grad_()
+        d = ep.dispatch(x, ids, weights)
+        tokens = d.tokens
+        y = ep.combine(tokens * 2, d)
+        (y * values(comm, 9, 72)).sum().backward()
+        assert x.grad is not None and weights.grad is not None
+        return [tokens.detach(), y.detach(), x.grad, weights.grad]
 
 
 def values(comm: Communicator, *shape: int) -> torch.Tensor:

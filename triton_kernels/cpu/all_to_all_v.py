@@ -467,10 +467,10 @@ def move(words, todo, fingerprint=FINGERPRINT):
 
 
 @kernel
-def move_in_team_kernel(call, peers, todo, words, leads, fingerprint=FINGERPRINT):
+def move_in_team_kernel(call, peers, todo, words, member, fingerprint=FINGERPRINT):
     """`move` in the thread that leads a team, while the others share the pieces."""
     team = team_at(words)
-    if not leads:
+    if member > 0:
         help_with_pieces(call, peers, team)
         return np.int64(RUNNING)
     call[TEAM] = team

@@ -57,8 +57,10 @@ from thinwire.triton_kernels.cpu.sums import (
     sum_record_row,
     weighted_sum_row,
 )
+from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
+    CONTROL_TOKENS,
     DISPATCH,
     SIGNAL_HAS_SUMS,
     Lane,
@@ -105,30 +107,37 @@ def _scratch(lane: Lane) -> int:
     return found
 
 
-@kernel
-def send_sums_kernel(
-    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype, scratch,
-    weight_grads, fingerprint=FINGERPRINT,
-):  # fmt: skip
-    """Sums to their homes, then the combine line and its flag. `row_stride` is in bytes."""
+def _team_scratch(lane: Lane, threads: int) -> tuple[torch.Tensor, int]:
+    """The same for each of a team, for one call, and the bytes of one."""
+    size = round_scratch_bytes(lane.layout)
+    return torch.empty(threads * size, dtype=torch.uint8), size
+
+
+@device
+def store_sums(where, begin, stop):
+    """Sums `begin` to before `stop` to their homes.
+
+    They are counted home by home, `each` of every rank's tokens, beginning with the right-hand neighbour's.
+    """
+    (
+        numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
+        weight_grads, scratch, each,
+    ) = where  # fmt: skip
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return POISONED
-    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
-        return POISONED
-    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
-        return MIXED_DTYPES
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING or mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+        return
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     chosen = scratch + lane.sum_bytes
     parts = chosen + 8 * lane.top_k
     streamed = False
-    for step in range(1, lane.world + 1):
-        source = (lane.rank + step) % lane.world
+    for step in range(begin // each, (stop + each - 1) // each):
+        source = (lane.rank + 1 + step) % lane.world
         sums = load_int64(buffer_ptrs + 8 * source) + lane.sums
         far = source != lane.rank and goes_aside(lane.sum_row_bytes, load_relaxed(seen + 8 * source))
-        for token in range(token_count(buffer_ptrs, lane, source)):
+        last = min(stop - step * each, each, token_count(buffer_ptrs, lane, source))
+        for token in range(max(begin - step * each, 0), last):
             first = (source * lane.max_tokens + token) * lane.top_k
             terms = terms_within(positions + 8 * first, lane, row_count, chosen)
             if terms == 0:
@@ -162,6 +171,41 @@ def send_sums_kernel(
                 streamed |= far
     if streamed:
         finish_stores()
+
+
+@kernel
+def store_sums_kernel(
+    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
+    weight_grads, scratch, each, scratch_size, count, words, member, fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """`store_sums` in each thread of a team, whose members have a scratch each."""
+    where = (
+        numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
+        weight_grads, scratch + member * scratch_size, each,
+    )  # fmt: skip
+    do_rows(words, member, count, store_sums, where)
+
+
+@kernel
+def send_sums_kernel(
+    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
+    weight_grads, scratch, stored, fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """Sums to their homes, unless they are `stored`, then the combine line and its flag. `row_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
+        return POISONED
+    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+        return MIXED_DTYPES
+    if not stored:
+        each = max(1, lane.max_tokens)
+        where = (
+            numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
+            weight_grads, scratch, each,
+        )  # fmt: skip
+        store_sums(where, 0, lane.world * each)
     publish_sums(buffer_ptrs, lane, control, 1)
     return WRITTEN
 
@@ -173,8 +217,11 @@ def send_sums(
     num_programs: int | None = None,
     weight_grads: torch.Tensor | None = None,
     as_they_are: bool = False,
+    threads: int = 1,
 ) -> None:
-    """`thinwire.triton_kernels.combine.send_sums` for CPU tensors, in one thread: other ranks want the other cores.
+    """`thinwire.triton_kernels.combine.send_sums` for CPU tensors, whose kernels have no programs.
+
+    Up to `threads` threads share the sums of a large call; all are stored before the flags are published.
 
     Raises:
         RoutingError: another shape of `expert_out` or `weight_grads`, or with `none` another dtype than the tokens';
@@ -187,36 +234,48 @@ def send_sums(
     width = lane.combine_wire.row_bytes(layout.HIDDEN, dtype) if encoded else layout.HIDDEN
     expert_out = readable_rows(expert_out, width, "expert_out")
     memory = first_arguments(lane, dtype, _SUMMED, numbers_that_fit)
-    scratch = _scratch(lane)
-    rows = expert_out.data_ptr(), expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
+    row_bytes, count = expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     weight_grads = check_weight_grads(lane, weight_grads)
     grads = 0 if weight_grads is None else weight_grads.data_ptr()
-    result = send_sums_kernel(*memory, *rows, rows_code(expert_out, as_they_are), scratch, grads)
+    rows = expert_out.data_ptr(), row_bytes, count, rows_code(expert_out, as_they_are), grads
+    stored = 0
+    if threads > 1:
+        each = int(lane.control[CONTROL_TOKENS])  # the most that a rank sent, as routing found it
+        threads = min(threads_for(count, row_bytes, threads), layout.WORLD * each)
+    if threads > 1:
+        scratch, size = _team_scratch(lane, threads)
+        places = scratch.data_ptr(), each, size, layout.WORLD * each
+        run_in_team(threads, layout.WORLD * each, store_sums_kernel, *memory, *rows, *places)
+        stored = 1
+    result = send_sums_kernel(*memory, *rows, _scratch(lane), stored)
     check_dtype(result, "dtype", dtype)
 
 
-@kernel
-def sum_home_kernel(
-    numbers, buffer_ptrs, control, report, out, out_stride, tokens, scratch, weight_grads, fingerprint=FINGERPRINT
-):
-    """Adds up what came home into the rows at `out`. `out_stride` is in bytes."""
-    lane = numbers_at(numbers)
+@device
+def sums_came(buffer_ptrs, lane, control, tokens):
+    """WRITTEN if so many tokens of this rank may be summed, or what says why not."""
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return POISONED
-    for phase in range(DISPATCH, COMBINE + 1):
-        # Of the dispatch lines only the own one is not written to by now: peers may be a phase ahead.
-        first, stop = (lane.rank, lane.rank + 1) if phase == DISPATCH else (0, lane.world)
-        if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
-            return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
         return MIXED_DTYPES
     if tokens != token_count(buffer_ptrs, lane, lane.rank):
         return _OTHER_TOKENS
+    return WRITTEN
+
+
+@device
+def sum_tokens(where, begin, stop):
+    """Tokens `begin` to before `stop`, into their rows; returns what a kernel does."""
+    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch = where
+    lane = numbers_at(numbers)
+    came = sums_came(buffer_ptrs, lane, control, tokens)
+    if came != WRITTEN:
+        return came
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     first_ids = own + lane.ids + 4 * lane.rank * lane.max_tokens * lane.top_k
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
-    for token in range(tokens):
+    for token in range(begin, stop):
         if lane.checksums and not planes_fit(buffer_ptrs, lane, control, report, lane.rank, token):
             return POISONED
         ids, of_token = first_ids + 4 * token * lane.top_k, 4 * token * lane.top_k
@@ -241,8 +300,44 @@ def sum_home_kernel(
     return WRITTEN
 
 
-def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:
+@kernel
+def sum_tokens_kernel(
+    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """`sum_tokens` in each thread of a team, whose members have a scratch each; of lanes without checksums.
+
+    With them the first row that does not fit ends the lane, which is for one thread to say.
+    """
+    own_scratch = scratch + member * scratch_size
+    where = (numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, own_scratch)
+    do_rows(words, member, tokens, sum_tokens, where)
+
+
+@kernel
+def sum_home_kernel(
+    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch, summed,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """Adds up what came home into the rows at `out`, unless that is `summed`. `out_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    for phase in range(DISPATCH, COMBINE + 1):
+        # Of the dispatch lines only the own one is not written to by now: peers may be a phase ahead.
+        first, stop = (lane.rank, lane.rank + 1) if phase == DISPATCH else (0, lane.world)
+        if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
+            return POISONED
+    if summed:
+        return sums_came(buffer_ptrs, lane, control, tokens)
+    where = (numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch)
+    return sum_tokens(where, 0, tokens)
+
+
+def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None, threads: int = 1) -> None:
     """`thinwire.triton_kernels.combine.sum_home` for CPU tensors.
+
+    Up to `threads` threads share the tokens of a large call, and one takes all on a lane with checksums.
 
     Raises:
         RoutingError: another shape or stride of `out` or `weight_grads`, or with `none` another dtype than the tokens'.
@@ -253,9 +348,15 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     check_out(out, layout.HIDDEN)
     grads = check_home_grads(lane, out, weight_grads)
     memory = first_arguments(lane, out.dtype, _AT_HOME, numbers_that_fit)
-    scratch = _scratch(lane)
-    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
-    result = sum_home_kernel(*memory, *rows, scratch, 0 if grads is None else grads.data_ptr())
+    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0], 0 if grads is None else grads.data_ptr()
+    summed = 0
+    if threads > 1 and not layout.CHECKSUMS:
+        threads = threads_for(out.shape[0], layout.HIDDEN * out.itemsize, threads)
+        if threads > 1:
+            scratch, size = _team_scratch(lane, threads)
+            run_in_team(threads, out.shape[0], sum_tokens_kernel, *memory, *rows, scratch.data_ptr(), size)
+            summed = 1
+    result = sum_home_kernel(*memory, *rows, _scratch(lane), summed)
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

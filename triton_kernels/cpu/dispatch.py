@@ -48,16 +48,7 @@ from thinwire.triton_kernels.cpu.round_checksum import (
     record_sums,
 )
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
-from thinwire.triton_kernels.cpu.team import (
-    begin,
-    claim,
-    finish,
-    rows_of_chunk,
-    run_in_team,
-    team_at,
-    threads_for,
-    wait_for_team,
-)
+from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -108,10 +99,11 @@ def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
 
 
 @device
-def store_tokens(
-    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, begin, stop
-):
+def store_tokens(where, begin, stop):
     """Tokens `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes."""
+    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights = where
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return
     lane = numbers_at(numbers)
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
@@ -168,22 +160,11 @@ def store_tokens(
 @kernel
 def store_tokens_kernel(
     numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
-    leads, fingerprint=FINGERPRINT,
+    member, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`store_tokens` in each thread of a team."""
-    team = team_at(words)
-    chunk = begin(team, leads)
-    while chunk >= 0:
-        # Nothing of the lane is looked at before: see `team`, of threads that start late.
-        if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
-            first, stop = rows_of_chunk(team, chunk, tokens)
-            store_tokens(
-                numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, first, stop
-            )
-        finish(team)
-        chunk = claim(team)
-    if leads:
-        wait_for_team(team)
+    where = (numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights)
+    do_rows(words, member, tokens, store_tokens, where)
 
 
 @kernel
@@ -211,9 +192,8 @@ def send_tokens_kernel(
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
         return
-    store_tokens(
-        numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, stored, tokens
-    )
+    where = (numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights)
+    store_tokens(where, stored, tokens)
     own = load_int64(buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
@@ -265,10 +245,11 @@ def send_tokens(
     topk_weights: torch.Tensor,
     num_programs: int | None = None,
     tag: int = 0,
+    threads: int = 1,
 ) -> None:
-    """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors; programs are threads, and None is one.
+    """`thinwire.triton_kernels.dispatch.send_tokens` for CPU tensors, whose kernels have no programs.
 
-    Small calls have fewer. All have stored their tokens before this one publishes the flags.
+    Up to `threads` threads share the tokens of a large call; all are stored before the flags are published.
 
     Raises:
         RoutingError: another shape or another dtype of ids; nothing was sent.
@@ -290,7 +271,9 @@ def send_tokens(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
     rows = x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
-    threads, stored = threads_for(tokens, layout.HIDDEN * x.itemsize, num_programs or 1), 0
+    stored = 0
+    if threads > 1:
+        threads = threads_for(tokens, layout.HIDDEN * x.itemsize, threads)
     if threads > 1:
         run_in_team(threads, tokens, store_tokens_kernel, *memory, *rows)
         stored = tokens

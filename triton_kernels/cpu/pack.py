@@ -11,18 +11,9 @@ from functools import lru_cache
 import torch
 
 from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code, quantize_row, record_layout
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
-from thinwire.triton_kernels.cpu.team import (
-    begin,
-    claim,
-    finish,
-    rows_of_chunk,
-    run_in_team,
-    team_at,
-    threads_for,
-    wait_for_team,
-)
+from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
 
@@ -46,44 +37,42 @@ def unpack_kernel(
         dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
 
 
+@device
+def pack_some(where, first, stop):
+    """Records `first` to before `stop`, of a team's work."""
+    x, x_stride, dtype, row_index, records, record_stride, layout = where
+    index = row_index + 8 * first if row_index else row_index
+    rows = x if row_index else x + first * x_stride
+    pack_kernel(rows, x_stride, dtype, index, records + first * record_stride, record_stride, stop - first, layout)
+
+
 @kernel
 def pack_in_team_kernel(
-    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, leads, fingerprint=FINGERPRINT
+    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, member, fingerprint=FINGERPRINT
 ):
     """`pack_kernel` in each thread of a team."""
-    team = team_at(words)
-    chunk = begin(team, leads)
-    while chunk >= 0:
-        first, stop = rows_of_chunk(team, chunk, count)
-        index = row_index + 8 * first if row_index else row_index
-        rows = x if row_index else x + first * x_stride
-        target = records + first * record_stride
-        pack_kernel(rows, x_stride, dtype, index, target, record_stride, stop - first, layout)
-        finish(team)
-        chunk = claim(team)
-    if leads:
-        wait_for_team(team)
+    do_rows(words, member, count, pack_some, (x, x_stride, dtype, row_index, records, record_stride, layout))
+
+
+@device
+def unpack_some(where, first, stop):
+    """Items `first` to before `stop`, of a team's work."""
+    records, record_stride, record_index, out, out_stride, dtype, row_index, layout = where
+    chosen = record_index + 8 * first if record_index else record_index
+    index = row_index + 8 * first if row_index else row_index
+    source = records if record_index else records + first * record_stride
+    target = out if row_index else out + first * out_stride
+    unpack_kernel(source, record_stride, chosen, target, out_stride, dtype, index, stop - first, layout)
 
 
 @kernel
 def unpack_in_team_kernel(
     records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, words,
-    leads, fingerprint=FINGERPRINT,
+    member, fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`unpack_kernel` in each thread of a team; no two items have the same row."""
-    team = team_at(words)
-    chunk = begin(team, leads)
-    while chunk >= 0:
-        first, stop = rows_of_chunk(team, chunk, count)
-        chosen = record_index + 8 * first if record_index else record_index
-        index = row_index + 8 * first if row_index else row_index
-        source = records if record_index else records + first * record_stride
-        target = out if row_index else out + first * out_stride
-        unpack_kernel(source, record_stride, chosen, target, out_stride, dtype, index, stop - first, layout)
-        finish(team)
-        chunk = claim(team)
-    if leads:
-        wait_for_team(team)
+    where = (records, record_stride, record_index, out, out_stride, dtype, row_index, layout)
+    do_rows(words, member, count, unpack_some, where)
 
 
 @lru_cache(maxsize=1024)

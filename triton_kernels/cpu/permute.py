@@ -38,6 +38,7 @@ from thinwire.triton_kernels.cpu.lane import (
     token_count,
 )
 from thinwire.triton_kernels.cpu.round_checksum import lines_fit, planes_fit, record_fits
+from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane
 from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
@@ -188,16 +189,12 @@ def route(lane: Lane) -> None:
 # Gather
 
 
-@kernel
-def gather_kernel(
-    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, overflow, fingerprint=FINGERPRINT
-):
-    """Rows of the experts' input out of the records, at the address `out`; `out_stride` is in bytes."""
+@device
+def gather_rows(where, begin, stop):
+    """Rows `begin` to before `stop` of the experts' input out of the records; returns what a kernel does."""
+    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride = where
     lane = numbers_at(numbers)
-    store_int8(overflow, 0)
     if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return POISONED
-    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, lane.rank, lane.rank + 1):
         return POISONED
     if mixed_dtypes(buffer_ptrs, lane, lane.record_kind):
         return MIXED_DTYPES
@@ -205,11 +202,9 @@ def gather_kernel(
     rows = load_int64(offsets + 8 * lane.local_experts)
     if rows < 0 or rows > lane.num_rows:
         return _OVERWRITTEN
-    if rows > capacity:
-        store_int8(overflow, 1)
     layout = record_layout_of(lane)
     records = load_int64(buffer_ptrs + 8 * lane.rank) + lane.records
-    for row in range(capacity):
+    for row in range(begin, stop):
         record = load_int64(index + 8 * row) if row < rows else -1
         if record >= lane.world * lane.max_tokens:
             return _OVERWRITTEN
@@ -222,8 +217,44 @@ def gather_kernel(
     return WRITTEN
 
 
-def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
+@kernel
+def gather_rows_kernel(
+    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, words, member,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """`gather_rows` in each thread of a team; of lanes without checksums, as `sum_tokens_kernel`."""
+    where = (numbers, buffer_ptrs, control, report, index, offsets, out, out_stride)
+    do_rows(words, member, capacity, gather_rows, where)
+
+
+@kernel
+def gather_kernel(
+    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, overflow, gathered,
+    fingerprint=FINGERPRINT,
+):  # fmt: skip
+    """All rows, unless a team has gathered them, at the address `out`; `out_stride` is in bytes."""
+    lane = numbers_at(numbers)
+    store_int8(overflow, 0)
+    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+        return POISONED
+    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, lane.rank, lane.rank + 1):
+        return POISONED
+    rows = load_int64(offsets + 8 * lane.local_experts)
+    if capacity < rows <= lane.num_rows:
+        store_int8(overflow, 1)
+    where = (numbers, buffer_ptrs, control, report, index, offsets, out, out_stride)
+    result = gather_rows(where, 0, 0 if gathered else capacity)
+    if gathered and result == WRITTEN:
+        for row in range(min(rows, capacity)):  # a thread of the team that met such a one went no further
+            if load_int64(index + 8 * row) >= lane.world * lane.max_tokens:
+                return _OVERWRITTEN
+    return result
+
+
+def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int = 1) -> None:
     """`thinwire.triton_kernels.permute.gather` for CPU tensors.
+
+    Up to `threads` threads share the rows of a large call, and one takes all on a lane with checksums.
 
     Raises:
         RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none; an
@@ -235,8 +266,13 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     memory = first_arguments(lane, out.dtype, _GATHERED)
-    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
-    result = gather_kernel(*memory, *rows, overflow.data_ptr())
+    rows, gathered = (out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]), 0
+    if threads > 1 and not lane.layout.CHECKSUMS:
+        threads = threads_for(out.shape[0], lane.layout.HIDDEN * out.itemsize, threads)
+        if threads > 1:
+            run_in_team(threads, out.shape[0], gather_rows_kernel, *memory, *rows)
+            gathered = 1
+    result = gather_kernel(*memory, *rows, overflow.data_ptr(), gathered)
     check_dtype(result, "out", out.dtype)
     if result == _OVERWRITTEN:
         raise RoutingError("index or expert_offsets were written into since they were routed; they are to be read only")

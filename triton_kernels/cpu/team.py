@@ -1,8 +1,8 @@
 """A team of threads for the rows of one large call: rows are independent, so any number of threads gives the same bits.
 
 The work of a call is cut into *chunks*, which are numbered. All threads of a team run the same kernel, and in it each
-takes the lowest number that is left until none is: `begin` or `claim`, then the work, then `finish`. The thread that
-leads, the caller's, then waits until all chunks are done: `wait_for_team`.
+takes the lowest number that is left until none is (`do_rows`): `begin` or `claim`, then the work, then `finish`. The
+thread that leads, the caller's, then waits until all chunks are done: `wait_for_team`.
 
 Why nothing is done twice, left out, or still under way when the call returns:
 
@@ -134,6 +134,23 @@ def wait_for_team(team):
 
 
 @device
+def do_rows(words, member, count, work, where):
+    """Runs `work(where, first, stop)` for the rows of each chunk that this thread takes, and if it leads, waits.
+
+    `where` holds addresses and numbers; what lies at the addresses is the work's to look at, and nobody else's.
+    """
+    team, leads = team_at(words), member == 0
+    chunk = begin(team, leads)
+    while chunk >= 0:
+        first, stop = rows_of_chunk(team, chunk, count)
+        work(where, first, stop)
+        finish(team)
+        chunk = claim(team)
+    if leads:
+        wait_for_team(team)
+
+
+@device
 def post(team, count, turn):
     """Posts `count` rows, a chunk for each thread; each begins at a multiple of `turn`.
 
@@ -185,18 +202,19 @@ def threads_for(count: int, row_bytes: int, threads: int) -> int:
 
 
 def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> None:
-    """Runs `kernel(*arguments, words, leads)` in so many threads, this one, which leads, among them, for `count` rows.
+    """Runs `kernel(*arguments, words, member)` in so many threads, for `count` rows, of which there is one at least.
 
-    Where the system has no more threads there are fewer, and the log says so once: the result is the same.
+    Members are numbered: 0 is this thread, which leads, and no two have the same number. Where the system has no more
+    threads there are fewer, and the log says so once: the result is the same.
     """
     rows = -(-count // (threads * _CHUNKS_PER_THREAD))
     words, first = _new_team(threads)
-    leading, other = (*arguments, words, True), (*arguments, words, False)
+    leading = *arguments, words, 0
     kernel(*leading)  # there are no chunks yet; now it is compiled
     words[first + _LIMIT // 4], words[first + _ROWS_PER_CHUNK // 4] = -(-count // rows), rows
     try:
         try:
-            _start(threads - 1, kernel, other)
+            _start(threads, kernel, *arguments, words)
         finally:
             kernel(*leading)
     finally:
@@ -204,14 +222,14 @@ def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> No
 
 
 def run_standing_team(threads: int, kernel: Any, *arguments: object) -> Any:
-    """What `kernel(*arguments, words, leads)` gives in this thread, which leads; the others end when it does.
+    """What `kernel(*arguments, words, member)` gives in this thread, number 0, which leads; the others end when it does.
 
     The kernel has been compiled. Where the system has no more threads there are fewer, as for `run_in_team`.
     """
     words, first = _new_team(threads)
     try:
-        _start(threads - 1, kernel, (*arguments, words, False))
-        return kernel(*arguments, words, True)
+        _start(threads, kernel, *arguments, words)
+        return kernel(*arguments, words, 0)
     finally:
         words[first + _LIMIT // 4] = _DISMISSED
 
@@ -225,12 +243,12 @@ def _new_team(threads: int) -> tuple[np.ndarray, int]:
     return words, first
 
 
-def _start(threads: int, kernel: Any, arguments: tuple[object, ...]) -> None:
-    for started in range(threads):
+def _start(threads: int, kernel: Any, *arguments: object) -> None:
+    for member in range(1, threads):
         try:
-            start_new_thread(kernel, arguments)
+            start_new_thread(kernel, (*arguments, member))
         except (RuntimeError, MemoryError) as error:
-            _warn(f"{started + 1} of {threads + 1} threads share the rows of large calls: {error!r}")
+            _warn(f"{member} of {threads} threads share the rows of large calls: {error!r}")
             return
 
 

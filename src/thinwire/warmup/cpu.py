@@ -22,8 +22,10 @@ from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
 from thinwire.triton_kernels.cpu.all_to_all_v import PEERS, SCALARS, move_in_team
+from thinwire.triton_kernels.cpu.combine import store_sums_kernel, sum_tokens_kernel
 from thinwire.triton_kernels.cpu.dispatch import store_tokens_kernel
 from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
+from thinwire.triton_kernels.cpu.permute import gather_rows_kernel
 from thinwire.triton_kernels.cpu.team import BYTES_PER_THREAD
 from thinwire.wire import WireFormat
 
@@ -80,7 +82,9 @@ def call_every_kernel() -> None:
     records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)
-    store_tokens_kernel(*[0] * 11, np.zeros(64, np.int32), True)  # a team without chunks looks at nothing
+    teams = (store_tokens_kernel, 11), (gather_rows_kernel, 9), (store_sums_kernel, 16), (sum_tokens_kernel, 10)
+    for kernel, arguments in teams:
+        kernel(*[0] * arguments, np.zeros(64, np.int32), 0)  # a team without chunks looks at nothing
     move_in_team(1, np.zeros(len(SCALARS), np.int64), np.zeros((len(PEERS), 1), np.int64), 0)  # nor one without a call
     checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)

@@ -253,7 +253,7 @@ def dispatch_all(lanes: list[Lane], sent: list[Sent], threads: int = 1) -> tuple
         poison(lane)
         images.append(lane.buffer.clone())
     for lane, one in zip(lanes, sent, strict=True):
-        send_tokens(lane, one.x, one.ids, one.weights, threads)
+        send_tokens(lane, one.x, one.ids, one.weights, threads=threads)
     arrivals = []
     for lane, image in zip(lanes, images, strict=True):
         wait(lane, DISPATCH, TIMEOUT, GRACE)
@@ -274,11 +274,11 @@ def assert_routed(lane: Lane, arrived: Arrived) -> None:
     assert_same_bits("weights", arrived.weights, lane.weights)
 
 
-def gathered(lane: Lane, capacity: int, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+def gathered(lane: Lane, capacity: int, dtype: torch.dtype, threads: int = 1) -> tuple[torch.Tensor, bool]:
     """What `gather` gives, after checking that it wrote nothing else."""
     memory = torch.full((capacity + 1, lane.layout.HIDDEN + 3), 7.0, dtype=dtype)
     overflow = torch.tensor([False, True, False])[capacity % 2 :][:1].view([]).clone()
-    gather(lane, memory[:-1, :-3], overflow)
+    gather(lane, memory[:-1, :-3], overflow, threads)
     assert (memory[-1] == 7.0).all() and (memory[:, -3:] == 7.0).all(), "written past a row"
     return memory[:-1, :-3], bool(overflow)
 
@@ -298,7 +298,7 @@ def play(
     for lane, arrived in zip(lanes, arrivals, strict=True):
         rows = len(arrived.rows)
         for room in {rows + 2, rows, rows // 2}:
-            out, overflow = gathered(lane, room, dtype)
+            out, overflow = gathered(lane, room, dtype, threads)
             assert_same_bits("gathered", torch.nn.functional.pad(arrived.rows, (0, 0, 0, room - rows)), out)
             assert overflow == (rows > room)
     images = [lane.buffer.clone() for lane in lanes]
@@ -309,7 +309,7 @@ def play(
             sums.append(torch.empty(0))
         else:
             expert_out = experts(arrived, lane.rank, expert_dtype or dtype, capacity)
-            send_sums(lane, expert_out, dtype, num_programs=3)
+            send_sums(lane, expert_out, dtype, num_programs=3, threads=threads)
             sums.append(expected_sums(lane, arrived, expert_out, dtype))
     results = []
     for lane, one, image in zip(lanes, travels, images, strict=True):
@@ -321,7 +321,7 @@ def play(
             words[0], words[SIGNAL_HAS_SUMS] = lane.control[CONTROL_EPOCH], rank not in closing
         assert torch.equal(lane.buffer, image)
         memory = torch.full((len(one.ids) + 1, lane.layout.HIDDEN + 3), 7.0, dtype=dtype)
-        sum_home(lane, memory[:-1, :-3])
+        sum_home(lane, memory[:-1, :-3], threads=threads)
         assert (memory[-1] == 7.0).all() and (memory[:, -3:] == 7.0).all(), "written past a row"
         assert_same_bits("home", expected, memory[:-1, :-3])
         assert torch.equal(lane.buffer, image)
@@ -397,6 +397,35 @@ def test_rounds_are_the_same_to_near_peers_and_to_far_ones(
             found = [seen != 0 and seen == one for one in lane.seen.tolist()]
             peers = [lane.seen[rank] != 0 for rank in range(3) if rank != lane.rank]
             assert all(found) if seen else all(peers) and lane.seen[lane.rank] == 0
+
+
+@pytest.mark.parametrize("spec", ("int8", "none"))
+def test_threads_share_any_call(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    generator = torch.Generator().manual_seed(15)
+    lanes = make_lanes(3, 7, 3, 40, 30, align=4, wire=spec)
+    for capacity, closing, tokens in ((None, (), 30), (7, (), None), (0, (), 2), (None, (1,), 29), (None, (), 0)):
+        sent = [random_tokens(lanes[0].layout, torch.bfloat16, generator, tokens) for _ in lanes]
+        play(lanes, sent, 4, expert_dtype=torch.float32, capacity=capacity, closing=closing)
+
+
+def test_threads_follow_no_index_that_routing_did_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    lanes = make_lanes(2, 4, 2, 40, 30)
+    dispatch_all(lanes, [random_tokens(lanes[0].layout, torch.float32, torch.Generator(), 30) for _ in lanes])
+    rows, overflow = int(lanes[0].expert_offsets[-1]), torch.tensor(False)
+    for tensor, place, value in (
+        (lanes[0].index, rows - 1, 60),
+        (lanes[0].index, 0, 2**40),
+        (lanes[0].expert_offsets, -1, 2**40),
+        (lanes[0].expert_offsets, -1, -1),
+    ):
+        before = int(tensor[place])
+        tensor[place] = value
+        with pytest.raises(RoutingError, match="were written into since they were routed"):
+            gather(lanes[0], torch.empty(rows, 40), overflow, threads=3)
+        tensor[place] = before
+    gather(lanes[0], torch.empty(rows, 40), overflow, threads=3)
 
 
 @every_dtype

@@ -258,17 +258,13 @@ def test_every_row_is_done_once(chunks, monkeypatch):
     import numpy as np
 
     @numba.njit(nogil=True)
-    def count_rows(counts, words, leads):
-        at = team.team_at(words)
-        chunk = team.begin(at, leads)
-        while chunk >= 0:
-            first, stop = team.rows_of_chunk(at, chunk, len(counts))
-            for row in range(first, stop):
-                counts[row] += 1
-            team.finish(at)
-            chunk = team.claim(at)
-        if leads:
-            team.wait_for_team(at)
+    def count(counts, first, stop):
+        for row in range(first, stop):
+            counts[row] += 1
+
+    @numba.njit(nogil=True)
+    def count_rows(counts, words, member):
+        team.do_rows(words, member, len(counts), count, counts)
 
     monkeypatch.setattr(team, "_CHUNKS_PER_THREAD", chunks)
     for rows in (1, 2, 31, 1000, 100_003):
