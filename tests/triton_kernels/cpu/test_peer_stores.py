@@ -51,6 +51,19 @@ def test_a_look_is_taken_when_the_last_one_is_old_and_else_what_it_found_holds()
     assert _store(*at, 4095, 0) == 0 and not _goes_aside(4095, 0) and not _goes_aside(4095, 1)  # too few to tell
 
 
+def test_near_holds_for_less_long_than_far() -> None:
+    source, target = np.zeros(16384, np.uint8), np.zeros(16384, np.uint8)
+    at = target.ctypes.data, source.ctypes.data
+    ago = 2 * (time.monotonic_ns() - 500_000)  # longer than near holds, and, unless this is stopped here, less than far
+    assert _store(*at, 16384, ago) != ago
+    for _ in range(100):
+        ago = 2 * (time.monotonic_ns() - 500_000) + 1
+        if _store(*at, 16384, ago) == ago:
+            break
+    else:
+        raise AssertionError("each look at a far peer was old after half a millisecond")
+
+
 def test_memory_that_only_this_core_uses_is_near() -> None:
     source, target = np.zeros(16384, np.uint8), np.zeros(16384, np.uint8)
     found = [_store(target.ctypes.data, source.ctypes.data, 16384, 0) & 1 for _ in range(100)]
