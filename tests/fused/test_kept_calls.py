@@ -25,7 +25,7 @@ import thinwire as tw
 from tests.odd_tensors import odd
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ThinwireError, WireFormatError
+from thinwire.errors import CountsError, ThinwireError, WireFormatError
 from thinwire.fused import collective, host_channel
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -223,6 +223,34 @@ def test_counts_may_be_changed_in_place() -> None:
         for rows in (1, 1, 2, 3, 0, 3, 1):
             counts[0] = rows
             assert torch.equal(all_to_all_v(x, counts, counts, wire="none", comm=comm), x[:rows])  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_was_changed_in_place_is_looked_at_again() -> None:
+    with tw.init() as comm:
+        x, out = torch.randn(4, 4), torch.empty(4, 4)
+
+        def check(like: torch.Tensor) -> None:
+            x.data = like
+            got: Any = all_to_all_v(x, [len(x)], [len(x)], out=out, wire="none", comm=comm)
+            assert torch.equal(got, like)
+
+        check(torch.randn(4, 4))
+        check(torch.randn(4, 4).t())
+        check(torch._neg_view(torch.randn(4, 4)))
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad) * 2:
+            with mode():
+                given: Any = torch.randn(4, 4)
+                assert torch.equal(all_to_all_v(given, [4], [4], out=out.zero_(), wire="none", comm=comm), given)  # type: ignore[arg-type]
+        for change, error in ((lambda: x.requires_grad_(), WireFormatError), (lambda: out.resize_(5, 3), CountsError)):
+            check(torch.randn(4, 4))
+            change()
+            with pytest.raises(error):
+                all_to_all_v(x, [4], [4], out=out, wire="none", comm=comm)
+            x.requires_grad_(False)
+        out.resize_(4, 4)
+        x.data = torch.randn(4, 4, dtype=torch.float64)
+        with pytest.raises(CountsError, match="dtype"):
+            all_to_all_v(x, [4], [4], out=out, wire="none", comm=comm)
 
 
 def test_a_closed_communicator_is_refused_however_often_it_was_called() -> None:

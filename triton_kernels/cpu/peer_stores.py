@@ -6,6 +6,9 @@ of two sockets or of the parts that a large processor is made of, it takes sever
 stores past the caches go to. Nobody says reliably which it is: virtual machines tell of one cache where there are two,
 and are moved about. So now and then the first bytes of what is stored go the ordinary way, and are timed.
 
+Where a peer was idle for a while its cache may have let go of the slot, and stores are fast whatever lies between:
+such a look says near of a far peer. So a peer that is near is looked at again soon, which costs next to nothing there.
+
 What a sender found out is one number for each peer, `seen`: twice the time of its last look, and one more if the peer
 is far. Zero means that it has not looked. Either way the same bytes are stored.
 
@@ -23,15 +26,22 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_unfinished
 
 _LEAST_BYTES = 4096  # fewer are not worth a look at the clock
-_LOOK_NS, _LOOK_BYTES = 2_000_000, 16384  # a look at a far peer costs some microseconds
+_LOOK_BYTES = 16384
+_FAR_LASTS_NS, _NEAR_LASTS_NS = 2_000_000, 100_000  # a look at a far peer costs some microseconds
 #: Nanoseconds for so many bytes. To near peers stores take 1 to 2, to far ones 4 and more, and past the caches 1.
 _FAR_NS, _FAR_BYTES = 3, 10
 
 
 @device
+def is_old(seen, now):
+    """Whether it is time for another look."""
+    return now - (seen >> 1) > (_FAR_LASTS_NS if seen & 1 else _NEAR_LASTS_NS)
+
+
+@device
 def goes_aside(count, seen):
     """Whether what is made for a peer, `count` bytes at a time, had better be made elsewhere and go through `store`."""
-    return count >= _LEAST_BYTES and (seen & 1 != 0 or monotonic_ns() - (seen >> 1) > _LOOK_NS)
+    return count >= _LEAST_BYTES and (seen & 1 != 0 or is_old(seen, monotonic_ns()))
 
 
 @device
@@ -45,7 +55,7 @@ def store_unfinished(target, source, count, seen):
         copy_bytes(target, source, count)
         return seen
     begun, done = monotonic_ns(), 0
-    if begun - (seen >> 1) > _LOOK_NS:
+    if is_old(seen, begun):
         done = min(count, _LOOK_BYTES)
         copy_bytes(target, source, done)
         finish_stores()  # a core has room for some kilobytes that are still to be stored

@@ -222,7 +222,7 @@ def run_in_team(threads: int, count: int, kernel: Any, *arguments: object) -> No
 
 
 def run_standing_team(threads: int, kernel: Any, *arguments: object) -> Any:
-    """What `kernel(*arguments, words, member)` gives in this thread, number 0, which leads; the others end when it does.
+    """What `kernel(*arguments, words, member)` gives in this thread, which leads as member 0; the others end with it.
 
     The kernel has been compiled. Where the system has no more threads there are fewer, as for `run_in_team`.
     """

@@ -64,6 +64,19 @@ def test_what_a_look_finds_is_kept_where_other_threads_read_it() -> None:
         assert (target == 7).all() and found == seen[0] and (found == kept) == (kept != 0)
 
 
+def test_near_holds_for_less_long_than_far() -> None:
+    source, target = np.zeros(16384, np.uint8), np.zeros(16384, np.uint8)
+    at = target.ctypes.data, source.ctypes.data
+    ago = 2 * (time.monotonic_ns() - 500_000)  # longer than near holds, and, unless this is stopped here, less than far
+    assert _store(*at, 16384, ago) != ago
+    for _ in range(100):
+        ago = 2 * (time.monotonic_ns() - 500_000) + 1
+        if _store(*at, 16384, ago) == ago:
+            break
+    else:
+        raise AssertionError("each look at a far peer was old after half a millisecond")
+
+
 def test_memory_that_only_this_core_uses_is_near() -> None:
     source, target = np.zeros(16384, np.uint8), np.zeros(16384, np.uint8)
     found = [_store(target.ctypes.data, source.ctypes.data, 16384, 0) & 1 for _ in range(100)]

@@ -292,9 +292,9 @@ def add_pieces():
         team.finish(team_of)
 
     @numba.njit(nogil=True)
-    def add_pieces(counts, turn, words, leads):
+    def add_pieces(counts, turn, words, member):
         at = team.team_at(words)
-        if not leads:
+        if member > 0:
             while True:
                 chunk = team.wait_for_work(at)
                 if chunk < 0:
@@ -313,7 +313,7 @@ def add_pieces():
         team.dismiss(at)
         return len(counts)
 
-    add_pieces(np.zeros((0, 1), np.int64), 1, team._new_team(1)[0], True)  # compiles
+    add_pieces(np.zeros((0, 1), np.int64), 1, team._new_team(1)[0], 0)  # compiles
     return add_pieces
 
 
