@@ -179,7 +179,7 @@ def test_a_thread_that_does_not_lead_does_what_is_posted() -> None:
         job[at : at + 2].view(np.int64)[0] = value
     job[team._ROWS_PER_CHUNK // 4], job[team._LIMIT // 4] = PIECE // 4, 4
     helper = threading.Thread(
-        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, 0, words, False), daemon=True
+        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, 0, words, 1), daemon=True
     )
     helper.start()
     until = time.monotonic() + 20
@@ -218,7 +218,7 @@ def test_nothing_is_published_before_all_threads_have_stored() -> None:
     words[done] = -1  # somebody's part is still under way
     todo = kernels.POST
     leader = threading.Thread(
-        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, todo, words, True), daemon=True
+        target=kernels.move_in_team_kernel, args=(channel._call, channel._peers, todo, words, 0), daemon=True
     )
     leader.start()
     leader.join(0.3)
