@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
@@ -32,6 +31,12 @@ from thinwire.triton_kernels.checksum_seed import SUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
 from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
+
+TensorGuards: Any
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # it is torch's own, which may take it away
+    TensorGuards = None
 
 _INTS = frozenset([int])
 _CONTIGUOUS = torch.contiguous_format  # x may have odd strides, where a size is 1
@@ -67,14 +72,24 @@ class _Kind(NamedTuple):
 def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     """Says in one question whether others are of the same type, dtype, sizes, strides, and keys of dispatch.
 
-    The keys tell the device and the layout, negative views, autograd's modes, and all else that torch looks at. Asked
-    for one by one they take a microsecond. torch.compile's graphs are guarded by the same; no tensor is held.
+    The keys tell the device and the layout, negative views, autograd's modes, and all else that torch looks at.
+    torch.compile's graphs are guarded by the same; no tensor is held. Where torch has no such guards, one thing after
+    the other is asked for, which takes a microsecond more.
     """
+    if TensorGuards is None:
+        forms = [*map(_form, tensors)]
+        return lambda *others: [*map(_form, others)] == forms
     sizes, strides = ([[*of(tensor)] for tensor in tensors] for of in (torch.Tensor.size, torch.Tensor.stride))
-    made: Any = TensorGuards  # whose stub has its lists less deep
-    guards = made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
     return check
+
+
+def _form(tensor: Any) -> tuple[Any, ...] | None:
+    """What `_guard` compares; None of what is no plain tensor."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad, tensor.is_neg()
 
 
 class HostChannel(Channel):

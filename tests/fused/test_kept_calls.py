@@ -160,10 +160,21 @@ def kept_by(comm: Communicator) -> list[int]:
     return [*map(id, kinds), *map(id, reduces._plain_sums.values() if isinstance(reduces, DirectCollectives) else ())]
 
 
+@pytest.fixture
+def own_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that has no guards of tensors."""
+    monkeypatch.setattr(host_channel, "TensorGuards", None)
+
+
 @pytest.mark.parametrize("seed", exhaustive_but([0], range(25)))
 def test_any_sequence_of_calls_gives_what_new_communicators_give(seed: int) -> None:
     for raised, served in run_ranks(compare, WORLD, seed, 150, mode="thread"):
         assert raised and served > 20
+
+
+@pytest.mark.parametrize("seed", exhaustive_but([0], range(10)))
+def test_any_sequence_does_without_guards_of_torch(seed: int, own_guards: None) -> None:
+    test_any_sequence_of_calls_gives_what_new_communicators_give(seed)
 
 
 def test_nothing_holds_what_callers_passed() -> None:
@@ -251,6 +262,10 @@ def test_a_tensor_that_was_changed_in_place_is_looked_at_again() -> None:
         x.data = torch.randn(4, 4, dtype=torch.float64)
         with pytest.raises(CountsError, match="dtype"):
             all_to_all_v(x, [4], [4], out=out, wire="none", comm=comm)
+
+
+def test_a_tensor_that_was_changed_is_looked_at_without_guards_of_torch(own_guards: None) -> None:
+    test_a_tensor_that_was_changed_in_place_is_looked_at_again()
 
 
 def test_a_closed_communicator_is_refused_however_often_it_was_called() -> None:
