@@ -16,6 +16,7 @@ import os
 import platform
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -98,7 +99,7 @@ class FlightRecorder:
         # entry long gone from here changes no other.
         self._entries: list[Entry | None] = [None] * RING
         self._begun = self._number = 0
-        self._named = 0, 0  # the number of the last trace's name, and traces that had this number in their names
+        self._named: tuple[int, Counter[Path]] = 0, Counter()  # a number, and traces named by it that each file had
         self._new: Entry = []
         self._current: Entry | None = None  # of the call that is being made, in which others may be made
         self._nested = _Nested(self)
@@ -111,11 +112,17 @@ class FlightRecorder:
         """Has calls from now on added to a trace."""
         self.trace, self.track = trace, None if trace is None else trace.track(*self._of_world)
 
-    def name_trace(self) -> str:
-        """A name for a trace that begins now, which its ranks' recorders all give it, and no other trace."""
-        at, traces = self._named
-        self._named = self._number, traces + 1 if at == self._number else 1
-        return " ".join(map(str, (self.communicator, *self._named)))
+    def name_trace(self, path: Path) -> str:
+        """A name for a trace that begins now: no other trace to this file has it.
+
+        The ranks' recorders give it one name if all ranks have made as many calls on the communicator, and since the
+        last of these have begun as many traces to this file; what they trace to other files does not count.
+        """
+        if self._named[0] != self._number:
+            self._named = self._number, Counter()
+        traces = self._named[1]
+        traces[path] += 1
+        return f"{self.communicator} {self._number} {traces[path]}"
 
     def begin(
         self,
@@ -402,11 +409,13 @@ def trace_recorders(trace: Trace | None) -> None:
     recorders = list(_recorders)
     for recorder in recorders:
         recorder.add_to(trace)
-    if trace is not None and recorders:
-        # One that all processes have, if there is one, and they have made as many calls on it.
+    if trace is not None and recorders and not trace.run:
+        # One that all processes have, if there is one, and they have made as many calls on it; of ranks that are
+        # threads the first one's, whichever of them comes first.
         size = max(recorder._described["size"] for recorder in recorders)
         largest = [recorder for recorder in recorders if recorder._described["size"] == size]
-        trace.name_run(min(largest, key=lambda recorder: (recorder.communicator, recorder._number)).name_trace())
+        first = min(largest, key=lambda recorder: (recorder.communicator, recorder._described["rank"]))
+        trace.name_run(first.name_trace(trace.path))
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:

@@ -413,20 +413,25 @@ class HostCollectives:
 
     def leave_to_parent(self) -> None:
         """In a process that was just forked: it is closed here, without a word to anybody."""
+        if self._parent is None:  # of one that is closed, too: rounds of an ExpertParallel may go on after that
+            self._parent = os.getppid()
         if not self._closed:
-            self._closed, self._parent = True, os.getppid()
+            self._closed = True
             self._exchange.leave_to_parent()
             for attachment in self._attachments.values():
                 attachment.leave_to_parent()
 
     def _require_open(self) -> None:
+        self._require_own()
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+
+    def _require_own(self) -> None:
         if self._parent is not None:
             raise ThinwireError(
                 f"this communicator is of process {self._parent}, from which this one, {os.getpid()}, was forked: only "
                 "that one can use it"
             )
-        if self.closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
     def _settled_exchange(self) -> Exchange:
         self._require_open()
@@ -434,7 +439,12 @@ class HostCollectives:
         return self._exchange
 
     def _settled_recorder(self) -> FlightRecorder:
-        """For a call's entry: an exception that ends the wait for an earlier one leaves none, as peers miss none."""
+        """For a call's entry: an exception that ends the wait for an earlier one leaves none, as peers miss none.
+
+        What a child does with its parent's, backward too, ends here: direct rounds ask the communicator for no more.
+        """
+        if self._parent is not None:
+            self._require_own()
         self._settle()
         return self._recorder
 

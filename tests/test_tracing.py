@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from dataclasses import astuple
 from pathlib import Path
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import trace_events, trace_file
+from thinwire.comm import flight_recorder, trace_events, trace_file
 from thinwire.comm.clocks import compare_clocks
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.flight_recorder import FlightRecorder, trace_recorders
 from thinwire.comm.trace_events import Trace, Track
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import RankError, run_ranks
@@ -194,6 +195,38 @@ def test_a_later_trace_is_written_over_an_earlier_one_also_where_nobody_calls_th
     run_ranks(_traced_twice, 3, str(path))
     found = {rank: [event["name"] for event in events] for rank, events in _events(path).items()}
     assert found == {0: ["barrier"], 1: ["barrier"]}
+
+
+def _traced_elsewhere_before(comm: tw.Communicator, path: Path) -> None:
+    with comm.split(groups=[[0], [1]]) as part:
+        if comm.rank == 0:
+            with tw.trace(path.with_name("other")):
+                part.barrier()
+        else:
+            while not (path.exists() and path.stat().st_size):  # rank 0 ends its trace before this one begins
+                time.sleep(0.005)
+        with tw.trace(path):
+            part.barrier()
+
+
+def test_a_rank_that_traced_to_another_file_before_is_in_this_one_with_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    run_ranks(_traced_elsewhere_before, 2, path, timeout=20)
+    assert sorted(_events(path)) == [0, 1]
+
+
+def test_traces_of_ranks_that_are_threads_have_names_of_their_own_whichever_rank_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [FlightRecorder(rank, 2, "a test", "threads", 1.0, (rank, rank, 2)) for rank in range(2)]
+    names = set()
+    for order in (ranks, ranks[::-1], ranks):
+        monkeypatch.setattr(flight_recorder, "_recorders", order)
+        trace = Trace(tmp_path / "trace.json")
+        trace_recorders(trace)
+        names.add(trace.run)
+        trace_recorders(trace)  # the other rank's block
+    assert len(names) == 3 and ranks[0].name_trace(trace.path).endswith(" 0 4")
 
 
 def test_old_events_go_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from thinwire.comm.trace_file import write_trace
 class trace:
     """Traces the calls on all communicators of this process while the block lasts. On every rank.
 
-    Each rank adds its events to the file at the end of its block, also of one that an exception ends. Ranks that are
-    threads pass the same file, and the last one writes. Where the ranks are on several hosts, the beginning is
+    Each rank adds its events to the file at the end of its block, also of one that an exception ends. All ranks begin
+    as many traces to a file; further ones, to another file, are for any rank to begin. Ranks that are threads pass the
+    same file, and the last one writes: their blocks overlap. Where the ranks are on several hosts, the beginning is
     collective: they compare their clocks. THINWIRE_TRACE=FILE traces a whole run, and takes the place of blocks.
 
     Args:

@@ -98,3 +98,31 @@ def test_a_child_leaves_all_to_its_parent(transport: str, what: str, tmp_path: P
         case.told([0], "forked")
         case.allow("forked")
         case.told([0, 1])
+
+
+def _differentiates(comm: Communicator, transport: str, closed: bool) -> None:
+    x = torch.ones(2, 64, requires_grad=True)
+    ep = tw.ExpertParallel(comm, 2, 1, 64, 8, wire="none", transport=transport)
+    d = ep.dispatch(x, IDS, WEIGHTS)
+    y = ep.combine(d.tokens, d)
+    del ep, d  # what is left is the graph's
+    comm.barrier()
+    if closed:  # of which direct lanes need no more
+        comm.close()
+
+    def in_the_child() -> None:
+        with pytest.raises(ThinwireError, match=f"this communicator is of process {os.getppid()}, from which this one"):
+            y.backward(torch.full_like(y, 7.0))
+
+    if comm.rank == 0:
+        _in_a_child(in_the_child)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(2, 64))
+
+
+@pytest.mark.parametrize(("transport", "closed"), [("direct", False), ("direct", True), ("staged", False)])
+def test_backward_in_a_child_is_refused_and_puts_nothing_into_its_parents_gradients(
+    transport: str, closed: bool, tmp_path: Path
+) -> None:
+    with mortal.ranks(tmp_path, 2, _differentiates, transport, closed, timeout=5.0) as case:
+        case.told([0, 1])

@@ -78,7 +78,8 @@ def call_every_kernel() -> None:
                     else:
                         dispatched.abandon()
 
-    wire, rows = WireFormat.parse("int8"), torch.zeros(4, 2 * BYTES_PER_THREAD // 16)
+    # Zeros of numpy's: torch fills so many in threads, for which a forked process, as the tests', would wait for ever.
+    wire, rows = WireFormat.parse("int8"), torch.from_numpy(np.zeros((4, 2 * BYTES_PER_THREAD // 16), np.float32))
     records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)

@@ -399,6 +399,22 @@ def test_rounds_are_the_same_to_near_peers_and_to_far_ones(
             assert all(found) if seen else all(peers) and lane.seen[lane.rank] == 0
 
 
+@pytest.mark.parametrize("seen", [0, NEVER, NEVER + 1], ids=["a look", "near", "far"])
+@pytest.mark.parametrize("spec", ("none", "int8"))
+@pytest.mark.parametrize("lane_kind", ["checksums", "weight_grads"])
+def test_rounds_with_checksums_and_of_backward_are_the_same_to_near_peers_and_to_far_ones(
+    lane_kind: str, spec: str, seen: int
+) -> None:
+    generator = torch.Generator().manual_seed(17)
+    lanes = rounds.make_lanes(3, 7, 3, 4200, 6, spec, **{lane_kind: True})
+    for lane in lanes:
+        lane.seen[:] = seen
+    for closing in ((), (1,)):
+        tokens = [rounds.Tokens.random(n, 4200, 3, 7, torch.float32, generator) for n in (6, 0, 5)]
+        rounds.run_round(Kernels, lanes, tokens, torch.randn(7, 4200, generator=generator), closing)
+    assert not seen or all((lane.seen == seen).all() for lane in lanes)
+
+
 @pytest.mark.parametrize("spec", ("int8", "none"))
 def test_threads_share_any_call(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
@@ -720,18 +736,30 @@ def garbage(layout: RoundLayout, generator: torch.Generator) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("kind", garbage(make_lanes(1, 1, 1, 1, 1)[0].layout, torch.Generator()))
-@pytest.mark.parametrize("shape", [(3, 7, 5, 20, 6, 1), (3, 3, 4, 20, 6, 4), (4, 8, 2, 20, 6, 1)], ids=str)
-def test_no_ids_lead_outside_of_the_lane(shape: tuple[int, int, int, int, int, int], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [
+        ((3, 7, 5, 20, 6, 1), 0),
+        ((3, 3, 4, 20, 6, 4), 0),
+        ((4, 8, 2, 20, 6, 1), 0),
+        *[((3, 7, 5, hidden, 6, 1), seen) for hidden in (4200, 9001) for seen in (NEVER, NEVER + 1)],
+    ],
+    ids=str,
+)
+def test_no_ids_lead_outside_of_the_lane(shape: tuple[int, int, int, int, int, int], seen: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(11)
     for rank in range(shape[0]):
         for late_change in (False, True):
-            _play_with_garbage(make_lanes(*shape), rank, kind, late_change, generator)
+            _play_with_garbage(make_lanes(*shape), rank, kind, late_change, generator, seen)
 
 
-def _play_with_garbage(lanes: list[Lane], rank: int, kind: str, late_change: bool, generator: torch.Generator) -> None:
+def _play_with_garbage(
+    lanes: list[Lane], rank: int, kind: str, late_change: bool, generator: torch.Generator, seen: int
+) -> None:
     layout = lanes[0].layout
     for lane in lanes:
         poison(lane)
+        lane.seen[:] = seen
     guarded = Guarded(lanes, rank)
     lane = guarded.lane
     one = random_tokens(layout, torch.float32, generator, layout.MAX_TOKENS)
