@@ -135,6 +135,7 @@ def _closed_before_the_kernel(comm: Communicator, way: str) -> None:
         setattr(owner, name, entry_and_close)
         with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
             call()
+        assert channel.open_epoch() == 1, "the kernel has begun a call in memory that is not there any more"
 
 
 @pytest.mark.parametrize("way", ["plain", "thorough"])

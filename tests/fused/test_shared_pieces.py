@@ -289,6 +289,7 @@ def test_peers_hear_of_who_closes_while_threads_are_started(monkeypatch: pytest.
     group = Group(2, PIECE, threads=2)
     own, peer = group.channels
     x = torch.ones(200, 1000)
+    group.run(lambda rank, channel: exchange(channel, x, [100, 100], [100, 100]).wait())
     with monkeypatch.context() as patched:
         patched.setattr(team, "start_new_thread", lambda *arguments: own.close())
         with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
