@@ -202,7 +202,9 @@ class Channel(ExchangeTransport):
             except Exception as error:
                 if error is not transfer.error:  # with which the call would be over
                     raise
-        self._under_way = transfer.x = transfer.out = None
+        if transfer is self._under_way:  # no signal handler's call has ended it, and may be under way itself
+            self._under_way = None
+        transfer.x = transfer.out = None
         if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
             raise transfer.error
 

@@ -174,7 +174,8 @@ class SymmetricTensors(Attachment):
     def _tell_channel(self, regions: list[_Region]) -> None:
         if self._channel is not None:
             self._channel.use_regions(
-                [(region.number, region.memory.num_bytes, *region.memory.buffer_ptrs.tolist()) for region in regions]
+                [(region.number, region.memory.num_bytes, *region.memory.buffer_ptrs.tolist()) for region in regions],
+                [region.memory.held() for region in regions],
             )
 
     @property
@@ -197,4 +198,8 @@ class SymmetricTensors(Attachment):
 
     def close(self) -> None:
         """Lets go of all of it; tensors stay readable. Not collective."""
-        self._keep(set())
+        if self._channel is not None:
+            self._channel.close()  # first: of a call under way, the kernel may be storing into them
+        regions, self._regions = self._regions, []
+        for region in regions:
+            region.memory.close()

@@ -134,6 +134,7 @@ class HostChannel(Channel):
         self._kinds: dict[object, _Kind] = {}
         self._brings: _Kind | None = None  # whose words the kernel has
         self._regions: Any = None  # which the kernel has the address of
+        self._region_memory: list[object] = []
         self._plainly = kernels.POST | kernels.DRAIN
         for name, value in {
             "world": world,
@@ -163,24 +164,26 @@ class HostChannel(Channel):
         ):
             self._peers[kernels.PEERS.index(f"{name}_there")] = there + offset + rank * size
             self._peers[kernels.PEERS.index(f"{name}_here")] = here + offset + peers * size
+        self._peers[kernels.PEERS.index("answer")] = kernels.AGREES  # before the first call there is none to end
         self._kernel(self._address, 0)  # compiles, or loads what was compiled: nobody waits for it later
         if threads > 1:
             kernels.move_in_team(1, self._call, self._peers, 0)
 
-    def use_regions(self, regions: list[tuple[int, ...]]) -> None:
+    def use_regions(self, regions: list[tuple[int, ...]], memory: list[object]) -> None:
         """From now on exact rows are stored straight into outputs that lie in one of these, and in peers' outputs.
 
         Not while a call is under way. After an exception from outside, at whatever line, the kernel has these, or none.
 
         Args:
             regions: the number of each, the same on all ranks and never 0; its bytes; where each rank's begins here.
+            memory: what keeps them mapped.
         """
         # One row at least: the kernel goes by its address, and must go on telling peers once there are none.
         table = np.zeros((max(1, len(regions)), self._kernels.REGION_PTRS + self.world), np.int64)
         table[: len(regions)] = np.array(regions).reshape(len(regions), table.shape[1])
         at, count = (self._kernels.SCALARS.index(name) for name in ("regions", "num_regions"))
         self._call[count] = 0  # first: no address may be there with another table's length, or of one that is gone
-        self._regions = table
+        self._regions, self._region_memory = table, memory
         self._call[at] = table.ctypes.data
         self._call[count] = len(regions)
 
@@ -397,6 +400,8 @@ class HostChannel(Channel):
         if recv_buffer is None and transfer.error is None:
             assert transfer.place is not None
             self._move(todo | self._kernels.HEADERS)
+            if transfer is not self._under_way:
+                return transfer.wait()
             try:
                 recv_buffer = transfer.place(self._peers[_RECV_COUNT].tolist())
             except Exception as error:
@@ -436,8 +441,11 @@ class HostChannel(Channel):
             self.failure = self.timed_out()
 
     def _run(self, todo: int, num_bytes: int = 0) -> int:
+        transfer = self._under_way
         status = self._launch(todo, num_bytes)
         while status == self._kernels.PAUSED:
+            if transfer is not self._under_way:
+                return RUNNING  # a signal handler's call has ended this one
             status = self._launch((todo & ~self._post) | self._kernels.RESUME, num_bytes)
         return status
 
@@ -447,6 +455,7 @@ class HostChannel(Channel):
             work = num_bytes // _COPIED_FOR_ONE if self._words[self._exact_word] else num_bytes
             threads = self._threads_for(work, 1, self.threads)
             if threads > 1:
+                self._words[self._kernels.STARTING] = todo & self._post
                 return self._kernels.move_in_team(threads, self._call, self._peers, todo)
         status: int = self._kernel(self._address, todo)
         return status
@@ -465,10 +474,12 @@ class HostChannel(Channel):
         What a peer was storing into its output at that moment may still arrive: at most a piece. The call may be in the
         kernel just now, in another thread, or below a signal handler: it ends with ThinwireError.
         """
-        transfer = self._under_way
-        if not self.closed and transfer is not None:
-            transfer.memory = self.memory.held()  # for the kernel, until it has seen that it is over
-            self._kernel(self._address, self._kernels.LEAVE)
+        if not self.closed:
+            self._kernel(self._address, self._kernels.LEAVE)  # a call that is about to reach the kernel finds it, too
+            transfer = self._under_way
+            if transfer is not None:  # for the kernel, until it has seen that it is over
+                transfer.memory = self.memory.held(), self._regions, self._region_memory
+            self._region_memory = []
         super().close()
 
 

@@ -691,3 +691,26 @@ def test_a_peer_that_sends_a_piece_now_and_then_is_not_silent() -> None:
     helper.join()
     assert got.shape == (32 * (pieces + 1), 1) and time.monotonic() - started > 2.5
     assert peers_buffer[(group.layout.HEADS) // 4] == pieces
+
+
+def test_a_call_of_a_signal_handler_ends_the_one_that_waits_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2)
+    own, launch, nested = group.channels[0], group.channels[0]._launch, []
+
+    def launch_and_handle(todo: int, num_bytes: int) -> int:
+        status: int = launch(todo, num_bytes)
+        if status == kernels.PAUSED:
+            monkeypatch.undo()
+            nested.append(exchange(own, torch.full((4, 8), 5.0), [1, 3], [1, 3]).wait())
+        return status
+
+    def fn(rank: int, channel: HostChannel) -> list[torch.Tensor]:
+        if rank == 0:
+            return [exchange(channel, torch.zeros(5, 8), [2, 3]).wait(), *nested]
+        time.sleep(0.3)  # rank 0's wait for its header is paused meanwhile
+        first = exchange(channel, torch.ones(5, 8), [4, 1]).wait()
+        return [first, exchange(channel, torch.full((6, 8), 6.0), [3, 3], [3, 3]).wait()]
+
+    monkeypatch.setattr(own, "_launch", launch_and_handle)
+    found = [[rows[:, 0].tolist() for rows in results] for results in group.run(fn)]
+    assert found == [[[0, 0, 1, 1, 1, 1], [5, 6, 6, 6]], [[0, 0, 0, 1], [5, 5, 5, 6, 6, 6]]]

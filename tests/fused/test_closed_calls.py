@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.cpu.all_to_all_v import SCALARS
 
 MUCH = 400  # rows that take more pieces than a ring has room for
 
@@ -71,6 +74,97 @@ def _needed_no_more(comm: Communicator) -> list[float]:
 
 def test_who_has_all_it_needs_of_such_a_rank_notices_nothing() -> None:
     assert run_ranks(_needed_no_more, 3, mode="thread") == [[0.0, 1.0, 2.0], [], [0.0, 1.0, 2.0]]
+
+
+def _with_a_late_rank(
+    comm: Communicator, counts: list[list[int]], late: int, over: threading.Barrier
+) -> tuple[object, int]:
+    channel_of(comm)
+    sends, receives = counts[comm.rank], [row[comm.rank] for row in counts]
+    x = torch.full((sum(sends), 64), float(comm.rank))
+    options: dict[str, Any] = {"wire": "none", "comm": comm}
+    comm.barrier()
+    if comm.rank == 1:
+        tw.all_to_all_v(x, sends, receives, async_op=True, **options)
+        comm.close()
+        over.wait(20)
+        return (), 0
+    time.sleep(0.8 if comm.rank == late else 0)  # for longer than ranks that give up wait for others, and vote
+    found: tuple[object, int]
+    try:
+        found = "done", len(tw.all_to_all_v(x, sends, receives, **options))
+    except PeerTimeout as error:
+        found = error.ranks, 0
+    over.wait(20)  # who has ended is lost, too
+    return found
+
+
+@pytest.mark.parametrize("late", exhaustive_but([2], [0, 2]))
+def test_that_another_needs_more_of_such_a_rank_ends_nothing_for_who_does_not(late: int) -> None:
+    counts = [[1, 1, 1], [1, 1, MUCH], [1, 1, 1]]
+    found = run_ranks(_with_a_late_rank, 3, counts, late, threading.Barrier(3), mode="thread", timeout=20)
+    assert found == [("done", 3), ((), 0), ((1,), 0)]
+
+
+@pytest.mark.exhaustive
+def test_who_is_late_is_not_blamed_by_ranks_that_give_up_as_another_left() -> None:
+    counts = [[1, 1, 1, 1], [1, 1, MUCH, 1], [MUCH, 1, 1, 1], [1, 1, 1, 1]]  # rank 0 needs what rank 2 cannot finish
+    found = run_ranks(_with_a_late_rank, 4, counts, 3, threading.Barrier(4), mode="thread", timeout=20)
+    assert [outcome for outcome, _ in found[:3]] == [(1,), (), (1,)]
+
+
+def _closed_before_the_kernel(comm: Communicator, way: str) -> None:
+    channel = channel_of(comm)
+    x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
+    displs = None if way == "plain" else [0, MUCH]
+
+    def call() -> None:
+        tw.all_to_all_v(x, rows, rows, send_displs=displs, wire="none", comm=comm)
+
+    call()
+    # What comes last before the kernel, of what looks at no memory.
+    owner, name = (comm._recorder, "enter") if way == "plain" else (channel, "require_usable")
+    entry = getattr(owner, name)
+
+    def entry_and_close(*arguments: object) -> None:
+        entry(*arguments)
+        comm.close()
+
+    comm.barrier()
+    if comm.rank == 0:
+        setattr(owner, name, entry_and_close)
+        with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
+            call()
+        assert channel.open_epoch() == 1, "the kernel has begun a call in memory that is not there any more"
+
+
+@pytest.mark.parametrize("way", ["plain", "thorough"])
+def test_a_call_that_has_not_come_to_its_kernel_ends_too(way: str) -> None:
+    run_ranks(_closed_before_the_kernel, 2, way, mode="thread", timeout=20)
+
+
+def _closed_with_a_place(comm: Communicator) -> None:
+    out = tw.empty(2 * MUCH, 64, comm=comm)
+    channel, tensors = comm.attached("all_to_all_v"), comm.attached("empty")
+    assert list(comm._attachments).index("empty") < list(comm._attachments).index("all_to_all_v"), "is closed first"
+    x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
+    comm.barrier()
+    if comm.rank == 0:
+        words = channel._call[SCALARS.index("regions") :][:2].tolist()
+        held = [weakref.ref(channel._regions), weakref.ref(tensors._regions[0].memory.buffer_ptrs)]
+        work = tw.all_to_all_v(x, rows, rows, out=out, wire="none", comm=comm, async_op=True)
+        comm.close()
+        assert words[1] == 1 and channel._call[SCALARS.index("regions") :][:2].tolist() == words
+        assert all(kept() is not None for kept in held), "the kernel may be storing there"
+        with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
+            work.wait()
+        del work
+        gc.collect()
+        assert held[1]() is None
+
+
+def test_what_a_call_stores_straight_into_stays_until_it_is_over() -> None:
+    run_ranks(_closed_with_a_place, 2, mode="thread", timeout=20)
 
 
 def _closed_meanwhile(comm: Communicator, name: str, by: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from tests.fused.test_all_to_all_channel import Group, exchange
 from tests.wires import WIRES, assert_same_bits
-from thinwire.errors import CountsError, IntegrityError, PeerTimeout
+from thinwire.errors import CountsError, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
@@ -263,3 +263,36 @@ def test_any_calls_of_many_ranks_and_threads(seed: int) -> None:
 
         for rank, got in enumerate(group.run(fn)):
             assert_same_bits(f"{wire} {width} {counts}", torch.cat([rows[rank] for rows in sent]), got)
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["no checksums", "checksums"])
+def test_a_first_call_that_is_cut_off_before_it_has_begun_leaves_nothing(
+    checksums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(2, PIECE, checksums=checksums, threads=2)
+    x = torch.arange(200_000.0).view(200, 1000)
+
+    def cut(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(team, "start_new_thread", cut)
+        with pytest.raises(KeyboardInterrupt):
+            exchange(group.channels[0], x, [100, 100], [100, 100])
+    found = group.run(lambda rank, channel: exchange(channel, x + rank, [100, 100], [100, 100]).wait())
+    for rank, got in enumerate(found):
+        part = x[100 * rank :][:100]
+        assert torch.equal(got, torch.cat([part, part + 1]))
+
+
+def test_peers_hear_of_who_closes_while_threads_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2, PIECE, threads=2)
+    own, peer = group.channels
+    x = torch.ones(200, 1000)
+    group.run(lambda rank, channel: exchange(channel, x, [100, 100], [100, 100]).wait())
+    with monkeypatch.context() as patched:
+        patched.setattr(team, "start_new_thread", lambda *arguments: own.close())
+        with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
+            exchange(own, x, [100, 100], [100, 100]).wait()
+    with pytest.raises(PeerTimeout, match="rank 0 closed the communicator in the middle of a call"):
+        exchange(peer, x, [100, 100], [100, 100]).wait()

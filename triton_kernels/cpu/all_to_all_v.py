@@ -66,6 +66,7 @@ from thinwire.triton_kernels.cpu.pieces import (
     SIGNATURE,
     SLOT_BYTES,
     SLOTS,
+    STARTING,
     STATUS,
     STUCK,
     SUMS,
@@ -97,7 +98,6 @@ from thinwire.triton_kernels.cpu.signal import (
     let_others_run,
     signal_line,
     signalled,
-    someone_is_stuck,
     tell_stuck,
     write_report,
 )
@@ -157,6 +157,7 @@ def begin(call, peers):
         peers[ANSWER, peer] = AGREES if peer == own else SILENT
     if call[REGIONS]:
         tell_places(call, peers)
+    call[STARTING] = 0
 
 
 @device
@@ -332,20 +333,48 @@ def missing(where, peer, fingerprint=FINGERPRINT):
     return peers[NEXT_OUT, peer] < peers[END_OUT, peer] and no_room
 
 
+@device
+def said_by(call, peer):
+    """The flag of a peer's stuck line: 0, `LEFT_FLAG`, or another where it gave up."""
+    return load_acquire(signal_line(call[BUFFER_PTRS], call[RANK], call[STUCK], peer))
+
+
 @kernel
 def late(call, peers, draining, now, fingerprint=FINGERPRINT):
-    """Whether a peer has let this rank wait for longer than the timeout, or is missing while another gave up.
+    """Whether a peer has let this rank wait for over the timeout, or is missing and has left, or another gave up.
 
     `now`, and the reports, are read before the flags: see `docs/protocol.md`, "Waits end".
     """
-    stuck = someone_is_stuck(call[BUFFER_PTRS], call[WORLD], call[RANK], call[STUCK])
+    gave_up = False
     for peer in range(call[WORLD]):
+        said = said_by(call, peer)
+        gave_up |= peer != call[RANK] and said != 0 and said != LEFT_FLAG
+    for peer in range(call[WORLD]):
+        left = said_by(call, peer) == LEFT_FLAG
         if missing((call, peers, draining), peer):
             if peers[LIMIT, peer] == 0:
                 peers[LIMIT, peer] = now + call[TIMEOUT]
-            if stuck or now > peers[LIMIT, peer]:
+            if left or gave_up or now > peers[LIMIT, peer]:
                 return True
     return False
+
+
+@kernel
+def to_blame(where, peer, fingerprint=FINGERPRINT):
+    """Whether a peer that does not say that it is stuck is to blame; `where` as for `missing`.
+
+    Where somebody left, and this rank's own time was not up when it gave up, that is who has left, and nobody else:
+    whoever is silent still had time.
+    """
+    call, peers, _ = where
+    told = call[GIVE_UP_BY] - call[GRACE]
+    left, waited = False, False
+    for other in range(call[WORLD]):
+        left |= said_by(call, other) == LEFT_FLAG
+        waited |= 0 < peers[LIMIT, other] < told
+    if left and not waited:
+        return said_by(call, peer) == LEFT_FLAG
+    return missing(where, peer)
 
 
 @kernel
@@ -363,7 +392,7 @@ def end(call, peers, draining, fingerprint=FINGERPRINT):
     if call[GIVE_UP_BY] == 0:
         tell_stuck(buffer_ptrs, world, rank, stuck, call[EPOCH], phase, report, missing, where)
         call[GIVE_UP_BY] = monotonic_ns() + call[GRACE]
-    if give_up(buffer_ptrs, world, rank, stuck, report, missing, where, call[GIVE_UP_BY]) == GIVING_UP:
+    if give_up(buffer_ptrs, world, rank, stuck, report, to_blame, where, call[GIVE_UP_BY]) == GIVING_UP:
         return False
     write_report(report, TIMED_OUT, call[EPOCH], phase)
     call[STATUS] = TIMED_OUT
@@ -382,9 +411,11 @@ def verdict(call, peers, fingerprint=FINGERPRINT):
 @device
 def needs_this_rank(call, peers, peer):
     """Whether a peer still needs something of this rank in the call under way: rows, room, or an output to store to."""
-    if peers[TOLD, peer] or peers[NEXT_OUT, peer] < peers[END_OUT, peer]:
+    if peers[NEXT_OUT, peer] < peers[END_OUT, peer]:
         return True
     pieces, expected = peers[END_IN, peer], peers[RECV_COUNT, peer]
+    if peers[TOLD, peer] and peers[NEXT_IN, peer] < pieces:
+        return True
     if peers[ANSWER, peer] == SILENT:
         if expected < 0:
             return True  # it may have any number of rows
@@ -395,10 +426,10 @@ def needs_this_rank(call, peers, peer):
 @kernel
 def leave(call, peers, fingerprint=FINGERPRINT):
     """Tells the peers that this rank goes no further, if one of them waits for that, or will. To be called whenever it
-    likes, also while another thread is in the call: that one finds the new status."""
+    likes, also while another thread is in the call or before one: that call finds the new status."""
     rank = call[RANK]
     for peer in range(call[WORLD]):
-        if peer != rank and needs_this_rank(call, peers, peer):
+        if peer != rank and (call[STARTING] or needs_this_rank(call, peers, peer)):
             for told in range(call[WORLD]):
                 if told != rank:
                     store_release(signal_line(call[BUFFER_PTRS], told, call[STUCK], rank), LEFT_FLAG)

@@ -23,6 +23,7 @@ SCALARS = (
     "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     "team",  # the address of that which shares the pieces while a large call runs, else 0
+    "starting",  # whether threads are being started for a call that has not begun
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next,
     "discard", "x", "x_step", "out", "out_step",
     # the form of the rows, and what the header says of it.
@@ -37,6 +38,7 @@ SCALARS = (
     HALVES, SUMS, SLOT_SUM_BYTES,
     REGIONS, NUM_REGIONS,
     TEAM,
+    STARTING,
     DISCARD, X, X_STEP, OUT, OUT_STEP,
     EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
     KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
