@@ -25,10 +25,17 @@ from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu.all_to_all_v import SCALARS
 
+
 MUCH = 400  # rows that take more pieces than a ring has room for
 
 # What rank 0 sends rank 1, what comes back, and whether rank 1 knows how much it gets.
 NEEDS = {"rows": (1, MUCH, True), "room": (MUCH, 1, True), "room for any number": (MUCH, 1, False)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Kernels for the ranks that are threads here: the tests' limits of time are for calls."""
+    run_ranks(channel_of, 2, mode="thread", timeout=300)
 
 
 def _cut_off(comm: Communicator, need: str, wire: str) -> None:
