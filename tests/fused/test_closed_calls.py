@@ -25,7 +25,6 @@ from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu.all_to_all_v import SCALARS
 
-
 MUCH = 400  # rows that take more pieces than a ring has room for
 
 # What rank 0 sends rank 1, what comes back, and whether rank 1 knows how much it gets.
