@@ -49,13 +49,13 @@ def in_graphs(
 
     Args:
         backward: gives what carries gradients back, if that is no other collective.
-        public: what users call, and the operator calls, if that is not the function itself but calls it.
+        public: what users call, if that is not the function itself but calls it. The operator calls the function: what
+            is public asks whether anything is traced, by another thread too, and would come back here.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        called = function if public is None else public
-        name = called.__name__
-        _functions[name] = called
+        name = (public or function).__name__
+        _functions[name] = function
         if backward is not None:
             _backwards[name] = backward
         return compiled_as(_TRACED[name], _REASON)(function)

@@ -240,8 +240,10 @@ def send_sums(
     rows = expert_out.data_ptr(), row_bytes, count, rows_code(expert_out, as_they_are), grads
     stored = 0
     if threads > 1:
+        threads = threads_for(count, row_bytes, threads)
+    if threads > 1:
         each = int(lane.control[CONTROL_TOKENS])  # the most that a rank sent, as routing found it
-        threads = min(threads_for(count, row_bytes, threads), layout.WORLD * each)
+        threads = min(threads, layout.WORLD * each)
     if threads > 1:
         scratch, size = _team_scratch(lane, threads)
         places = scratch.data_ptr(), each, size, layout.WORLD * each

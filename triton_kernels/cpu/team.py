@@ -196,7 +196,7 @@ def threads_for(count: int, row_bytes: int, threads: int) -> int:
 
     One where `threading.stack_size` gives new threads too little for kernels: they would overrun it.
     """
-    if 0 < stack_size() < _LEAST_STACK_BYTES:
+    if count * row_bytes < 2 * BYTES_PER_THREAD or 0 < stack_size() < _LEAST_STACK_BYTES:
         return 1
     return max(1, min(threads, count, count * row_bytes // BYTES_PER_THREAD))
 

@@ -376,7 +376,7 @@ def test_a_standing_team_that_nobody_leads_ends(add_pieces, monkeypatch):
 
     words, _ = team._new_team(1)
     began = time.monotonic()
-    add_pieces(np.zeros((1, 1), np.int64), 1, words, False)
+    add_pieces(np.zeros((1, 1), np.int64), 1, words, 1)
     assert 0.9 < time.monotonic() - began < 20
 
 
