@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import pytest
 
 from thinwire.comm.communicator import Communicator
@@ -35,27 +31,3 @@ def test_what_went_wrong_there_is_told() -> None:
         _beside_threads, 1, "import sys; print('half way', file=sys.stderr); raise ValueError('so it is')"
     )
     assert "exit code 1" in told and "half way" in told and told.rstrip().endswith("ValueError: so it is")
-
-
-def _compiled_in_a_child(comm: Communicator) -> int:
-    from thinwire.warmup.cpu import call_every_kernel
-
-    exec(IN_THREADS)
-    child = os.fork()
-    if child == 0:
-        try:
-            call_every_kernel()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    until = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
-    return ended[1]
-
-
-def test_every_kernel_is_called_without_torchs_threads_which_stay_in_the_parent() -> None:
-    pytest.importorskip("numba", reason="the CPU kernels need numba")
-    assert run_ranks(_compiled_in_a_child, 1, timeout=60) == [0]
