@@ -10,6 +10,7 @@ rank it came from.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ from thinwire.fused.counts import dense_segments
 #: an all-reduce go on by pieces. Over NCCL each costs launches on every rank, which take as long as NVLink needs for a
 #: few MiB.
 PIECE_BYTES, NCCL_PIECE_BYTES = (1 << 20, 2 << 20), (8 << 20, 8 << 20)
+#: Pieces after which a rank gives way, once each. Gloo's thread must answer the peer before anything travels, and where
+#: it has no core of its own, a scheduler may let the thread that packs go on for milliseconds, with the link idle. Then
+#: there is enough under way. With a free core it costs a system call.
+_GIVES_WAY = 3
 
 
 def cut_pieces(rows: int, record_bytes: int, backend: str) -> Iterator[tuple[int, int]]:
@@ -93,6 +98,8 @@ class StagedExchange:
         packed = comm._result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
         pieces, most_rows = [], max(*recv_counts, *(send_counts or [0]))
         for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm._exchange.backend):
+            if 0 < len(pieces) <= _GIVES_WAY and comm._exchange.backend == "gloo":
+                os.sched_yield()
             incoming = slots.within(start, stop).cut(received)
             recorder.phase("pack")
             if send_counts is None:
