@@ -28,8 +28,10 @@ from thinwire.triton_kernels.cpu.ir.streaming import stream_unfinished
 _LEAST_BYTES = 4096  # fewer are not worth a look at the clock
 _LOOK_BYTES = 16384
 _FAR_LASTS_NS, _NEAR_LASTS_NS = 2_000_000, 100_000  # a look at a far peer costs some microseconds
-#: Nanoseconds for so many bytes. To near peers stores take 1 to 2, to far ones 4 and more, and past the caches 1.
-_FAR_NS, _FAR_BYTES = 3, 10
+#: Nanoseconds for so many bytes. To near peers stores take 10, to far ones 25 and more (where the peer's first cache has
+#: let go of some lines; else 40), and past the caches 10 with what the peer needs to read from there. So taking a near
+#: peer for a far one costs a tenth of a call, and a far one for a near one doubles it.
+_FAR_NS, _FAR_BYTES = 15, 100
 
 
 @device
