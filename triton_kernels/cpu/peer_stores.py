@@ -28,9 +28,9 @@ from thinwire.triton_kernels.cpu.ir.streaming import stream_unfinished
 _LEAST_BYTES = 4096  # fewer are not worth a look at the clock
 _LOOK_BYTES = 16384
 _FAR_LASTS_NS, _NEAR_LASTS_NS = 2_000_000, 100_000  # a look at a far peer costs some microseconds
-#: Nanoseconds for so many bytes. To near peers stores take 10, to far ones 25 and more (where the peer's first cache has
-#: let go of some lines; else 40), and past the caches 10 with what the peer needs to read from there. So taking a near
-#: peer for a far one costs a tenth of a call, and a far one for a near one doubles it.
+#: Nanoseconds for so many bytes. Stores to near peers take 10; to far ones 40, or 25 where the peer's first cache has
+#: let go of some lines; and past the caches 10, with what it takes the peer to read from there. Taking a near peer for
+#: far costs a tenth of a call, and taking a far one for near doubles it.
 _FAR_NS, _FAR_BYTES = 15, 100
 
 
