@@ -96,7 +96,8 @@ class StagedExchange:
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
         received = comm._result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
         packed = comm._result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
-        pieces, most_rows = [], max(*recv_counts, *(send_counts or [0]))
+        pieces: list[tuple[Posted, int, int]] = []
+        most_rows = max(*recv_counts, *(send_counts or [0]))
         for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm._exchange.backend):
             if 0 < len(pieces) <= _GIVES_WAY and comm._exchange.backend == "gloo":
                 os.sched_yield()
