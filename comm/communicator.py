@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 from thinwire.comm.clocks import clock_name
 from thinwire.comm.collectives import Collectives
+from thinwire.comm.environment import environment_problem, require_usable
 from thinwire.comm.exchange import PeerExchange, name_ranks
 from thinwire.comm.flight_files import VARIABLE
 from thinwire.comm.flight_recorder import RecorderOff
 from thinwire.comm.groups import (
     as_device,
     choose_backend,
+    endless_in_children,
     group_exists,
     keeps_order,
     member_group,
@@ -30,17 +33,19 @@ from thinwire.comm.groups import (
     standalone_group,
     with_index,
 )
-from thinwire.comm.host_collectives import Origin
-from thinwire.comm.integrity import MODES, agreed_mode, resolve_integrity
+from thinwire.comm.host_collectives import Origin, describe_mismatch
+from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.meeting import gloo_on_loopback
 from thinwire.comm.standby import Standby, join
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.comm.trace_file import write_recorder
-from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.log import LOGGER
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE
+from thinwire.version import VERSION
+from thinwire.wire import WIRE_VERSION
 
 #: Seconds that a peer may stay silent.
 DEFAULT_TIMEOUT = 30.0
@@ -70,7 +75,9 @@ class Communicator(Collectives):
             gives IntegrityError; "none": it is believed. None means THINWIRE_INTEGRITY, else "none".
 
     Raises:
-        ConfigMismatch: on every rank, when ranks passed different values of `integrity`.
+        ArgumentError: on every rank, when one cannot use a variable of thinwire's in its environment, with that rank.
+        ConfigMismatch: on every rank, when ranks passed different values of `integrity`, or have another version of the
+            library or of its wire formats.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -79,6 +86,7 @@ class Communicator(Collectives):
     _successor: Communicator | None = None  # what `shrink` has made of it
     _standby: Standby | None = None  # between processes
     _num_derived = 0  # groups made over the store of a standalone one
+    _give_back: weakref.finalize[Any, PeerExchange] | None = None  # which destroys its process group
     _renews_default = False  # whether its group is the default one, and made by `init`
     _is_standalone = False  # whether its group is its own, unknown to torch.distributed
 
@@ -93,36 +101,47 @@ class Communicator(Collectives):
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        timeout, mode = _checked_timeout(timeout), MODES.index(resolve_integrity(integrity))
+        timeout, problem = _checked_timeout(timeout), environment_problem()
+        mode = "none" if problem else resolve_integrity(integrity)
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
         else:
             group = member_group(group)
             backend, chosen, device_reason = choose_backend(group, device)
-        exchange = PeerExchange(group, backend, timeout)
-        self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group)
+        exchange = PeerExchange(endless_in_children(group), backend, timeout)
+        self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group, recorded=problem is None)
         self._store, self._is_standalone = _store, _store is not None
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
+        if self._origin.owns_group and backend == "gloo" and _store is None:
+            # Of the exchange, as works that are under way hold that one, and not this.
+            self._give_back = weakref.finalize(exchange, _destroy, group, os.getpid())
+            self._give_back.atexit = False
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
-        modes, own_clock = [mode], clock_name()
-        traced = self._recorder.trace is not None
+        settings = {"integrity": repr(mode), "thinwire": repr(VERSION), "wire_version": repr(WIRE_VERSION)}
+        own_clock, traced = clock_name(), self._recorder.trace is not None
 
         def gather(value: object, shape: Any) -> list[Any]:
             nonlocal traced
-            told = self._gather_short([mode, own_clock, traced, value], (int, str, bool, shape))
-            modes[:] = [told_mode for told_mode, *_ in told]
-            self._clocks_differ = any(clock != own_clock for _, clock, *_ in told)
-            traced = any(others for _, _, others, _ in told)
-            return [told_value for *_, told_value in told]
+            own = [problem, settings, own_clock, traced, value]
+            problems, told, clocks, tracing, values = zip(
+                *self._gather_short(own, (str | None, {str: str}, str, bool, shape)), strict=True
+            )
+            require_usable(problems)
+            if any(others != settings for others in told):
+                raise ConfigMismatch(describe_mismatch("Communicator", told))
+            self._clocks_differ, traced = any(clock != own_clock for clock in clocks), any(tracing)
+            return list(values)
 
         try:
+            if self.size == 1:
+                require_usable([problem])
             with self._recorder.begin("Communicator"):
                 if self.size > 1:
                     self._standby = Standby.open(self.rank, gather)
                     exchange.agree = self._standby.agree
                 self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
-                exchange.integrity = agreed_mode(modes, mode)
+                exchange.integrity = mode
                 trace = self._recorder.trace
                 if trace is not None:
                     trace.name_run(self._recorder.communicator)
@@ -156,7 +175,10 @@ class Communicator(Collectives):
         >>> Communicator.of_threads(ThreadWorld(2))[1]
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
-        timeout, integrity = _checked_timeout(timeout), resolve_integrity(integrity)
+        timeout, problem = _checked_timeout(timeout), environment_problem()
+        if problem is not None:
+            raise ArgumentError(problem)
+        integrity = resolve_integrity(integrity)
         chosen = with_index(as_device(device))
         if chosen.type not in ("cpu", "cuda"):
             raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
@@ -183,8 +205,10 @@ class Communicator(Collectives):
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
         It has this one's device, timeout and integrity; what goes wrong in one of the two does not touch the other.
-        `close()` destroys its process group, unless this one leaves out ranks of `torch.distributed`'s default group:
-        that one's name would come again with the next split, and its ranks would find the addresses of the old one.
+        `close()` destroys its process group, and over Gloo so does the end of the last reference to it: as torch names
+        some groups by how many there are, ranks do either at the same place of their program. Neither does where this
+        one leaves out ranks of `torch.distributed`'s default group: the group's name would come again with the next
+        split, and its ranks would find the addresses of the old one.
         `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
 
         Args:
@@ -213,7 +237,12 @@ class Communicator(Collectives):
         )
         with self._settled_recorder().begin("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
-            return self._derive(wanted, self._settings, origin)
+            try:
+                return self._derive(wanted, self._settings, origin)
+            except Exception as error:  # torch's, of a group that a signal handler's close() has ended meanwhile
+                if not self.closed or isinstance(error, ThinwireError):
+                    raise
+                raise ThinwireError("this communicator was closed while it was split") from error
 
     @property
     def _settings(self) -> Settings:
@@ -255,7 +284,7 @@ class Communicator(Collectives):
             return Communicator(new_groups[own], **settings._asdict(), _origin=origin)
         except BaseException:
             if origin.owns_group:
-                dist.destroy_process_group(new_groups[own])
+                _destroy(new_groups[own], os.getpid())
             raise
 
     def _derive_standalone(self, own: tuple[int, ...], settings: Settings, origin: Origin) -> Communicator:
@@ -458,9 +487,10 @@ class Communicator(Collectives):
         self._exchange.close()
         write_recorder(self._recorder)
         self._recorder.close()
-        known = self._group is not None and self._store is None and group_exists(self._group)
-        if self._origin.owns_group and known:
-            dist.destroy_process_group(self._group)
+        if self._give_back is not None:
+            self._give_back()
+        elif self._origin.owns_group and self._group is not None and self._store is None:
+            _destroy(self._group, os.getpid())
         if self._origin.owns_group or self._store is not None:
             # Gloo's listener and its thread end with the last reference, and `init` keeps what `shrink` has closed.
             self._group = self._store = None
@@ -480,6 +510,12 @@ class Communicator(Collectives):
     def __repr__(self) -> str:
         backend = self._exchange.backend
         return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
+
+
+def _destroy(group: dist.ProcessGroup, process: int) -> None:
+    # In a process that was forked it is the parent's.
+    if os.getpid() == process and group_exists(group):
+        dist.destroy_process_group(group)
 
 
 def _checked_timeout(timeout: float | None) -> float:

@@ -282,11 +282,18 @@ class PeerExchange(Exchange):
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout: float) -> None:
         device_types = ("cuda" if backend == "nccl" else "cpu",)
         super().__init__(group.rank(), group.size(), timeout, backend, device_types)
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self._outstanding: dict[Posted, None] = {}
         self._waited: dict[Posted, None] = {}  # of these, in the order in which waits for them began
         self._waiter = Waiter()
         self.failure: PeerTimeout | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; ThinwireError when a signal handler has closed this in the middle of a call."""
+        if self._group is None:
+            raise ThinwireError("this communicator was closed while an exchange began")
+        return self._group
 
     def _require_usable(self) -> None:
         if self.failure is not None:
@@ -463,7 +470,7 @@ class PeerExchange(Exchange):
         self._waited.clear()
         self._outstanding.clear()
         self._waiter.close()
-        del self.group  # where torch.distributed does not know it, its connections end with it
+        self._group = None  # where torch.distributed does not know it, its connections end with it
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

@@ -24,7 +24,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Protocol
 
-from thinwire.comm.flight_files import describe_folder, is_off, write_file
+from thinwire.comm.flight_files import describe_folder, write_file
 from thinwire.comm.trace_events import Event, Span, Trace, Track, Traffic, current_trace
 from thinwire.errors import PeerTimeout
 from thinwire.fields import LONGEST_TEXT
@@ -372,25 +372,6 @@ class RecorderOff(FlightRecorder):
 
     def describe(self) -> str:
         return "flight recorder: off"
-
-
-def new_recorder(
-    rank: int,
-    size: int,
-    origin: str,
-    backend: str,
-    timeout: float,
-    of_world: tuple[int | None, int, int] = (None, 0, 1),
-) -> FlightRecorder:
-    """The recorder of a communicator at this rank, as the environment says.
-
-    Args:
-        of_world: for traces, see `Trace.track`: the rank among all, and how many there are.
-    """
-    if is_off():
-        current_trace()  # which says that it cannot be made
-        return RecorderOff()
-    return FlightRecorder(rank, size, origin, backend, timeout, of_world)
 
 
 def write_all(reason: str) -> list[Path]:

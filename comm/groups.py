@@ -5,9 +5,12 @@ A *standalone* group has Gloo and a store of its own, and `torch.distributed` do
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import os
+import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,24 @@ from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, Transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_T = TypeVar("_T")
+_with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def endless_in_children(served: _T) -> _T:
+    """A group or store itself. In processes forked from this one it never ends, as that would wait for its threads."""
+    _with_threads.add(served)
+    return served
+
+
+def _make_endless() -> None:
+    for served in list(_with_threads):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(served))  # a name of Python's ends with the interpreter
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_endless)
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

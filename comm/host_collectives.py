@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import pickle
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch import Tensor
 from thinwire.comm.clocks import compare_clocks
 from thinwire.comm.cpu_share import CpuShare, cpu_share
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
-from thinwire.comm.flight_recorder import FlightRecorder, new_recorder
+from thinwire.comm.flight_files import is_off
+from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
@@ -29,8 +31,8 @@ from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
-from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
-from thinwire.log import LOGGER, follow_environment
+from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.log import LOGGER
 from thinwire.operators import register
 
 #: What `require_same` compares.
@@ -94,19 +96,23 @@ class HostCollectives:
     _parent: int | None = None  # the process that it is of, in one that was forked from there
 
     def _set_up(
-        self, exchange: Exchange, device: torch.device, origin: Origin, group: dist.ProcessGroup | None
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        origin: Origin,
+        group: dist.ProcessGroup | None,
+        recorded: bool = True,
     ) -> None:
-        follow_environment()
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed = False
         self._store: dist.Store | None = None  # of a standalone group
         of_world = _place_in_world(exchange)
-        self._recorder = new_recorder(
-            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
-        )
+        self._recorder: FlightRecorder = RecorderOff()
+        if recorded and not is_off():
+            self._recorder = FlightRecorder(
+                exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
+            )
         self._attachments: dict[str, Attachment] = {}
-        if device.type == "cpu":
-            _ = self._cpu_share  # a variable that names no number is an error of theirs alone
         self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
         self._handle = register(self)
@@ -389,12 +395,17 @@ class HostCollectives:
 
         Raises:
             ConfigMismatch: on every rank, with the settings that differ and each rank's value.
-            TypeError: a value of another type.
+            ArgumentError: no mapping, or a name or value of another type.
             ThinwireError: settings of more than 1 MiB.
         """
+        if not isinstance(settings, Mapping):
+            raise ArgumentError(f"{what}: settings is {reprlib.repr(settings)}, expected a dict")
         for name, value in settings.items():
-            if not isinstance(value, str | int | float | bool | None):
-                raise TypeError(f"{what}: setting {name!r} is {value!r}, expected a str, int, float, bool or None")
+            if not isinstance(name, str) or not isinstance(value, Setting):
+                raise ArgumentError(
+                    f"{what}: setting {reprlib.repr(name)} is {reprlib.repr(value)}, expected a str as its name, and a "
+                    "str, int, float, bool or None"
+                )
         described = {"what": repr(what)} | {name: repr(value) for name, value in settings.items()}
         encode(described, {str: str})  # what could not be sent if it differed is refused before anything is
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
@@ -403,7 +414,7 @@ class HostCollectives:
             if bool((self._exchange_rows(rows, "settings") == rows).all()):
                 return
             # Every rank saw all the digests, so every rank comes here.
-            raise ConfigMismatch(_describe_mismatch(what, self.all_gather_data(described, {str: str})))
+            raise ConfigMismatch(describe_mismatch(what, self.all_gather_data(described, {str: str})))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -490,7 +501,7 @@ def _place_in_world(exchange: Exchange) -> tuple[int | None, int, int]:
     return None, exchange.rank, exchange.size
 
 
-def _describe_mismatch(what: str, by_rank: list[dict[str, str]]) -> str:
+def describe_mismatch(what: str, by_rank: Sequence[Mapping[str, str]]) -> str:
     """Which settings differ, and which ranks have which value."""
     lines = [f"{what}: the ranks' settings differ"]
     for name in dict.fromkeys(name for settings in by_rank for name in settings):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.errors import ArgumentError, ConfigMismatch
+from thinwire.errors import ArgumentError
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 #: What `integrity=` accepts.
@@ -61,14 +61,6 @@ def resolve_integrity(integrity: str | None) -> str:
     if not isinstance(value, str) or value not in MODES:
         raise ArgumentError(f"{source} is {value!r}, expected one of: {', '.join(MODES)}")
     return value
-
-
-def agreed_mode(modes: list[int], own: int) -> str:
-    """The mode of all ranks, of which each has told the number of its own in MODES; or ConfigMismatch."""
-    if set(modes) == {own}:
-        return MODES[own]
-    told = (f"{dict(enumerate(MODES)).get(mode, mode)!r} on rank {rank}" for rank, mode in enumerate(modes))
-    raise ConfigMismatch(f"Communicator: the ranks' settings differ\n  integrity: {'; '.join(told)}")
 
 
 def checksums(message: torch.Tensor, rows: Rows, seed: int) -> torch.Tensor:

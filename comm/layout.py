@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -349,12 +350,17 @@ def resolve_groups(
     if groups is not None:
         if layout is not None or axes is not None:
             raise LayoutError("split takes a layout and axes, or groups, not both")
+        lists = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
+        if not lists or not all(type(rank) is int for group in groups for rank in group):
+            raise LayoutError(f"groups is {reprlib.repr(groups)}, expected lists of ranks, ints from 0 to {size - 1}")
         found = tuple(tuple(group) for group in groups if len(group))
         if sorted(rank for group in found for rank in group) != list(range(size)):
             raise LayoutError(f"the groups {list(map(list, found))} do not hold each of ranks 0 to {size - 1} once")
         return found
     if layout is None or axes is None:
         raise LayoutError("split needs a layout and axes, or groups")
+    if not isinstance(layout, Layout | TensorLayout):
+        raise LayoutError(f"layout is {reprlib.repr(layout)}, expected a Layout, or what one returns when called")
     if layout.size != size:
         raise LayoutError(f"{layout} is for {layout.size} ranks, but the communicator has {size}")
     return layout.groups(axes)

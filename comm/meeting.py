@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from thinwire.comm.exchange import name_ranks
+from thinwire.comm.groups import endless_in_children
 from thinwire.comm.waiting import call_within
 from thinwire.errors import ThinwireError
 
@@ -178,7 +179,9 @@ def start_store(host: str, port: int) -> dist.TCPStore:
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     # The store closes the file that it is handed.
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return endless_in_children(
+        dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -20,12 +20,12 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from thinwire.comm.plain import unique_keys
 from thinwire.comm.tensors import is_int
 from thinwire.errors import RankTableError
+from thinwire.files import read_regular
 
 #: Where the ranks of a rank table meet if MASTER_PORT does not say so. It is torchrun's default, too.
 DEFAULT_PORT = 29500
@@ -109,7 +109,7 @@ class RankTable:
             raise RankTableError(f"rank_table is a {type(table).__name__}, expected a path or a dict")
         source = f"rank table {os.fspath(table)}"
         try:
-            text = Path(os.fsdecode(table)).read_bytes()
+            text = read_regular(os.fsdecode(table))
         except OSError as error:
             raise RankTableError(f"{source} cannot be read: {error.strerror}") from error
         except ValueError as error:  # a path that no file can have

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from thinwire.comm import mailbox
 from thinwire.comm.exchange import name_ranks
+from thinwire.comm.groups import endless_in_children
 from thinwire.comm.plain import decode, encode
 from thinwire.comm.verdict import REPORT_SECONDS, Verdict, verdict_at
 from thinwire.comm.waiting import call_within
@@ -379,7 +380,7 @@ def _serve(host: str) -> _OwnStore:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor,
                 timeout=timedelta(seconds=CONNECT_SECONDS),
             )  # fmt: skip
-            _own_stores[key] = _OwnStore(store, letters, _Address(host, port, ""))
+            _own_stores[key] = _OwnStore(endless_in_children(store), letters, _Address(host, port, ""))
         return _own_stores[key]
 
 

@@ -99,7 +99,7 @@ def all_gather(
     torch.Size([2, 3])
     >>> comm.close()
     """
-    if wants_gradient(x):
+    if wants_gradient(x) and x.dim():
         there = partial(all_gather, wire=wire, comm=comm, transport=transport)
         require_linear("all_gather", out, async_op)
         return with_gradient(x, there, _scatter(x.shape, None, grad_wire, comm, transport))
@@ -134,7 +134,7 @@ def all_gather_v(
     Raises:
         CountsError: counts that do not fit; else see `all_gather`.
     """
-    if wants_gradient(x):
+    if wants_gradient(x) and x.dim():
         require_linear("all_gather_v", out, async_op)
         require_float(x, resolve_wire(wire), "all_gather_v")
         here = communicator_or_default(comm)

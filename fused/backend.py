@@ -15,7 +15,7 @@ from thinwire.log import LOGGER
 from thinwire.triton_kernels import pack, sums
 from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
-from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, HAS_NUMBA
+from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS, HAS_NUMBA, JIT_DISABLED
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
@@ -71,6 +71,8 @@ def _select(
         require_wire_support(wire, torch.cuda.get_device_capability(device))
     if requested:
         name, reason = requested, f"{BACKEND_VARIABLE}={requested}"
+    elif device.type == "cpu" and JIT_DISABLED:
+        name, reason = "torch", "NUMBA_DISABLE_JIT is set"
     else:
         name = "numba" if device.type == "cpu" else "triton"
         reason = f"tensors on {device.type}"
@@ -81,7 +83,7 @@ def _select(
     elif name == "torch":
         backend = reference_backend(reason)
     else:
-        raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: triton, numba, torch")
+        raise TransportUnavailable(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: {', '.join(BACKENDS)}")
     LOGGER.info("kernels for %s on %s: %s (%s)", wire, device, backend.name, backend.reason)
     return backend
 
@@ -147,7 +149,8 @@ def _numba(device: torch.device, reason: str, threads: int) -> Backend:
         raise TransportUnavailable(f"the numba backend takes CPU tensors, not tensors on {device}")
     if not HAS_NUMBA:
         raise TransportUnavailable(
-            f"CPU tensors need numba: pip install 'thinwire[cpu]' (or set {BACKEND_VARIABLE}=torch, many times slower)"
+            "CPU tensors need numba, which must compile: pip install 'thinwire[cpu]' without NUMBA_DISABLE_JIT (or set "
+            f"{BACKEND_VARIABLE}=torch, many times slower)"
         )
     # Here, not above: loading numba takes a while, and GPU ranks do without it.
     from thinwire.triton_kernels.cpu import pack as cpu_pack

@@ -15,12 +15,10 @@ from thinwire.comm.tensors import is_int, require_dense
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, WireFormatError
 from thinwire.fused.backend import Backend, select_backend
-from thinwire.wire import WireFormat
+from thinwire.wire import WIRE_VARIABLE, WireFormat
 
 __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize", "resolve_wire"]
 
-#: Environment variable that names the wire format of calls that pass none.
-WIRE_VARIABLE = "THINWIRE_WIRE"
 #: What a quantised wire carries.
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SHARED_BYTES = 8 << 20  # of the fewest rows that are worth a second thread

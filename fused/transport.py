@@ -25,7 +25,7 @@ from thinwire.errors import CapacityError, IntegrityError, PeerTimeout, Thinwire
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
-from thinwire.triton_kernels.cpu import HAS_NUMBA
+from thinwire.triton_kernels.cpu import HAS_NUMBA, JIT_DISABLED
 from thinwire.triton_kernels.exchange_layout import (
     REPORT_FIRST,
     REPORT_ROWS,
@@ -49,8 +49,7 @@ from thinwire.triton_kernels.signal import (
     TIMED_OUT,
     grace_of,
 )
-from thinwire.version import VERSION
-from thinwire.wire import WIRE_VERSION, WireFormat
+from thinwire.wire import WireFormat
 
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
@@ -163,12 +162,12 @@ def open_direct(
 
     Args:
         num_bytes: of each rank's symmetric memory.
-        settings: what ranks must agree on, beside the library's version.
+        settings: what ranks must agree on.
         make: takes the memory, and whether there are more ranks than cores that some of them may run on; not
             collective. What it raises on one rank keeps the others from going on.
 
     Raises:
-        ConfigMismatch: ranks with other settings, or another version.
+        ConfigMismatch: ranks with other settings.
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
@@ -195,7 +194,7 @@ def _open_direct(
     for rank, (reason, _) in enumerate(told):
         if reason is not None:
             return refusal(f"{reason} on rank {rank}")
-    comm.require_same(f"the direct transport of {name}", {**settings, "version": VERSION, "wire": WIRE_VERSION})
+    comm.require_same(f"the direct transport of {name}", settings)
     try:
         memory = allocate(comm, num_bytes, generation)
     except (TransportUnavailable, CapacityError) as error:
@@ -232,7 +231,7 @@ def _why_not(comm: Communicator) -> str | None:
         where = f" on {comm.device}" if on_gpu else ""
         return f"it needs the {kernels} backend{where} and {BACKEND_VARIABLE}={backend}"
     if not (HAS_TRITON if triton else HAS_NUMBA):
-        return f"{kernels} is not installed"
+        return "NUMBA_DISABLE_JIT is set" if JIT_DISABLED and not triton else f"{kernels} is not installed"
     if triton and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton runs on CPU tensors only under its interpreter, TRITON_INTERPRET=1,"
     if triton:

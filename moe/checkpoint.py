@@ -20,6 +20,7 @@ from torch import nn
 
 from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.errors import ArgumentError, CheckpointError
+from thinwire.files import open_regular
 from thinwire.moe.layer import MoELayer
 
 
@@ -170,6 +171,7 @@ def _open(path: str | os.PathLike[str]) -> Any:
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"path is a {type(path).__name__}, expected a str or a path")
     try:
+        os.close(open_regular(path))  # of a pipe, safetensors would wait for a writer, whatever signals come
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
         raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from thinwire.comm.plain import parse
 from thinwire.errors import CheckpointError
+from thinwire.files import open_regular
 from thinwire.moe.safetensors_header import LENGTH_BYTES, MOST_HEADER_BYTES, StoredTensor, parse_header
 
 __all__ = ["CONFIG", "INDEX", "SINGLE", "CheckpointFolder"]
@@ -28,7 +28,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_MOST_JSON_BYTES = MOST_HEADER_BYTES
+_MOST_JSON_BYTES = 64 << 20
 _MOST_AT_ONCE = 1 << 30  # bytes; Linux moves at most 2 GiB in a call
 
 
@@ -260,12 +260,7 @@ class CheckpointFolder:
             if real.parent not in self._homes:
                 homes = " or ".join(map(str, self._homes))
                 raise CheckpointError(f"{self._told(name)} leads to {str(real)!r}, expected a file in {homes}")
-            # No link any more, and no pipe that is waited for.
-            descriptor = os.open(real, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise CheckpointError(f"{self._told(name)} is no regular file")
-        return descriptor
+            return open_regular(real, mode | os.O_NOFOLLOW)  # no link any more
 
     @contextmanager
     def _errors_named(self, name: str) -> Iterator[None]:

@@ -18,8 +18,7 @@ from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
 from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_HAS_SUMS, RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
-from thinwire.version import VERSION
-from thinwire.wire import WIRE_VERSION, WireFormat
+from thinwire.wire import WireFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -219,8 +218,6 @@ class ParallelConfig(ParallelSettings):
             "combine_wire_alignment": self.combine_wire.alignment,
             "grad_wire": str(self.grad_wire),
             "grad_wire_alignment": self.grad_wire.alignment,
-            "wire_version": WIRE_VERSION,
             "dtype": str(self.dtype),
             "generation": generation,
-            "thinwire": VERSION,
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -25,3 +27,16 @@ def mapped_segments() -> set[int]:
 def resident_bytes() -> int:
     """How much of this process is in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def writer_of(pipe: Path) -> Iterator[None]:
+    """Has somebody open a named pipe to write nothing, so that who waits for a writer does not wait for ever."""
+    writer = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)))
+    writer.start()
+    try:
+        yield
+    finally:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join()
+        os.close(reader)

@@ -14,7 +14,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ThinwireError
-from thinwire.fields import MOST_BYTES
+from thinwire.files import MOST_BYTES
 from thinwire.flight import FORMAT, VERSION, Flight, parse_flight, read_flight
 from thinwire.flight_report import report
 
@@ -137,7 +137,8 @@ def test_files_that_cannot_be_read_are_told_and_the_others_compared(
     assert printed.out.startswith("no rank stopped: all came to the end of operation 3; no file of rank 1\n")
     lines = printed.err.splitlines()
     assert len(lines) == 4 and all(line.startswith(f"thinwire: error: {tmp_path}") for line in lines)
-    assert "pipe: not a regular file" in lines[0] and "text: not JSON" in lines[1] and "No such file" in lines[2]
+    assert "pipe: cannot be read" in lines[0] and "not a regular file" in lines[0]
+    assert "text: not JSON" in lines[1] and "No such file" in lines[2]
     assert main(["inspect", str(tmp_path / "good"), str(tmp_path / "good")]) == 0
     assert main(["inspect", str(tmp_path / "text")]) == 2
     with pytest.raises(ThinwireError, match="cannot be read: embedded null"):

@@ -169,6 +169,14 @@ def test_collectives(transport: str) -> None:
     run_ranks(_collectives, 1, transport, timeout=200)
 
 
+def test_a_scalar_that_wants_a_gradient_is_refused_as_any_scalar() -> None:
+    with tw.init():
+        for function in (tw.all_gather, tw.all_gather_v, tw.all_reduce, tw.reduce_scatter, tw.all_to_all_v):
+            for x in (torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)):
+                with pytest.raises(tw.CountsError, match="at least 1 dimension"):
+                    function(x)
+
+
 def _methods(comm: Communicator) -> None:
     x = torch.ones(4, HIDDEN)
     tensors, numbers = odd_tensors((4, HIDDEN), torch.float32), ODD_NUMBERS

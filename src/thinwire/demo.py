@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from thinwire.comm.communicator import Communicator
+from thinwire.files import write_file
 from thinwire.fused.backend import select_backend
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.parallel import ExpertParallel
@@ -236,4 +237,4 @@ def write_scores(path: Path, ranks: int, title: str, text: bytes, exact_bits: fl
         "unsharded_bits_per_byte": exact_bits,
         "scores": [asdict(score) for score in scores],
     }
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    write_file(path, f"{json.dumps(figures, indent=2)}\n".encode())

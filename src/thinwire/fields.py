@@ -8,16 +8,15 @@ expected; `Fields` names the place. Nothing here needs torch.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError
+from thinwire.files import read_regular
 
-#: Characters of a text, and bytes of a file.
-LONGEST_TEXT, MOST_BYTES = 400, 64 << 20
+#: Characters of a text.
+LONGEST_TEXT = 400
 
 _LARGEST = 2**63 - 1
 _T = TypeVar("_T")
@@ -25,19 +24,14 @@ Check = Callable[[object], _T]
 
 
 def read_bytes(path: str | Path) -> tuple[bytes, str]:
-    """What a regular file holds, of no more than MOST_BYTES, and the file's name in ASCII.
+    """What a regular file holds, of no more than `files.MOST_BYTES`, and the file's name in ASCII.
 
     Raises:
         ThinwireError: naming the file and what is wrong with it.
     """
     source = ascii(str(path))[1:-1]
     try:
-        # Not to wait for a writer, where it is a pipe.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ThinwireError(f"{source}: not a regular file")
-            return file.read(min(found.st_size, MOST_BYTES) + 1), source  # room is made for all of it before
+        return read_regular(path), source
     except (OSError, ValueError) as error:
         raise ThinwireError(f"{source}: cannot be read: {error}") from None
 
@@ -46,10 +40,8 @@ def parse_json(content: bytes, source: str) -> object:
     """What the bytes of a file say.
 
     Raises:
-        ThinwireError: naming the source: it is too long, or not JSON.
+        ThinwireError: naming the source: it is not JSON.
     """
-    if len(content) > MOST_BYTES:
-        raise ThinwireError(f"{source}: longer than {MOST_BYTES} bytes, the most that is read")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

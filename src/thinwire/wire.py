@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Raised when the bytes of any format change; ranks compare it before a row moves.
 WIRE_VERSION = 1
+#: Environment variable that names the format of calls that pass none.
+WIRE_VARIABLE = "THINWIRE_WIRE"
 
 _SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
 _GROUP_LIMITS = (16, 1024)

@@ -124,6 +124,26 @@ def test_the_command_takes_several_files_and_refuses_by_name(
     assert "b.json" in capsys.readouterr().err
 
 
+def test_one_series_may_have_no_transport_where_others_have_one(tmp_path: Path) -> None:
+    run = results([figure(), figure(transport=None), figure(tokens=128, transport=None)])
+    assert "report.html" in [path.name for path in write_report(run, tmp_path)]
+
+
+@pytest.mark.parametrize("name", ["report.html", "latency_dispatch.png"])
+def test_no_link_is_followed_to_where_somebody_else_wants_it_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(results([figure()])))
+    (tmp_path / "own").write_text("kept")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / name).symlink_to(tmp_path / "own")
+    assert main(["report", str(tmp_path / "a.json"), "--output", str(tmp_path / "shared")]) == 2
+    assert (tmp_path / "own").read_text() == "kept"
+    assert f"a symbolic link, which is not followed: name its target: '{tmp_path / 'shared' / name}'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_dict_that_is_no_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ThinwireError, match="results: ranks is 0"):
         write_report(results(ranks=0), tmp_path / "new")

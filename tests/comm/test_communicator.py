@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
-from thinwire.errors import ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import RankError, run_ranks
 
 SIZES = (0, 0, 1, 7, 513, 4096, 65537, 1_000_003)
@@ -149,7 +149,7 @@ def refuse_bad_posts(comm):
     with pytest.raises(TransportUnavailable, match="the routing lives on meta, but .* live on cpu"):
         comm.check_device("the routing", row(device="meta"))
     comm.check_device("x", row())
-    with pytest.raises(TypeError, match="'dtype' is torch.float32"):
+    with pytest.raises(ArgumentError, match="'dtype' is torch.float32"):
         comm.require_same("x", {"dtype": torch.float32})
     with pytest.raises(ThinwireError, match="timeout is 0"):
         Communicator(comm.group, timeout=0)

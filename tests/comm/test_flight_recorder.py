@@ -25,7 +25,7 @@ from tests import mortal
 from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_files import VARIABLE, write_file
-from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff, new_recorder
+from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.flight import DONE, FAILED, INTERRUPTED, POSTED, RING, UNDER_WAY, Flight, read_flight
 from thinwire.flight_report import report
@@ -475,9 +475,9 @@ def test_a_process_keeps_few_files_and_nothing_half_written(folder: Path) -> Non
 
 def test_off_records_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv(VARIABLE, "off")
-    assert type(new_recorder(0, 1, "", "", 1.0)) is RecorderOff
 
     def call(comm: Communicator) -> str:
+        assert type(comm._recorder) is RecorderOff
         tw.all_reduce(torch.ones(4), comm=comm)
         comm.all_reduce(torch.ones(4), async_op=True).wait()
         with pytest.raises(ThinwireError, match='THINWIRE_FLIGHT_RECORDER was "off"'):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -125,4 +128,48 @@ def test_backward_in_a_child_is_refused_and_puts_nothing_into_its_parents_gradie
     transport: str, closed: bool, tmp_path: Path
 ) -> None:
     with mortal.ranks(tmp_path, 2, _differentiates, transport, closed, timeout=5.0) as case:
+        case.told([0, 1])
+
+
+_FORKS_AND_ENDS = """
+import os, signal, sys, time
+import thinwire as tw
+comm = tw.init(device="cpu")
+comm.barrier()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+deadline = time.monotonic() + 30
+while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+    if time.monotonic() > deadline:
+        os.kill(child, signal.SIGKILL)
+    time.sleep(0.01)
+print(os.waitstatus_to_exitcode(ended[1]))
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_child_ends_with_the_status_that_it_gives(size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    ranks = []
+    for rank in range(size):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        program = [sys.executable, "-c", _FORKS_AND_ENDS]
+        ranks.append(subprocess.Popen(program, env=os.environ | place, text=True, stdout=subprocess.PIPE))
+    assert [rank.communicate()[0] for rank in ranks] == ["7\n"] * size
+    assert [rank.returncode for rank in ranks] == [0] * size
+
+
+def _drops_a_split(comm: Communicator) -> None:
+    held = [comm.split(groups=[[0, 1]])]
+    held[0].barrier()
+    if comm.rank == 0:
+        _in_a_child(lambda: (held.clear(), gc.collect()))
+    held[0].barrier()
+
+
+def test_a_split_that_a_child_drops_stays_its_parents(tmp_path: Path) -> None:
+    with mortal.ranks(tmp_path, 2, _drops_a_split, timeout=5.0) as case:
         case.told([0, 1])

@@ -12,8 +12,10 @@ import sys
 import pytest
 import torch
 
+from tests.files import writer_of
 from thinwire.comm import RankTable, bootstrap, discover
 from thinwire.errors import RankTableError, ThinwireError
+from thinwire.files import MOST_BYTES
 from thinwire.testing import run_ranks
 
 
@@ -195,6 +197,20 @@ def test_files_are_read_and_named_when_they_cannot_be(tmp_path):
         RankTable.load(path)
     with pytest.raises(RankTableError, match=r"missing.json cannot be read: No such file"):
         RankTable.load(tmp_path / "missing.json")
+    with path.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(RankTableError, match=f"hccl.json cannot be read: longer than {MOST_BYTES} bytes"):
+        RankTable.load(path)
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with writer_of(pipe), pytest.raises(RankTableError, match="pipe cannot be read: not a regular file"):
+        RankTable.load(pipe)
+    for place in ("/dev/zero", tmp_path):
+        with pytest.raises(RankTableError, match="cannot be read: not a regular file"):
+            RankTable.load(place)
 
 
 def test_on_cuda_the_tables_device_is_taken(monkeypatch):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
+import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +19,14 @@ from thinwire.comm import Communicator
 from thinwire.comm.groups import keeps_order
 from thinwire.comm.layout import Layout
 from thinwire.comm.shared_split import shared_split
-from thinwire.errors import ConfigMismatch, LayoutError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import (
+    ArgumentError,
+    ConfigMismatch,
+    LayoutError,
+    PeerTimeout,
+    ThinwireError,
+    TransportUnavailable,
+)
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks
 
@@ -158,3 +171,88 @@ def test_threads_that_wait_within_a_split_are_released_when_a_rank_has_failed() 
     with pytest.raises(RankError, match="on purpose"):
         run_ranks(fail_or_wait, 4, mode="thread")
     assert released.wait(10.0)  # the barrier by itself would wait 30 s
+
+
+def drop_splits(comm: Communicator) -> list[tuple[int, int, int]]:
+    held = []
+    for _ in range(2):
+        for _ in range(4):
+            half = comm.split(groups=[[0, 1]])
+            half.barrier()
+            work = half.all_reduce(torch.ones(40_000), async_op=True)  # of two steps
+            del half
+            gc.collect()
+            work.wait()
+            del work
+        gc.collect()
+        comm.barrier()
+        groups = len(dist.distributed_c10d._world.pg_names)
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), groups))
+    return held
+
+
+def test_a_split_that_is_dropped_leaves_nothing() -> None:
+    for first, second in run_ranks(drop_splits, 2):
+        assert first == second and second[2] == 1
+
+
+def close_on_signal(comm: Communicator, module: str, name: str, make: Callable[[Communicator], Any]) -> str:
+    """What comes of `make` where a handler closes the communicator just before a call of that function."""
+    owner = comm.split(groups=[[0, 1]])  # of its process group, which ends with it
+    signal.signal(signal.SIGUSR2, lambda number, frame: owner.close())
+    target = importlib.import_module(module)
+    function = getattr(target, name)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR2)
+        return function(*arguments, **options)
+
+    with mock.patch.object(target, name, interrupted), pytest.raises(ThinwireError) as caught:
+        make(owner)
+    return str(caught.value)
+
+
+def split_in_two(comm: Communicator) -> Communicator:
+    return comm.split(groups=[[0], [1]])
+
+
+def make_experts(comm: Communicator) -> ExpertParallel:
+    return ExpertParallel(comm, 2, 1, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "told"),
+    [
+        ("thinwire.comm.communicator.new_group", split_in_two, "closed while it was split"),
+        ("thinwire.comm.exchange._message_tag", split_in_two, "closed while an exchange began"),
+        ("thinwire.comm.exchange._message_tag", make_experts, "closed while an exchange began"),
+        ("thinwire.fused.transport.allocate", make_experts, "closed"),
+    ],
+)
+def test_a_handler_that_closes_the_communicator_meanwhile_gives_a_named_error(
+    function: str, make: Callable[[Communicator], Any], told: str
+) -> None:
+    for text in run_ranks(close_on_signal, 2, *function.rsplit(".", 1), make):
+        assert told in text
+
+
+def odd_arguments(comm: Communicator) -> None:
+    for odd in (3, "dp", [1.0], torch.ones(2), None):
+        with pytest.raises(LayoutError):
+            comm.split(odd, "dp")  # type: ignore[arg-type]
+        if odd is not None:
+            with pytest.raises(LayoutError, match=r"groups is .*, expected lists of ranks, ints from 0 to 0"):
+                comm.split(groups=odd)  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match="expected lists of ranks"):
+            comm.split(groups=[odd])  # type: ignore[list-item]
+        with pytest.raises(ArgumentError, match="expected a dict"):
+            comm.require_same("x", odd)  # type: ignore[arg-type]
+    for ranks in ([True], [0.0], ["0"]):
+        with pytest.raises(LayoutError, match="expected lists of ranks"):
+            comm.split(groups=[ranks])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="setting 3 is 1, expected a str as its name"):
+        comm.require_same("x", {3: 1})  # type: ignore[dict-item]
+
+
+def test_what_is_no_layout_and_no_list_of_ranks_is_named() -> None:
+    run_ranks(odd_arguments, 1, mode="thread")

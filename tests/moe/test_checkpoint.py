@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.files import writer_of
 from thinwire.errors import CheckpointError
 from thinwire.moe import checkpoint
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
@@ -227,3 +228,14 @@ def test_a_bare_layer_can_be_saved_and_loaded_too(tmp_path: Path):
     shard = MoELayer(8, 6, 4, 2, gated=True, ep=Owner(range(1, 3), 4, 2, 8))
     load_checkpoint(shard, tmp_path / "layer.safetensors", range(1, 3))
     assert torch.equal(shard.experts.w_gate, layer.experts.w_gate[1:3].bfloat16().float())
+
+
+@pytest.mark.parametrize("call", [read_metadata, lambda path: load_checkpoint(new_model(0), path)])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(call, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with writer_of(pipe), pytest.raises(CheckpointError, match="not a regular file"):
+        call(pipe)
+    for place in ("/dev/zero", tmp_path):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            call(place)

@@ -117,3 +117,12 @@ def test_options_are_refused_before_torch_is_imported() -> None:
     code = f"import sys; from thinwire.cli import main; {call}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_link_is_not_followed_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, link = tmp_path / "own", tmp_path / "link"
+    own.write_text("kept")
+    link.symlink_to(own)
+    assert main(["plan", *SIZES, "--json", str(link)]) == 2
+    assert own.read_text() == "kept" and "a symbolic link, which is not followed" in capsys.readouterr().err
+    assert main(["plan", *SIZES, "--json", str(own)]) == 0 and json.loads(own.read_text())

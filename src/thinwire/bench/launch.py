@@ -19,6 +19,7 @@ from thinwire.bench.traffic import expert_ids, read_matrix
 from thinwire.comm.bootstrap import init
 from thinwire.comm.launchers import LAUNCHERS, discover
 from thinwire.errors import ArgumentError
+from thinwire.files import open_to_write, write_file
 from thinwire.testing import run_ranks
 
 _FORMAT = {"format": "thinwire bench", "version": 1}
@@ -57,7 +58,7 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
     if first:
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.open("a").close()  # a file that cannot be written is better known now than at the end
+            os.close(open_to_write(json_file))  # a file that cannot be written is better known now than at the end
         if plot_folder is not None:
             plot_folder.mkdir(parents=True, exist_ok=True)
     if launcher is not None:
@@ -80,7 +81,7 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         print_end(results)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         if json_file is not None:
-            json_file.write_text(text)
+            write_file(json_file, text.encode())
         if plot_folder is not None:
             from thinwire.bench.report import write_report
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.bench.results import Figure, Results, Skipped, parse_results
 from thinwire.errors import TransportUnavailable
+from thinwire.files import write_file
 
 if TYPE_CHECKING:
     from thinwire.bench.plots import Picture
@@ -91,9 +92,9 @@ def write_reports(runs: Sequence[Results], folder: Path) -> list[Path]:
         files = [png(picture.canvas) for picture in pictures]
         for picture, content in zip(pictures, files, strict=True):
             written.append(folder / f"{f'{place + 1}_' if place else ''}{picture.name}.png")
-            written[-1].write_bytes(content)
+            write_file(written[-1], content)
         sections.append(_section(run, list(zip(pictures, files, strict=True)), missing))
-    page.write_text(_page(sections), encoding="utf-8")
+    write_file(page, _page(sections).encode())
     return written
 
 

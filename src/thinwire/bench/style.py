@@ -52,7 +52,7 @@ OTHER_MARKERS = ("X", "p", "*", "h", "<", ">")
 _LEGEND_CHARACTERS = 26
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Series:
     """What one line of a picture is of; its rows travelled in `wire`, over `transport`."""
 
@@ -71,7 +71,7 @@ class Styles:
     """The look of all series of a report: the same in each of its pictures."""
 
     def __init__(self, series: Iterable[Series]) -> None:
-        known = sorted(set(series))
+        known = sorted(set(series), key=lambda each: (each.implementation, each.wire, each.transport or ""))
         others = sorted({each.implementation for each in known} - {"thinwire"} - set(COLOURS))
         self._colours = COLOURS | {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
         wires = sorted({each.wire for each in known} - set(MARKERS))

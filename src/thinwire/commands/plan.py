@@ -9,6 +9,7 @@ from pathlib import Path
 
 from thinwire.commands.sizes import add_sizes, check_sizes
 from thinwire.errors import ArgumentError
+from thinwire.files import write_file
 
 SUMMARY = "what an ExpertParallel will hold, send and take"
 DESCRIPTION = """\
@@ -80,5 +81,5 @@ def run(options: argparse.Namespace) -> int:
         if options.json == "-":
             print(text)
         else:
-            Path(options.json).write_text(text + "\n")
+            write_file(options.json, f"{text}\n".encode())
     return 0

@@ -6,11 +6,11 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from thinwire.doctor.finding import Finding
 from thinwire.doctor.isolated import look
 from thinwire.doctor.ranks import examine_processes, examine_threads
+from thinwire.files import write_file
 from thinwire.version import VERSION
 
 FORMAT, FORMAT_VERSION = "thinwire doctor", 1
@@ -70,5 +70,5 @@ def examine(target: str | None) -> int:
         if target == "-":
             print(text)
         else:
-            Path(target).write_text(text + "\n")
+            write_file(target, f"{text}\n".encode())
     return 1 if counts["problem"] else 0

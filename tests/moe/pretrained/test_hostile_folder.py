@@ -339,3 +339,11 @@ def test_a_file_of_safetensors_own_is_read_as_it_reads_it(tmp_path: Path):
     found = safetensors_header.parse_header(octets[8 : 8 + length], len(octets), "file")
     assert {name: each.shape for name, each in found.items()} == {name: tuple(held[name].shape) for name in held}
     assert octets[found["a"].offset :][:24] == held["a"].numpy().tobytes()
+
+
+def test_a_header_of_more_entries_than_can_be_looked_at_in_seconds_is_refused(tmp_path: Path):
+    folder = write_checkpoint(tmp_path, new_tensors(FAMILY, FORM), CONFIG)
+    entry = '"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header = ("{" + ",".join(entry % number for number in range(300_000)) + "}").encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(folder, "says that its header has .* bytes; at most 16777216 are read")

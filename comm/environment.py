@@ -1,0 +1,42 @@
+"""What the environment says to thinwire, read in full when a communicator is made: its ranks tell each other then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from thinwire.comm.cpu_share import cpu_share
+from thinwire.comm.integrity import resolve_integrity
+from thinwire.comm.trace_events import current_trace
+from thinwire.errors import ArgumentError, ThinwireError
+from thinwire.log import follow_environment
+from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS
+from thinwire.wire import WIRE_VARIABLE, WireFormat
+
+_MOST_TEXT = 300  # characters, of a message that peers are told unannounced
+
+
+def environment_problem() -> str | None:
+    """The first variable of this process that cannot be used, and what is accepted; None: all can be."""
+    try:
+        follow_environment()
+        resolve_integrity(None)
+        cpu_share(None)
+        current_trace()
+        name = os.environ.get(BACKEND_VARIABLE)
+        if name and name not in BACKENDS:
+            raise ArgumentError(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: {', '.join(BACKENDS)}")
+        try:
+            WireFormat.parse(os.environ.get(WIRE_VARIABLE) or "none")
+        except ThinwireError as error:
+            raise ArgumentError(f"{WIRE_VARIABLE} in the environment: {error}") from None
+    except ThinwireError as error:
+        return str(error).encode("ascii", "backslashreplace").decode()[:_MOST_TEXT]
+    return None
+
+
+def require_usable(problems: Sequence[str | None]) -> None:
+    """Raises ArgumentError where ranks have told of one, with the rank of each."""
+    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+    if found:
+        raise ArgumentError("; ".join(found))
