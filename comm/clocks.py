@@ -59,7 +59,7 @@ def compare_clocks(exchange: Exchange, device: torch.device, now: Callable[[], i
 
 
 def _send(exchange: Exchange, peer: int, device: torch.device, value: int) -> None:
-    words = torch.tensor([value], dtype=torch.int64).view(torch.uint8).to(device)
+    words = torch.tensor([value], dtype=torch.int64, device="cpu").view(torch.uint8).to(device)
     exchange.post(_for(exchange, peer, words), [None] * exchange.size, "clocks").wait_on_host()
 
 

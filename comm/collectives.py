@@ -26,11 +26,10 @@ from torch import Tensor
 from thinwire.comm import nccl, p2p
 from thinwire.comm.exchange import Buffers
 from thinwire.comm.flight_recorder import NOT_RECORDED
-from thinwire.comm.host_collectives import HostCollectives
+from thinwire.comm.host_collectives import HostCollectives, collective
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.comm.work import Step, Work
-from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, CountsError
 
 
@@ -47,7 +46,7 @@ class Collectives(HostCollectives):
         IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; the same goes for it.
     """
 
-    @opaque
+    @collective
     def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work[None]:
         """Exact, in place: replaces `tensor` by all ranks' reduction. `thinwire.all_reduce` quantises, into a new one.
 
@@ -58,13 +57,13 @@ class Collectives(HostCollectives):
         """
         return self._reduce(self._check("tensor", tensor, written=True), None, op, async_op)
 
-    @opaque
+    @collective
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
         """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
         root = self._check_rank("dst", dst)
         return self._reduce(self._check("tensor", tensor, written=root == self.rank), root, op, async_op)
 
-    @opaque
+    @collective
     def reduce_scatter(
         self, output: Tensor, input_list: Sequence[Tensor], op: object = "sum", async_op: bool = False
     ) -> Work[None]:
@@ -81,7 +80,7 @@ class Collectives(HostCollectives):
         steps = self._reductions.reduce_scatter(self._exchange, reduction, data, inputs)
         return self._run("reduce_scatter", data, steps, async_op, ("op", reduction.name))
 
-    @opaque
+    @collective
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
 
@@ -94,7 +93,7 @@ class Collectives(HostCollectives):
         receives = self._only(src, data) if src != self.rank else self._nothing()
         return self._move("broadcast", data, sends, receives, async_op, ("src", src))
 
-    @opaque
+    @collective
     def all_gather(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Exact: fills `tensor_list[r]` with rank r's `tensor`. `thinwire.all_gather` quantises.
 
@@ -106,7 +105,7 @@ class Collectives(HostCollectives):
             return self._run("all_gather", data, nccl.all_gather(self._exchange, outputs, data), async_op)
         return self._move("all_gather", data, self._to_all(data), outputs, async_op)
 
-    @opaque
+    @collective
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
         """Exact: as `all_gather`, of tensors whose shapes differ. `thinwire.all_gather_v` quantises.
 
@@ -117,7 +116,7 @@ class Collectives(HostCollectives):
         counts = ("counts", [output.numel() for output in outputs])
         return self._move("all_gather_v", data, self._to_all(data), outputs, async_op, counts)
 
-    @opaque
+    @collective
     def gather(
         self, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, async_op: bool = False
     ) -> Work[None]:
@@ -133,7 +132,7 @@ class Collectives(HostCollectives):
         receives = self._check_list_of_root("gather_list", gather_list, data, "dst", dst, written=True)
         return self._move("gather", data, sends, receives, async_op, ("dst", dst))
 
-    @opaque
+    @collective
     def scatter(
         self, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, async_op: bool = False
     ) -> Work[None]:
@@ -149,7 +148,7 @@ class Collectives(HostCollectives):
         sends = self._check_list_of_root("scatter_list", scatter_list, data, "src", src)
         return self._move("scatter", data, sends, receives, async_op, ("src", src))
 
-    @opaque
+    @collective
     def all_to_all(
         self, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], async_op: bool = False
     ) -> Work[None]:
@@ -171,7 +170,7 @@ class Collectives(HostCollectives):
         counts = ("send_counts", sent, "recv_counts", received)
         return self._move("all_to_all", own, inputs, outputs, async_op, counts)
 
-    @opaque
+    @collective
     def all_to_all_v(
         self,
         output: Tensor,
@@ -207,7 +206,7 @@ class Collectives(HostCollectives):
         counts = ("send_counts", sends, "recv_counts", receives)
         return self._move("all_to_all_v", data, data.split(sends), target.split(receives), async_op, counts)
 
-    @opaque
+    @collective
     def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Sends `tensor`, of any dtype, to rank `dst`, which calls `recv`. Returns once that rank receives it.
 
@@ -217,7 +216,7 @@ class Collectives(HostCollectives):
         sends = self._only(self._check_peer("dst", dst), data)
         return self._message("send", data, sends, self._nothing(), ("dst", dst, "tag", _check_tag(tag)), async_op)
 
-    @opaque
+    @collective
     def recv(self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Fills `tensor` with what rank `src` sends: as many elements, of the same dtype, with the same tag."""
         data = self._check("tensor", tensor, written=True)

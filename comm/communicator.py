@@ -151,6 +151,7 @@ class Communicator(Collectives):
         except BaseException:
             exchange.close()
             raise
+        self._recorder.owner = weakref.ref(self)
 
     @classmethod
     def of_threads(
@@ -188,7 +189,7 @@ class Communicator(Collectives):
             exchange = ThreadExchange(world, rank, timeout, chosen)
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
-            comm._recorder.communicator = world.identity
+            comm._recorder.communicator, comm._recorder.owner = world.identity, weakref.ref(comm)
             if comm._recorder.trace is not None:
                 comm._recorder.trace.name_run(world.identity)
             comm._log_facts()
@@ -471,7 +472,8 @@ class Communicator(Collectives):
         A signal handler or another thread may call it while a direct collective of a CPU rank waits: that then raises
         ThinwireError, and peers that still need this rank for it get PeerTimeout at once, which names it.
 
-        Over Gloo, a wait that an exception such as a KeyboardInterrupt has ended cannot be taken back: until its
+        An exception from outside, such as a KeyboardInterrupt, that ends a call does the same: peers may have made that
+        call, and to make it again would be the next one there. Over Gloo its wait cannot be taken back: until its
         timeout, what it waits for may still fill its tensors, which are kept alive until then.
         """
         if self._closed:

@@ -17,7 +17,7 @@ import platform
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic_ns
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from thinwire.comm.flight_files import describe_folder, write_file
 from thinwire.comm.trace_events import Event, Span, Trace, Track, Traffic, current_trace
-from thinwire.errors import PeerTimeout
+from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.fields import LONGEST_TEXT
 from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, POSTED, RING, UNDER_WAY, VERSION
 
@@ -39,6 +39,12 @@ _MASK = RING - 1
 _MOST_WRITTEN = 16  # files that one signal writes
 
 _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
+
+
+class Owner(Protocol):
+    """What a recorder's calls belong to."""
+
+    def end_by(self, error: BaseException) -> None: ...
 
 
 class Recording(Protocol):
@@ -76,9 +82,13 @@ class FlightRecorder:
 
     Attributes:
         communicator: what all of its ranks know it by, once they have met.
+        begun: calls so far, without those within others.
+        owner: the communicator, once it is made.
     """
 
     communicator = ""
+    begun = 0
+    owner: Callable[[], Owner | None] | None = None
     trace: Trace | None = None  # which its calls are added to
     track: Track | None = None
     _span: Span | None = None  # of the call that is being made
@@ -98,7 +108,7 @@ class FlightRecorder:
         # An entry is put in whole, so a signal handler or another thread finds no half of one; and a Work that ends an
         # entry long gone from here changes no other.
         self._entries: list[Entry | None] = [None] * RING
-        self._begun = self._number = 0
+        self._number = 0
         self._named: tuple[int, Counter[Path]] = 0, Counter()  # a number, and traces named by it that each file had
         self._new: Entry = []
         self._current: Entry | None = None  # of the call that is being made, in which others may be made
@@ -146,14 +156,14 @@ class FlightRecorder:
         if self._current is not None:
             self._current[INSIDE] = name
             return self._nested
-        begun = self._begun
+        begun = self.begun
         number = None
         if numbered:
             number = self._number = self._number + 1
         self._new = self._entries[begun & _MASK] = [
             number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
         ]  # fmt: skip
-        self._begun = begun + 1
+        self.begun = begun + 1
         track = self.track  # which another thread may take away, with the end of its trace
         if track is not None:
             self._span = track.open(name, entry=self._new)
@@ -182,13 +192,29 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            if error is not None:
+                self.ended_by(error)
+
+    def ended_by(self, error: BaseException) -> None:
+        """Ends the communicator, if what ended a call comes from outside: peers may have made that call.
+
+        To make it again would be the next call there, and the ranks would be a call apart from then on.
+        """
+        owner = None if self.owner is None or isinstance(error, ThinwireError) else self.owner()
+        if owner is not None:
+            owner.end_by(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         entry, self._current = self._current, None
         if self._span is not None:
             self._last_event, self._span = self._span.close(), None
         if entry is None:
             return
         if error is not None:
-            self._end(entry, error)
+            self.failed(entry, error)
         elif entry[STATE] is UNDER_WAY:
             entry[END] = monotonic_ns()
             entry[STATE] = DONE
@@ -204,12 +230,12 @@ class FlightRecorder:
         if self._current is not None:
             self._current[INSIDE] = recorded[0]
             return
-        begun = self._begun
+        begun = self.begun
         number = self._number = self._number + 1
         entry = self._current = self._new = self._entries[begun & _MASK] = [
             number, *recorded, monotonic_ns(), 0, UNDER_WAY, None, None,
         ]  # fmt: skip
-        self._begun = begun + 1
+        self.begun = begun + 1
         track = self.track
         if track is not None:
             self._span = track.open(recorded[0], entry=entry)
@@ -220,32 +246,19 @@ class FlightRecorder:
         if entry is outer or entry is None:
             return
         if error is not None or self._span is not None:
-            self.__exit__(None if error is None else type(error), error, None)
+            self.__exit__(None, error, None)
             return
         self._current = None
         entry[END] = monotonic_ns()
         entry[STATE] = DONE
-
-    @property
-    def mark(self) -> tuple[int, int]:
-        """Where it is, for `take_back`."""
-        return self._begun, self._number
-
-    def take_back(self, mark: tuple[int, int], made: int) -> None:
-        """Forgets the calls since a mark, but for so many: an exception ended them before a peer had heard of them."""
-        begun, number = mark
-        self._number = min(number + made, self._number)
-        for place in range(max(begun, self._begun - RING), self._begun):
-            entry = self._entries[place & _MASK]
-            if entry is not None and (entry[NUMBER] or self._number + 1) > self._number:
-                self._entries[place & _MASK] = None
 
     def posted(self, entry: Entry) -> Waiting:
         """What ends a call that returns before it is done, for its Work."""
         entry[STATE] = POSTED
         return _Waiting(self, entry)
 
-    def _end(self, entry: Entry, error: BaseException) -> None:
+    def failed(self, entry: Entry, error: BaseException) -> None:
+        """Notes what ended a call."""
         if entry[FAILURE] is None:
             entry[END], entry[FAILURE] = monotonic_ns(), self._failure_of(error)
             entry[STATE] = FAILED if isinstance(error, Exception) else INTERRUPTED
@@ -296,8 +309,8 @@ class FlightRecorder:
         return write_file(f"{name}.json", json.dumps(content, separators=(",", ":")).encode())
 
     def _snapshot(self) -> list[Entry]:
-        first = max(0, self._begun - RING)
-        entries = [self._entries[place & _MASK] for place in range(first, self._begun)]
+        first = max(0, self.begun - RING)
+        entries = [self._entries[place & _MASK] for place in range(first, self.begun)]
         return [entry.copy() for entry in entries if entry is not None]
 
     def describe(self) -> str:
@@ -345,26 +358,37 @@ class _Waiting(Waiting):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._recorder.__exit__(kind, error, traceback)
+        self._recorder._leave(error)  # who waits again goes on with this call
         self._recorder._current, self._recorder._span = self._outer, self._outer_span
 
     def end(self, error: BaseException) -> None:
-        self._recorder._end(self._entry, error)
+        self._recorder.failed(self._entry, error)
 
 
 class RecorderOff(FlightRecorder):
     """What a communicator has where THINWIRE_FLIGHT_RECORDER is "off"."""
 
     def __init__(self) -> None:
-        self._current = [None] * (INSIDE + 1)  # every call is within this one, which nobody reads
+        self._nothing = [None] * (INSIDE + 1)  # what nobody reads
+        self._current = None
         self._nested = _Nested(self)
 
     def begin(self, *arguments: Any, **options: Any) -> Recording:
-        return self._nested
+        if self._current is not None:
+            return self._nested
+        self.begun += 1
+        self._new = self._nothing
+        return self
 
-    mark = 0, 0
+    def enter(self, recorded: tuple[Any, ...]) -> None:
+        if self._current is None:
+            self.begun += 1
+            self._current = self._nothing
 
-    def take_back(self, mark: tuple[int, int], made: int) -> None:
+    def _leave(self, error: BaseException | None) -> None:
+        self._current = None
+
+    def failed(self, entry: Entry, error: BaseException) -> None:
         return
 
     def posted(self, entry: Entry) -> Waiting:
@@ -380,7 +404,7 @@ def write_all(reason: str) -> list[Path]:
     Raises:
         OSError: the folder or a file cannot be made.
     """
-    used = [recorder for recorder in list(_recorders) if recorder._begun]
+    used = [recorder for recorder in list(_recorders) if recorder.begun]
     used.sort(key=lambda recorder: recorder._new[START], reverse=True)
     return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
 

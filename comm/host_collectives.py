@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.result_memory import ResultMemory
-from thinwire.comm.tensors import require_dense
+from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
@@ -44,6 +44,7 @@ SHORT = 2048
 _ABSENT = "(absent)"
 _STRIDED = torch.strided
 _LARGEST_COUNT = 2**63 - 1
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -79,6 +80,11 @@ class Attachment(ABC):
 _A = TypeVar("_A", bound=Attachment)
 
 
+def collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A communicator's method that its peers call, too. See `opaque`."""
+    return opaque(method, find_recorder=lambda self, *_, **__: self._recorder)
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a communicator's rank, size and device came from, for `Communicator.explain`."""
@@ -89,11 +95,11 @@ class Origin:
     on_loopback: bool = False  # all ranks are known to be on this host
 
 
-class HostCollectives:
+class HostCollectives(ABC):
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     _clocks_differ = False  # of its ranks' hosts
-    _parent: int | None = None  # the process that it is of, in one that was forked from there
+    _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
 
     def _set_up(
         self,
@@ -204,7 +210,7 @@ class HostCollectives:
         """
         # What most tensors are, told apart at the least cost; the rest says what is wrong with the others, if it is.
         if type(tensor) is Tensor and tensor.device == self._device and tensor.layout is _STRIDED:
-            if not (tensor.is_nested or tensor.is_quantized):
+            if not (tensor.is_nested or tensor.is_quantized or is_transforming()):
                 return
         if not isinstance(tensor, Tensor):
             raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
@@ -272,7 +278,7 @@ class HostCollectives:
             attachment = self._attachments[key] = make()
         return attachment
 
-    @opaque
+    @collective
     def barrier(self) -> None:
         """Returns once every rank has called it. Blocks the host, on CUDA too.
 
@@ -280,9 +286,9 @@ class HostCollectives:
             PeerTimeout: naming the ranks that did not come.
         """
         with self._settled_recorder().begin("barrier"):
-            self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8), "barrier")
+            self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "barrier")
 
-    @opaque
+    @collective
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer a number of its own, and returns what the peers told this rank.
 
@@ -307,7 +313,7 @@ class HostCollectives:
         for peer, count in enumerate(counts):
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
-        rows = torch.tensor(counts, dtype=torch.int64).view(torch.uint8).view(self.size, 8)
+        rows = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8).view(self.size, 8)
         with self._settled_recorder().begin("exchange_counts"):
             received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
             for peer, count in enumerate(received):
@@ -315,7 +321,7 @@ class HostCollectives:
                     raise CountsError(f"rank {peer} sent the count {count}, expected 0 to 2**63 - 1")
             return received
 
-    @opaque
+    @collective
     def all_gather_object(self, obj: object) -> list[Any]:
         """Every rank's object, in rank order; meant for small settings. Blocks the host.
 
@@ -324,13 +330,14 @@ class HostCollectives:
 
         Raises:
             PeerTimeout: a peer did not answer.
+            ThinwireError: what a rank sent cannot be unpickled here.
             Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
         """
         pickled = pickle.dumps(obj)
         with self._settled_recorder().begin("all_gather_object"):
-            return [pickle.loads(message) for message in self._gather_messages(pickled, "objects")]
+            return list(map(_unpickled, range(self.size), self._gather_messages(pickled, "objects")))
 
-    @opaque
+    @collective
     def all_gather_data(self, value: object, shape: Any) -> list[Any]:
         """Every rank's value, in rank order, as data: nothing that a peer sends is run. Blocks the host.
 
@@ -424,25 +431,40 @@ class HostCollectives:
 
     def leave_to_parent(self) -> None:
         """In a process that was just forked: it is closed here, without a word to anybody."""
-        if self._parent is None:  # of one that is closed, too: rounds of an ExpertParallel may go on after that
-            self._parent = os.getppid()
+        if self._ended is None:  # of one that is closed, too: rounds of an ExpertParallel may go on after that
+            self._ended = (
+                f"this communicator is of process {os.getppid()}, from which this one, {os.getpid()}, was forked: only "
+                "that one can use it"
+            )
         if not self._closed:
             self._closed = True
             self._exchange.leave_to_parent()
             for attachment in self._attachments.values():
                 attachment.leave_to_parent()
 
+    def end_by(self, error: BaseException) -> None:
+        """Closes it, as an exception from outside has ended a call of which peers may know.
+
+        To them this rank has left in the middle of a call, as if `close` had been called there.
+        """
+        if self._ended is None:
+            self._ended = (
+                f"this communicator has ended at this rank, as {type(error).__name__} came in the middle of a call: "
+                "close it, and call thinwire.init() again on all ranks, or wrap another group"
+            )
+            self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...
+
     def _require_open(self) -> None:
-        self._require_own()
+        self._require_not_ended()
         if self.closed:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
-    def _require_own(self) -> None:
-        if self._parent is not None:
-            raise ThinwireError(
-                f"this communicator is of process {self._parent}, from which this one, {os.getpid()}, was forked: only "
-                "that one can use it"
-            )
+    def _require_not_ended(self) -> None:
+        if self._ended is not None:
+            raise ThinwireError(self._ended)
 
     def _settled_exchange(self) -> Exchange:
         self._require_open()
@@ -452,10 +474,11 @@ class HostCollectives:
     def _settled_recorder(self) -> FlightRecorder:
         """For a call's entry: an exception that ends the wait for an earlier one leaves none, as peers miss none.
 
-        What a child does with its parent's, backward too, ends here: direct rounds ask the communicator for no more.
+        What a child does with its parent's, or a rank after an interrupt, backward too, ends here: direct rounds ask
+        the communicator for no more.
         """
-        if self._parent is not None:
-            self._require_own()
+        if self._ended is not None:
+            self._require_not_ended()
         self._settle()
         return self._recorder
 
@@ -489,6 +512,15 @@ class HostCollectives:
             [None if peer == self.rank else row for peer, row in enumerate(rows)] for rows in (outgoing, incoming)
         )
         self.post(sends, receives, label).wait_on_host()
+
+
+def _unpickled(rank: int, message: bytes) -> Any:
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        raise ThinwireError(
+            f"rank {rank} sent an object that cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _place_in_world(exchange: Exchange) -> tuple[int | None, int, int]:

@@ -144,7 +144,7 @@ class Layout:
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        ranks = torch.arange(self.size).view(self.device_matrix)
+        ranks = torch.arange(self.size, device="cpu").view(self.device_matrix)
         return DeviceMesh(device_type, ranks, mesh_dim_names=self.name)
 
     def __str__(self) -> str:

@@ -11,8 +11,10 @@ import re
 from typing import Any
 
 import torch
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
 
-from thinwire.errors import ArgumentError
+from thinwire.errors import ArgumentError, WireFormatError
 
 #: Seconds; more overflow a clock of nanoseconds sooner than they pass.
 MOST_SECONDS = 1e9
@@ -31,7 +33,21 @@ def is_strided(tensor: torch.Tensor) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """The same of memory, for those who look there; whether it holds conjugates or negatives is not looked at."""
     # Of others, such as a FakeTensor or a DTensor, memory says nothing, if there is any.
-    return is_strided(tensor) and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+    return (
+        is_strided(tensor)
+        and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+        and not (is_transforming() and _is_transformed(tensor))
+    )
+
+
+def is_transforming() -> bool:
+    """Whether this is called within a transform of torch.func, or within forward-mode differentiation."""
+    return forward_ad._current_level >= 0 or maybe_current_level() is not None
+
+
+def _is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether operations would have to carry on more than its values; torch.func takes in all that is made in it."""
+    return maybe_current_level() is not None or forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
@@ -39,6 +55,12 @@ def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
     if not (is_dense(tensor) if in_memory else is_strided(tensor)):
+        if is_transforming() and _is_transformed(tensor):
+            raise ArgumentError(
+                f"{name} is given in a transform of torch.func (grad, vmap, jvp and the like), or has a tangent of "
+                "forward-mode differentiation, for which thinwire has no rules; expected a plain tensor: use "
+                "torch.autograd.grad or backward, outside of such transforms"
+            )
         nested = ", nested" if tensor.is_nested else ""
         raise ArgumentError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}{nested}; expected a "
@@ -53,6 +75,20 @@ def require_writable(name: str, tensor: torch.Tensor) -> None:
             f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}: elements share memory, and "
             "cannot be filled one by one; expected a tensor of its own, such as clone() gives"
         )
+
+
+def overwrite(name: str, out: torch.Tensor | None) -> None:
+    """Tells autograd that a call fills `out`, if it is given; kernels write where autograd does not see it.
+
+    Raises:
+        WireFormatError: out wants a gradient, and nothing would say that it has another history now.
+    """
+    if out is None:
+        return
+    if out.requires_grad and torch.is_grad_enabled():
+        raise WireFormatError(f"{name} wants a gradient, and is overwritten: detach it, or call under torch.no_grad()")
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def is_seconds(value: object) -> bool:

@@ -17,14 +17,13 @@ import torch
 from thinwire.comm import Group, communicator_or_default
 from thinwire.comm.flight_recorder import DETAILS
 from thinwire.comm.work import Work
-from thinwire.compiler import opaque
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import Call
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
-from thinwire.fused.operations import in_graphs
+from thinwire.fused.operations import in_graphs, on_communicator
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
@@ -107,7 +106,7 @@ def all_gather(
     return _gather(call, [x.shape[0]] * call.comm.size, out)
 
 
-@opaque
+@on_communicator
 def all_gather_v(
     x: torch.Tensor,
     counts: Counts | None = None,

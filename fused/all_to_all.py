@@ -18,7 +18,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import OneOf
-from thinwire.comm.tensors import is_dense
+from thinwire.comm.tensors import is_dense, is_transforming, overwrite
 from thinwire.comm.work import Work, deliver
 from thinwire.compiler import nothing_compiles
 from thinwire.errors import CountsError
@@ -144,25 +144,33 @@ def all_to_all_v(
     if nothing_compiles():
         if type(comm) is not Communicator:
             comm = communicator_or_default(comm)
-        if isinstance(wire, str) and wire == AUTO:
-            check_transport(transport)
-            comm.check_device("x", x)
-            (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
-        # A small call takes microseconds: what `send_plainly` needs comes before all that tells errors apart.
-        if (
-            send_displs is None
-            and recv_displs is None
-            and (send_counts is None) == (recv_counts is None)
-            and not (async_op or check)
-            and type(transport) is str
-            and transport in _NOT_STAGED
-        ):
-            named = default_wire() if wire is None else wire
-            plain = comm._attachments.get("all_to_all_v")
-            if type(named) in _NAMES and type(plain) is HostChannel and not comm._unfinished:
-                moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
-                if moved is not None:
-                    return moved
+        recorder = comm._recorder
+        begun = recorder.begun
+        try:
+            if isinstance(wire, str) and wire == AUTO:
+                check_transport(transport)
+                comm.check_device("x", x)
+                (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
+            # A small call takes microseconds: what `send_plainly` needs comes before all that tells errors apart.
+            if (
+                send_displs is None
+                and recv_displs is None
+                and (send_counts is None) == (recv_counts is None)
+                and not (async_op or check)
+                and type(transport) is str
+                and transport in _NOT_STAGED
+                and not is_transforming()
+            ):
+                named = default_wire() if wire is None else wire
+                plain = comm._attachments.get("all_to_all_v")
+                if type(named) in _NAMES and type(plain) is HostChannel and not comm._unfinished:
+                    moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
+                    if moved is not None:
+                        return moved
+        except BaseException as error:
+            if recorder.begun != begun:  # the call is made, and its caller has no result; see `opaque`
+                recorder.ended_by(error)
+            raise
     return _thoroughly(
         x, send_counts, recv_counts, send_displs=send_displs, recv_displs=recv_displs, out=out, wire=wire, comm=comm,
         transport=transport, async_op=async_op, check=check, grad_wire=grad_wire,
@@ -275,6 +283,7 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, 
         )
     if overlap(x, out):
         raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
+    overwrite("out", out)
     return tail
 
 

@@ -21,7 +21,8 @@ from thinwire.comm.exchange import Exchange
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.errors import CapacityError, ConfigMismatch, IntegrityError, PeerTimeout, ThinwireError
+from thinwire.comm.tensors import is_transforming, overwrite
+from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
@@ -226,24 +227,16 @@ class DirectCollectives(ExchangeTransport):
         if self.on_gpu:
             self._prepare(job, x, out)
             self.take_turn()
-        done, self._under_way = False, True
+        self._under_way = True  # to the end: what an exception from outside cuts off ends the communicator, see `close`
         try:
             for chunk in range(job.num_chunks):
                 self._launch(self._end, job, x, out, chunk)
                 if not self.on_gpu and self._words[REPORT_STATUS] != RUNNING:
                     self.raise_findings()
-            done = True
-            if not out.is_inference():
-                torch.autograd.graph.increment_version(out)  # kernels write where autograd does not see it
-        except (PeerTimeout, ConfigMismatch, IntegrityError):
-            done = True  # all ranks know where they stand
-            raise
-        finally:
+        except ThinwireError:
             self._under_way = False
-            if not done and self.failure is None and self.report[REPORT_STATUS] != TIMED_OUT:
-                # Nobody knows which legs were taken; to go on could put one call's rows into another. What has timed
-                # out the next call says.
-                self.failure = ThinwireError("a collective was interrupted half-way")
+            raise
+        self._under_way = False
 
     def sum_plainly(
         self,
@@ -265,6 +258,8 @@ class DirectCollectives(ExchangeTransport):
             The sums, in `out`, or in a new tensor if that is None. None: not done, and not begun either.
         """
         if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
+            return None
+        if is_transforming():
             return None
         if x.is_neg() or not x.is_contiguous() or x.is_nested or not hasattr(self._kernels, "whole"):
             return None
@@ -293,6 +288,7 @@ class DirectCollectives(ExchangeTransport):
             return None
         with recorder.begin("all_reduce", shape, dtype, kept[1], "direct"):
             filled = out
+            overwrite("out", out)
             if filled is None and x.nbytes < LEAST_BYTES:
                 filled = torch.empty_like(x, memory_format=_CONTIGUOUS)  # at half the cost
             elif filled is None:

@@ -12,7 +12,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT, Recording
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
-from thinwire.comm.tensors import is_dense, require_dense
+from thinwire.comm.tensors import is_dense, overwrite, require_dense
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
@@ -165,8 +165,7 @@ def check_out(what: str, x: torch.Tensor, out: torch.Tensor | None, shape: Seque
             f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
             f"{out.is_conj()}, neg {out.is_neg()}"
         )
-    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-        raise WireFormatError(f"{what}: out is a leaf that wants a gradient, and cannot be overwritten; detach it")
+    overwrite(f"{what}: out", out)
     if place is not None and x.is_contiguous() and not (x.is_neg() or x.is_conj()):
         if out.data_ptr() == x.data_ptr() + place:
             return

@@ -20,10 +20,10 @@ import torch
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.host_collectives import Attachment
 from thinwire.comm.symmetric import SymmetricMemory, allocate
-from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel
+from thinwire.fused.operations import on_communicator
 from thinwire.fused.transport import Refusal, uses_triton
 
 _KEY = "empty"
@@ -31,7 +31,7 @@ _MOST_NUMBER = 1 << 62  # of regions
 _NOT_PLAIN = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-@opaque
+@on_communicator
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: Group | None = None) -> torch.Tensor:
     """A tensor in symmetric memory, zero at first: exact rows that arrive in it are copied once and not twice.
 
@@ -124,7 +124,6 @@ class SymmetricTensors(Attachment):
     """The memory of all that `empty` has made on a communicator, at one rank. Collective."""
 
     def __init__(self, comm: Communicator) -> None:
-        # No exchange here: a rank that loses this object to an exception from outside would make one more than others.
         self._channel: HostChannel | None = None
         self._checksums = comm.integrity != "none"
         self._regions: list[_Region] = []
@@ -148,7 +147,6 @@ class SymmetricTensors(Attachment):
             raise TransportUnavailable(f"{needs}; {channel.reason}")
         assert isinstance(channel, HostChannel)
         self._channel = channel
-        # In use, and not those in use by nobody: of these a rank may have let go alone, in a call that was interrupted.
         self._keep({number for _, numbers, _ in told for number in numbers})
         memory = allocate(comm, num_bytes)
         # The tensor's own keeper, as the memory itself is kept here: so its end can be seen, that of all views too.
@@ -159,11 +157,7 @@ class SymmetricTensors(Attachment):
         return torch.frombuffer(keeper, dtype=torch.uint8)
 
     def _keep(self, numbers: set[int]) -> None:
-        """Lets go of all regions but those of these numbers.
-
-        An exception from outside may come between any two lines: what the channel's table has stays mapped, as
-        `_regions` still has it, and what the next call finds there beside that is in nobody's use.
-        """
+        """Lets go of all regions but those of these numbers; the channel's table never has what is not mapped."""
         kept = [region for region in self._regions if region.number in numbers]
         gone = [region for region in self._regions if region.number not in numbers]
         self._tell_channel(kept)

@@ -22,6 +22,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.result_memory import LEAST_BYTES
 from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.tensors import overwrite
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of
 from thinwire.fused.codec import resolve_wire
@@ -295,6 +296,7 @@ class HostChannel(Channel):
             out_address = out.data_ptr()
             if x_address < out_address + kind.out_bytes and out_address < x_address + kind.x_bytes:
                 return None
+            overwrite("out", out)
         words, recorder = self._words, comm._recorder
         words[self._x_word], words[self._out_word] = x_address, out_address
         outer = recorder._current
@@ -341,7 +343,7 @@ class HostChannel(Channel):
             if tensor.is_neg() or tensor.is_nested or not tensor.is_contiguous():
                 return None
         shape, dtype, given_shape = x.shape, x.dtype, given[-1].shape
-        if x.requires_grad or given[-1].dtype is not dtype:
+        if x.requires_grad or given[-1].requires_grad or given[-1].dtype is not dtype:
             return None
         key = shape, dtype, named, out is None, given_shape, send_counts is None
         kind = self._kinds.get(key)

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.bootstrap import find_communicator
-from thinwire.compiler import compiled_as
+from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import ThinwireError
 from thinwire.fused.counts import Counts
 from thinwire.operators import ANCHOR, OPS, ORDER, anchored, differentiable, operator, registered
@@ -37,6 +38,16 @@ _REASON = (
 )
 _DEFAULT = 0  # the number of whatever is the default communicator at the time
 _MOST_ROWS = 1 << 40  # that are tried to be allocated
+
+
+def _recorder_of(*_: object, comm: Any = None, **__: object) -> FlightRecorder:
+    return communicator_or_default(comm)._recorder
+
+
+def on_communicator(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that all ranks of `comm`, a keyword of its, call. See `opaque`."""
+    return opaque(function, find_recorder=_recorder_of)
+
 
 _functions: dict[str, Callable[..., Any]] = {}
 _backwards: dict[str, Callable[..., Any]] = {}
@@ -58,7 +69,7 @@ def in_graphs(
         _functions[name] = function
         if backward is not None:
             _backwards[name] = backward
-        return compiled_as(_TRACED[name], _REASON)(function)
+        return compiled_as(_TRACED[name], _REASON, _recorder_of)(function)
 
     return decorate
 

@@ -20,7 +20,6 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
 from thinwire.comm.shared_split import shared_split
-from thinwire.compiler import opaque
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -28,12 +27,13 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.collective_arguments import check_out
 from thinwire.fused.gradients import require_linear
+from thinwire.fused.operations import on_communicator
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
 
-@opaque
+@on_communicator
 def redistribute(
     x: torch.Tensor,
     src: TensorLayout | Sequence[int],

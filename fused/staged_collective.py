@@ -51,8 +51,6 @@ class _Rows:
     def fill(self, part: torch.Tensor, start: int, stop: int, make: Callable[[int, int, torch.Tensor], None]) -> None:
         """Fills rows of a part. `make(first, last, rows)` fills rows [last - first, row] with those that it has."""
         rows, rest = self._split(part, start, stop)
-        if not part.is_inference():
-            torch.autograd.graph.increment_version(part)  # kernels write where autograd does not see it
         last = start + rows.shape[0]
         if rows.shape[0]:
             make(start, last, rows)

@@ -356,12 +356,13 @@ class DirectTransport(Attachment):
         if self.closed:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
         if self.failure is not None:
-            text = (
-                f"the direct transport of {self.operation} cannot be used any more, make a new communicator; earlier: "
-                f"{self.failure}"
-            )
-            raise _with_text(self.failure, text)
+            raise self.failed_with(self.failure)
         self.raise_findings()
+
+    def failed_with(self, error: ThinwireError) -> ThinwireError:
+        """What later calls raise."""
+        text = f"the direct transport of {self.operation} cannot be used any more, make a new communicator; earlier: "
+        return _with_text(error, f"{text}{error}")
 
     def raise_findings(self) -> None:
         """Raises what a kernel reported, if one did: PeerTimeout, or `mismatch`."""

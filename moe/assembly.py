@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
@@ -17,25 +17,17 @@ from thinwire.comm.groups import group_of
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
-from thinwire.errors import (
-    CapacityError,
-    ConfigMismatch,
-    LaneError,
-    PeerTimeout,
-    RoutingError,
-    ThinwireError,
-    TransportUnavailable,
-)
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import MOST_TOKENS, Rounds, Started
+from thinwire.moe.dispatched import MOST_TOKENS, NeedsRoom, Rounds, Started
+from thinwire.moe.gradients import MOST_LAYERS
 from thinwire.moe.staged import StagedRounds
+from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
 _MOST_GENERATIONS = 1 << 31
-#: What all ranks raise alike while lanes are made, and go on with the lanes that they had.
-_AGREED = (CapacityError, ConfigMismatch, LaneError, TransportUnavailable)
 _Kind = TypeVar("_Kind", bound=DirectRounds)
 
 
@@ -51,7 +43,7 @@ class Assembly:
             config.lanes, config.align, config.num_programs, config.dtype,
         )  # fmt: skip
         self._closed = False
-        self._broken: tuple[str, tuple[int, ...] | None] | None = None  # why, and whom a PeerTimeout named
+        self._num_layers = 0  # that have a number
         with config.comm._settled_recorder().begin("ExpertParallel"):
             self._assemble(config, generation=0)
 
@@ -59,6 +51,7 @@ class Assembly:
         """Everything that depends on the group. Collective."""
         self._config, self._generation = config, generation
         self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
+        self.num_local_experts = len(self.local_experts)  # of a range torch.compile makes symbols
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.grad_backend = config.grad_backend
         self.comm.require_same("ExpertParallel", config.settings(generation))
@@ -83,7 +76,6 @@ class Assembly:
         config: ParallelConfig | None = None,
         generation: int | None = None,
         begun: int = 0,
-        awaited: int | None = None,
     ) -> _Kind | Refusal:
         """Lanes for forward or for backward; see `DirectLanes.begin_at`. Collective."""
         config = config or self._config
@@ -97,7 +89,7 @@ class Assembly:
 
         def make(memory: SymmetricMemory, _: bool) -> _Kind:
             lanes = kind(config, layout, memory, reason)
-            lanes.begin_at(begun, awaited)
+            lanes.begin_at(begun)
             return lanes
 
         return open_direct(
@@ -108,6 +100,11 @@ class Assembly:
             make,
             self._generation if generation is None else generation,
         )
+
+    def next_layer(self) -> int:
+        """A number for one more layer of a model, for `dispatch`; the same on all ranks that make as many layers."""
+        self._num_layers += 1
+        return self._num_layers % MOST_LAYERS
 
     @property
     def max_tokens(self) -> int:
@@ -132,7 +129,7 @@ class Assembly:
             IntegrityError: what arrived in an earlier call is not what was sent.
             RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
         """
-        self._require_usable()
+        self._require_not_closed()
         self._rounds.check()
         if self._backward is not None:
             self._backward.check()
@@ -153,35 +150,26 @@ class Assembly:
             RoutingError: not an int of at least 0; nothing was sent.
             LaneError: on every rank, where a lane is in use on one: nothing was changed. Or closed.
             CapacityError: on every rank: there is no memory for that; lanes are as before.
-            PeerTimeout: a rank did not come. What then fails at some ranks, or an exception from outside, leaves this
-                object of use for `rebuild` and `close` alone.
+            PeerTimeout: a rank did not come. Then this object is of use for `rebuild` and `close` alone.
         """
-        self._require_usable()
+        self._require_not_closed()
         if not is_int(max_tokens, 0):
             raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
-        for lane in range(self.lanes):
-            if self._rounds.open_rounds[lane] is None:  # what exceptions left
-                self._settle(lane)
         with self.comm._settled_recorder().begin("ensure_capacity"):
             self._make_room(max_tokens)
 
-    def _grow(self, lane: int, need: int) -> None:
-        """As ensure_capacity, of all ranks that found in a dispatch on a lane that one of them has so many tokens.
+    def _grow(self, need: int) -> None:
+        """As ensure_capacity, of all ranks that found in a dispatch that one of them has so many tokens.
 
-        What each rank then tells first on that lane is this dispatch once more, or that it has it no more.
+        What each rank then tells first on its lane is this dispatch once more, or that it has it no more.
         """
         with self.comm._settled_recorder().begin("growth"):
-            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need, lane)
+            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need)
 
-    def _make_room(self, need: int, awaited: int | None = None) -> None:
+    def _make_room(self, need: int) -> None:
         """The same. All that peers store into the old lanes is stored when they come here."""
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        with self._whole(f"making room for {need} tokens a rank"):
-            self._rounds.owed = None  # not before: until then the next call comes here
-            self._exchange_needs(need, awaited)
-
-    def _exchange_needs(self, need: int, awaited: int | None) -> None:
         rounds = self._rounds
         in_use = [(lane, isinstance(use, Started)) for lane, use in enumerate(rounds.open_rounds) if use is not None]
         begun = max(rounds.rounds_begun) % 2**31
@@ -205,12 +193,12 @@ class Assembly:
             )
         config = replace(self._config, max_tokens=most)
         if isinstance(rounds, DirectRounds):
-            self._replace_lanes(rounds, config, max(number for *_, number in told), awaited)
+            self._replace_lanes(rounds, config, max(number for *_, number in told))
         else:
             self._config = rounds.config = config
 
-    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig, begun: int, awaited: int | None) -> None:
-        forward = self._larger(DirectRounds, config, begun, awaited)
+    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig, begun: int) -> None:
+        forward = self._larger(DirectRounds, config, begun)
         old = [rounds]
         if self._backward is not None:
             try:
@@ -222,27 +210,13 @@ class Assembly:
             self._backward.successor = backward
             self._backward = backward
         self._generation, before = self._generation + 1, self._config.max_tokens
-        self._rounds, self._config, self._broken = forward, config, None
+        self._rounds, self._config = forward, config
         for lanes in old:
             lanes.close()
         self.comm._log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {before}")
 
-    @contextlib.contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        """Around what ranks do together in several exchanges, which a rank that an exception ends cannot join again."""
-        self._broken = f"{what} was ended by an exception at this rank, for which its peers waited in vain", None
-        try:
-            yield
-        except _AGREED:
-            self._broken = None
-            raise
-        except ThinwireError as error:
-            self._broken = f"{what} failed before: {error}", error.ranks if isinstance(error, PeerTimeout) else None
-            raise
-        self._broken = None
-
-    def _larger(self, kind: type[_Kind], config: ParallelConfig, begun: int = 0, awaited: int | None = None) -> _Kind:
-        lanes = self._open_direct(kind, config, self._generation + 1, begun, awaited)
+    def _larger(self, kind: type[_Kind], config: ParallelConfig, begun: int = 0) -> _Kind:
+        lanes = self._open_direct(kind, config, self._generation + 1, begun)
         if isinstance(lanes, Refusal):
             error = CapacityError if lanes.no_memory else TransportUnavailable
             raise error(
@@ -293,7 +267,7 @@ class Assembly:
             most = 1 if self._config.grows else max(room for _, room in told)
             config = replace(self._config, comm=comm, max_tokens=most)
             self._assemble(config, max(generation for generation, _ in told) + 1)
-        self._closed, self._broken = False, None
+        self._closed = False
 
     @property
     def _lost(self) -> tuple[int, ...] | None:
@@ -337,94 +311,47 @@ class Assembly:
             "MoELayer copy the state_dict()"
         )
 
-    def _settle(self, lane: int, again: bool = False) -> FlightRecorder:
-        """Ends what is under way, as peers may wait for it, and a round waits for them; gives the round's recorder.
-
-        `again`: what comes is the dispatch for which room was made.
-        """
-        recorder = self.comm._settled_recorder()
-        self._make_up(lane)
-        self._join_growth(again)
-        self._make_up(lane)  # if it was refused there
-        return recorder
-
-    def _make_up(self, lane: int) -> None:
-        if self._rounds.is_unfinished(lane):
-            self._end_wait(lane, self._rounds.finish)
-
-    def _join_growth(self, again: bool = False) -> None:
-        """Takes part where peers make room for a dispatch that this rank has begun, and which is over here."""
-        if not self._config.grows:
-            return
-        rounds = self._rounds
-        for lane, use in enumerate(rounds.open_rounds):
-            if use is None and rounds.is_unfinished(lane):
-                self._end_wait(lane, rounds.hear)
-        if rounds.owed is not None:
-            rounds.open_rounds[rounds.owed[0]] = None  # which was started there
+    def _settle(self, lane: int) -> FlightRecorder:
+        """Ends what peers may wait for: calls under way, and a leg on the lane that was started; gives the recorder."""
+        recorder, rounds = self.comm._settled_recorder(), self._rounds
+        started = rounds.open_rounds[lane]
+        if isinstance(started, Started):
+            rounds.open_rounds[lane] = None
             try:
-                self._grow(*rounds.owed)
-            except (CapacityError, LaneError):
-                pass  # raised where the dispatch is not over
-            except ThinwireError as failure:
-                failure.args = (f"while peers made room for a dispatch that was over here before: {failure}",)
-                raise
-        awaited = self._rounds.awaited
-        if awaited is not None and not again:
-            error = LaneError("this dispatch, for which peers made room, was over here before")
-            self._tell_refusal(awaited, error, lost=True)
-
-    def _end_wait(self, lane: int, end: Callable[[int], None]) -> None:
-        rounds, recorder = self._rounds, self.comm._recorder
-        mark = recorder.mark
-        try:
-            place = rounds.place(lane)
-            with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
-                end(lane)
-        except BaseException as error:
-            self._take_back(lane, error, rounds.legs_told(lane), mark)
-            raise
+                with recorder.begin("finish", transport=self.transport, details=rounds.place(lane), numbered=False):
+                    started.end()
+            except NeedsRoom as need:
+                with contextlib.suppress(CapacityError, LaneError):  # all ranks find these, and go on
+                    self._grow(need.tokens)
+                    error = LaneError("this dispatch, for which room was made, was started and not finished")
+                    self._tell_refusal(lane, error, lost=True)
+            except RoutingError:
+                pass  # of a leg that nobody asks for any more
+        return recorder
 
     def _tell_refusal(self, lane: int, error: Exception, lost: bool = False) -> None:
         """In place of a dispatch. `error` is what the flight recorder says of it."""
-        rounds, recorder = self._rounds, self.comm._recorder
+        rounds = self._rounds
         rounds.open_rounds[lane] = None
-        told, mark, details = rounds.legs_told(lane), recorder.mark, rounds.place(lane, 1)
-        try:
-            self._record_closing(lane)
-            with recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=details):
-                rounds.refuse(lane, lost)
-                raise error  # for the record
-        except BaseException as other:
-            if other is not error:
-                self._take_back(lane, other, told, mark)
-                raise
+        self._close_round(lane)
+        place = rounds.place(lane, 1)
+        with self.comm._recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=place) as entry:
+            rounds.refuse(lane, lost)
+            self.comm._recorder.failed(entry, error)
 
-    def _record_closing(self, lane: int) -> None:
-        """An entry for a dispatch that closes a round, so that numbers match those of peers that combine before it."""
+    def _close_round(self, lane: int) -> None:
+        """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
         rounds = self._rounds
         if rounds.is_open(lane):
             place, wire = rounds.place(lane), self.combine_wire
             with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
-                pass
-
-    def _take_back(self, lane: int, error: BaseException, told: int | None, mark: tuple[int, int]) -> None:
-        """After an exception from outside: peers have no entries for legs of which they were not told."""
-        if told is not None and not isinstance(error, ThinwireError):
-            self.comm._recorder.take_back(mark, (self._rounds.legs_told(lane) or told) - told)
+                rounds.close_round(lane, LEFT_OPEN)
 
     def _require_not_closed(self) -> None:
         if self._parent is not None:
             raise LaneError(f"this ExpertParallel is of process {self._parent}, from which this one was forked")
         if self._closed:
             raise LaneError("this ExpertParallel is closed")
-
-    def _require_usable(self) -> None:
-        self._require_not_closed()
-        if self._broken is not None:
-            why, ranks = self._broken
-            text = f"{why}; no lane can be used any more, rebuild() makes new ones"
-            raise LaneError(text) if ranks is None else PeerTimeout(text, ranks=ranks)
 
     def _require_lane(self, lane: object) -> None:
         if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:

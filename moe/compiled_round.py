@@ -16,9 +16,7 @@ from thinwire.operators import ANCHOR, OPS, ORDER
 
 class _Parallel(Protocol):
     _handle: int
-
-    @property
-    def local_experts(self) -> range: ...
+    num_local_experts: int
 
     def combine(self, expert_out: Any, d: Dispatched, *, weighted: bool, out: torch.Tensor | None) -> torch.Tensor: ...
 
@@ -92,13 +90,19 @@ Dispatched.register(CompiledRound)
 
 
 def dispatch(
-    parallel: _Parallel, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+    parallel: _Parallel,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    lane: int = 0,
+    layer: int = 0,
 ) -> CompiledRound:
     """`ExpertParallel.dispatch` in a graph."""
     wants = Wants.of(x, topk_weights).tag()
-    anchor, local_experts = ANCHOR if wants else None, len(parallel.local_experts)
+    anchor, local_experts = ANCHOR if wants else None, parallel.num_local_experts
     ticket, counts, offsets = OPS.dispatch(
-        ORDER, anchor, x, topk_ids, topk_weights, parallel._handle, lane, wants, local_experts
+        ORDER, anchor, x, topk_ids, topk_weights, parallel._handle, lane, layer, wants, local_experts
     )
     return CompiledRound(ticket, counts, offsets, x, wants, lane)
 

@@ -16,7 +16,7 @@ from thinwire.fused.backend import Backend, reference_backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range
-from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_HAS_SUMS, RoundLayout
+from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_END, RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
 
@@ -156,7 +156,7 @@ class ParallelSettings:
 
     def combine_bytes(self, transport: str, world: int, dtype: torch.dtype) -> tuple[int, int]:
         """The same of combine."""
-        beside = 0 if transport == "staged" else (world - 1) * 4 * (1 + SIGNAL_HAS_SUMS)
+        beside = (world - 1) * (1 if transport == "staged" else 4 * (1 + SIGNAL_END))
         return self.combine_wire.row_bytes(self.hidden_size, dtype), beside
 
     def message_bytes(self, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ kernels run at once, and their waits block.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import compiled_for
 from thinwire.moe.direct_lanes import LOST, DirectLanes
-from thinwire.moe.dispatched import Dispatched, NeedsRoom, Traffic
+from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
@@ -37,7 +38,7 @@ class DirectRounds(DirectLanes):
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
-        """Launches the dispatch kernel, then the wait for all peers, and routing. A round that is open is closed."""
+        """Launches the dispatch kernel, then the wait for all peers, and routing."""
         self.raise_failure(lane)
         recorder = self.config.comm._recorder
         # Contiguous, as their kernel takes them: what is prepared is for the memory that it gets.
@@ -50,22 +51,22 @@ class DirectRounds(DirectLanes):
                 lane,
             )
             self.take_turn(lane)
-        self._make_up(lane)
-        if self._open[lane]:
-            self.close_round(lane)
+        self._wait_for_due(lane)
         recorder.phase("quantise and store")
-        self._unfinished[lane] = DISPATCH
         self.rounds_begun[lane] += 1
         if x.shape[0] > tensors.layout.MAX_TOKENS:
             self.kernels.refuse(tensors, x.dtype, -x.shape[0], tag)
         else:
             self.kernels.send_tokens(tensors, *sends, tag)
+        self._open[lane] = True
 
         def end() -> Dispatched:
             recorder.phase("wait for peers")
             self._end_leg(lane, DISPATCH)
             recorder.phase("routing")
             self.kernels.route(tensors)
+            if self.on_gpu:  # they may be saved in a graph
+                torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
             self.raise_corruption(lane)
             return _DirectRound(self, lane, x)
 
@@ -83,44 +84,22 @@ class DirectRounds(DirectLanes):
         return views
 
     def is_open(self, lane: int) -> bool:
-        return self._open[lane]
-
-    def is_unfinished(self, lane: int) -> bool:
-        return self._unfinished[lane] is not None
-
-    def finish(self, lane: int) -> None:
-        self.raise_failure(lane)
-        self._make_up(lane)
-
-    def legs_told(self, lane: int) -> int | None:
-        if self.on_gpu:
-            return None  # the device tells them later
-        self._look_at_own_lines(lane)
-        return 2 * self.rounds_begun[lane] - self._open[lane]
+        return self._open[lane] and self._due[lane] is None
 
     def refuse(self, lane: int, lost: bool = False) -> None:
-        """All ranks find a mismatch, and the next call on the lane makes up what is left of the round."""
+        """All ranks find a mismatch; what is left of the round is due before the next leg on the lane."""
         self.raise_failure(lane)
-        self._make_up(lane)
-        if self._open[lane]:
-            self.close_round(lane)
-        self._unfinished[lane] = DISPATCH
+        self._wait_for_due(lane)
         self.rounds_begun[lane] += 1
         self.kernels.refuse(self.lanes[lane], *((torch.bfloat16, REFUSED, LOST) if lost else ()))
+        self._open[lane], self._due[lane] = True, DISPATCH
 
-    def hear(self, lane: int) -> None:
-        if self._unfinished[lane] == DISPATCH:
-            self.raise_failure(lane)
-            self._make_up(lane, DISPATCH)
-
-    def close_round(self, lane: int) -> None:
-        """Ends the open round without sums from this rank."""
-        self._make_up(lane)
-        if self._open[lane]:
-            self.take_turn(lane)
-            self._unfinished[lane] = COMBINE
-            self.kernels.close_round(self.lanes[lane])
-            self._end_leg(lane, COMBINE)
+    def close_round(self, lane: int, end: int) -> None:
+        self.raise_failure(lane)
+        self.take_turn(lane)
+        self.kernels.close_round(self.lanes[lane], end)
+        self._open[lane] = False
+        self._end_leg(lane, COMBINE)
 
     def begin_combine(
         self,
@@ -155,8 +134,8 @@ class DirectRounds(DirectLanes):
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
             self.take_turn(lane)
         recorder.phase("sum, quantise and store")
-        self._unfinished[lane] = COMBINE
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
+        self._open[lane] = False
 
         def end() -> None:
             recorder.phase("wait for peers")
@@ -169,26 +148,23 @@ class DirectRounds(DirectLanes):
 
     def _end_leg(self, lane: int, phase: int) -> None:
         """Waits for all peers' part of a leg of which this rank has sent its own."""
-        self._open[lane] = phase == DISPATCH
         self._wait(lane, phase)
-        self._unfinished[lane] = None
+        self._raise_on_cpu(lane)
 
-    def _make_up(self, lane: int, last: int = COMBINE) -> None:
-        """Ends the wait that an exception, such as KeyboardInterrupt or a mismatch, ended before its time.
+    def _wait_for_due(self, lane: int) -> None:
+        """To store for the next leg before that would put rows of two rounds side by side at a peer that is behind."""
+        if self._due[lane] == DISPATCH:
+            with contextlib.suppress(RoutingError):  # of what was refused here; the round is closed with it
+                self._wait(lane, DISPATCH)
+        if self._due[lane] == COMBINE:
+            self._wait(lane, COMBINE)
+            self._due[lane] = None
+        self._raise_on_cpu(lane)
 
-        `last`: with DISPATCH, the wait for sums that a mismatch leaves is left to the next call on the lane.
-
-        To store for the next leg before that would put rows of two rounds side by side at a peer that is behind. The
-        exception may have come before this rank had sent anything.
-        """
-        while (phase := self._unfinished[lane]) is not None and phase <= last:
-            self._look_at_own_lines(lane)
-            if self._open[lane] == (phase == DISPATCH):
-                try:
-                    self._wait(lane, phase)
-                except RoutingError:
-                    continue  # it is the call's that the exception ended; the round was closed, and that is waited for
-            self._unfinished[lane] = None
+    def _raise_on_cpu(self, lane: int) -> None:
+        """What a wait found; on CUDA the next call raises it, when all of this one is launched."""
+        if not self.on_gpu:
+            self.raise_failure(lane)
 
     def _wait(self, lane: int, phase: int) -> None:
         self.take_turn(lane)
@@ -205,16 +181,11 @@ class DirectRounds(DirectLanes):
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
             error = self._mismatch(lane)
-            if isinstance(error, NeedsRoom):
-                self.owed = lane, error.tokens
-            # In this order: an exception in between leaves a lane whose next wait finds the mismatch again.
             self.lanes[lane].control[signal.CONTROL_STATUS] = signal.RUNNING
             self._reports[lane][:] = 0
-            self._unfinished[lane] = COMBINE
             self.kernels.close_round(self.lanes[lane])
-            self._open[lane] = False
+            self._open[lane], self._due[lane] = False, COMBINE
             raise error
-        self.raise_failure(lane)
 
     def _idle_lane(self) -> Lane:
         """One on which kernels do nothing, as it is marked as given up."""
@@ -258,8 +229,10 @@ class _DirectRound(Dispatched):
         self._number = rounds.rounds_begun[lane]
         self.rows, self._nothing, self._flag = rounds.views(lane, x.dtype)
         self.index = self._tensors.index
-        self.expert_counts = self._tensors.expert_counts
-        self.expert_offsets = self._tensors.expert_offsets
+        counts, offsets = self._tensors.expert_counts, self._tensors.expert_offsets
+        # On a GPU kernels of a graph that is replayed read those of the lane.
+        self.expert_counts = counts if rounds.on_gpu else counts.clone()
+        self.expert_offsets = offsets if rounds.on_gpu else offsets.clone()
 
     def _read_num_rows(self) -> int:
         if self._rounds.on_gpu:
@@ -267,7 +240,7 @@ class _DirectRound(Dispatched):
         else:
             kept = self._tensors.kept
             if "offsets" not in kept:
-                kept["offsets"] = self.expert_offsets.numpy().data  # of which a word is read sooner
+                kept["offsets"] = self._tensors.expert_offsets.numpy().data  # of which a word is read sooner
             used = kept["offsets"][-1]
         self._rounds.raise_failure(self.lane)
         if not 0 <= used <= self.index.shape[0]:
@@ -311,9 +284,6 @@ class _DirectRound(Dispatched):
             tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
-
-    def _abandon(self) -> None:
-        self._rounds.close_round(self.lane)
 
     @property
     def dispatch_traffic(self) -> Traffic:

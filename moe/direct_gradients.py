@@ -15,13 +15,14 @@ from thinwire.errors import LaneError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, LEFT_OPEN, Lane
 
 
 class BackwardRounds(DirectRounds):
     """Lanes on which gradients travel."""
 
     phases = ("backward of combine", "backward of dispatch")
+    tagged_by = "round"
     successor: BackwardRounds | None = None  # with more room
 
 
@@ -55,12 +56,14 @@ class DirectPlan(GradientPlan):
         with self._recorded(rounds.phases[DISPATCH], dy):
             tensors = rounds.lanes[lane]
             rounds.open_rounds[lane] = self._open = None
+            if rounds.is_open(lane):  # rows' gradients were not asked for
+                rounds.close_round(lane, LEFT_OPEN)
             self._open = rounds.begin(lane, dy, self._ids, self._weights, self._tag)()
             rounds.open_rounds[lane] = self._open
         rows, _ = self._open._gather(num_rows)
         # Row `num_rows` takes what has no place.
         places = torch.where((tensors.positions >= 0) & (tensors.positions < num_rows), tensors.positions, num_rows)
-        weights = torch.zeros(num_rows + 1, device=dy.device)
+        weights = torch.zeros(num_rows + 1, device=dy.device, dtype=torch.float32)
         weights[places.view(-1)] = tensors.weights.view(-1)
         tensors.weights.fill_(1.0)  # the rows' gradients are added up as they are
         self._ids_here = _ids_of(tensors)
@@ -83,7 +86,8 @@ class DirectPlan(GradientPlan):
         tensors = rounds.lanes[lane]
         grads = None
         if tensors.layout.WEIGHT_GRADS:
-            grads = _in_order_of_ids(tensors, self._ids_here, dots), torch.empty(self._ids.shape, device=device)
+            home = torch.empty(self._ids.shape, dtype=torch.float32, device=device)
+            grads = _in_order_of_ids(tensors, self._ids_here, dots), home
         if rows is None:
             rows = dx[:0]
         with self._recorded(rounds.phases[COMBINE], rows):

@@ -10,7 +10,7 @@ from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import NeedsRoom, Rounds
+from thinwire.moe.dispatched import NeedsRoom, Rounds, left_open
 from thinwire.moe.gradients import describe_tag
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
@@ -21,12 +21,15 @@ from thinwire.triton_kernels.round_layout import (
     DISPATCH,
     DTYPE_BITS,
     DTYPE_CODES,
+    LEFT_OPEN,
     REFUSED,
     REPORT_BAD_IDS,
     REPORT_CHECKED,
+    REPORT_LEFT_OPEN,
     REPORT_ROW,
     REPORT_SOURCE,
     SIGNAL_DTYPE,
+    SIGNAL_END,
     SIGNAL_TOKENS,
     Lane,
     RoundLayout,
@@ -59,6 +62,7 @@ class DirectLanes(DirectTransport, Rounds):
 
     name = "direct"
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
+    tagged_by = "layer"
 
     def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         comm = config.comm
@@ -89,19 +93,17 @@ class DirectLanes(DirectTransport, Rounds):
         self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
         self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._open = [False] * config.lanes
-        # The leg of each lane that was begun and not waited for to the end, as an exception came in between.
-        self._unfinished: list[int | None] = [None] * config.lanes
+        # Of each lane the wait that is due before its next leg, of what was refused here or closed for a mismatch.
+        self._due: list[int | None] = [None] * config.lanes
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
         self._waits = False  # whether a call is in a wait on the CPU
         self._held: object = None  # what keeps memory mapped that was closed then
-        self._awaited: tuple[int, int] | None = None  # a lane, and its own flag before this rank told anything there
 
-    def begin_at(self, number: int, awaited: int | None) -> None:
-        """Of lanes that no peer has written to yet: rounds go on from a number below 2**31, and one is `awaited`."""
-        self._awaited = None if awaited is None else (awaited, number)
+    def begin_at(self, number: int) -> None:
+        """Of lanes that no peer has written to yet: rounds go on from a number below 2**31."""
         if number == 0:
             return
         for lane in self.lanes:
@@ -111,32 +113,6 @@ class DirectLanes(DirectTransport, Rounds):
         if self.on_gpu:
             torch.cuda.synchronize(self.device)  # or it might overwrite what peers write next
         self.rounds_begun = [number] * len(self.lanes)
-
-    @property
-    def awaited(self) -> int | None:
-        if self._awaited is None:
-            return None
-        lane, flag = self._awaited
-        if int(self._lines(lane, self.lanes[lane].layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]) != flag:
-            self._awaited = None
-            return None
-        return lane
-
-    def _look_at_own_lines(self, lane: int) -> None:
-        """After an exception: whether a round is open, and how many were begun.
-
-        A round is open while this rank's own dispatch line is ahead of its combine line, and these lines it writes
-        itself, when it sends.
-        """
-        if self._unfinished[lane] is None:
-            return
-        layout = self.lanes[lane].layout
-        dispatched, combined = (
-            int(self._lines(lane, lines)[self.rank, signal.SIGNAL_FLAG])
-            for lines in (layout.SIGNALS, layout.COMBINE_SIGNALS)
-        )
-        self._open[lane] = dispatched != combined
-        self.rounds_begun[lane] += (dispatched - self.rounds_begun[lane] + 1) % 2**32 - 1  # flags wrap
 
     def _lines(self, lane: int, offset: int) -> torch.Tensor:
         """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
@@ -157,6 +133,8 @@ class DirectLanes(DirectTransport, Rounds):
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
         if self._failed is None:
+            if self.failure is not None:  # ranks have failed to meet elsewhere
+                raise self.failed_with(self.failure)
             for report in self._words:
                 if report[signal.REPORT_STATUS]:  # not RUNNING
                     self._look_for_end()
@@ -167,6 +145,13 @@ class DirectLanes(DirectTransport, Rounds):
         report = self._words[lane]
         if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
+        if report[REPORT_LEFT_OPEN]:
+            ranks = [report[REPORT_LEFT_OPEN] - 1]
+            if not self.on_gpu:  # where lines may be of a later round by now
+                ends = self._lines(lane, self.lanes[lane].layout.COMBINE_SIGNALS)[:, SIGNAL_END]
+                ranks = (ends == LEFT_OPEN).nonzero()[:, 0].tolist()
+            report[REPORT_LEFT_OPEN] = 0
+            raise left_open(lane, ranks)
         if report[REPORT_BAD_IDS]:
             report[REPORT_BAD_IDS] = 0
             raise RoutingError(
@@ -186,7 +171,7 @@ class DirectLanes(DirectTransport, Rounds):
         """Once a wait has ended, tells the peers so on every lane, and looks on every lane for what they have told.
 
         A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
-        them on the next. Neither are to blame. Whatever ends this before its time, it is done again until it is done.
+        them on the next. Neither are to blame.
         """
         if self._told_all:
             return
@@ -195,7 +180,6 @@ class DirectLanes(DirectTransport, Rounds):
             self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
             if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
                 # A wait for a signal that this rank has not given cannot but end by giving up.
-                self._look_at_own_lines(lane)
                 if not self._open[lane]:
                     own = self._lines(lane, tensors.layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]
                     tensors.control[signal.CONTROL_EPOCH] = own + 1
@@ -272,10 +256,12 @@ class DirectLanes(DirectTransport, Rounds):
         described = []
         for rank, (tokens, word) in enumerate(told):
             dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
-            described.append(f"rank {rank} {abs(tokens)} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS)}")
+            wanted = describe_tag(word >> DTYPE_BITS, self.tagged_by)
+            described.append(f"rank {rank} {abs(tokens)} tokens of {dtype} with {wanted}")
         return RoutingError(
-            f"lane {lane}: all ranks of a round need the same dtype, and at most {layout.MAX_TOKENS} tokens, and must "
-            f"want the same gradients, those without tokens too; they dispatched: {', '.join(described)}"
+            f"lane {lane}: all ranks of a round need the same dtype and {self.tagged_by}, at most {layout.MAX_TOKENS} "
+            "tokens, and must want the same gradients, those without tokens too; they dispatched: "
+            f"{', '.join(described)}"
         )
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from thinwire.comm.exchange import name_ranks
 from thinwire.comm.flight_recorder import Recording
+from thinwire.comm.tensors import is_transforming, overwrite
 from thinwire.comm.trace_events import Traffic
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
@@ -17,6 +19,7 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import Link, RoundGradients, Wants
 from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Received
+from thinwire.triton_kernels.round_layout import ABANDONED
 
 MOST_TOKENS = 2**31 - 1
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
@@ -28,8 +31,8 @@ ExpertRows = torch.Tensor | WireRows
 class Dispatched(Received):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
-    On the direct transport the attributes' tensors are the lane's own: the next dispatch on the lane overwrites them,
-    their shapes never change, and reading them from kernels needs no synchronisation with the host.
+    On the direct transport rows and index are the lane's own, on CUDA counts and offsets too: the next dispatch on the
+    lane overwrites them, their shapes never change, and kernels read them without synchronising with the host.
 
     Attributes:
         rows: uint8 [records, row_bytes], the records as they arrived. Staged: by source rank, then token. Direct: one
@@ -86,7 +89,7 @@ class Dispatched(Received):
         self._rounds.config.comm._settled_recorder()
         with self._recorded("abandon", ()):
             self._rounds.open_rounds[self.lane] = None
-            self._abandon()
+            self._rounds.close_round(self.lane, ABANDONED)
 
     @property
     @abstractmethod
@@ -109,9 +112,6 @@ class Dispatched(Received):
     @abstractmethod
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         """Sends the weighted sums of what was checked home; what is returned waits, and fills `out` at home."""
-
-    @abstractmethod
-    def _abandon(self) -> None: ...
 
     def _traffic(self, counts: Sequence[int], record_bytes: int, beside: int = 0) -> Traffic:
         """Of a leg with so many records for each rank, and so many bytes beside them."""
@@ -170,6 +170,7 @@ class Dispatched(Received):
             )
         if (out.requires_grad or self._link is not None) and torch.is_grad_enabled():
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
+        overwrite("out", out)
         return rows
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,6 +223,7 @@ class StartedDispatch(Started):
 
     d: Dispatched  # at the end
     wants: Wants
+    layer: int
     again: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what is sent again, if room has to be made
     gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
     link: Link | None = None  # to autograd's graph; compiled code has its own
@@ -247,15 +249,13 @@ class Rounds:
         # What each lane is in use for: a round that may be read and combined, or a leg that is to be finished.
         self.open_rounds: list[Dispatched | Started | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
-        # A lane, and tokens dispatched on it for which peers are about to make room, and wait for this rank.
-        self.owed: tuple[int, int] | None = None
         self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched on the CPU
         self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
-        """Begins a round on a lane, whose arguments were checked. If one is open there, all ranks close it first.
+        """Begins a round on a lane on which none is open, whose arguments were checked.
 
         What is returned waits for the peers' part. `tag` is a `Wants.tag`; ranks with different ones raise
         RoutingError here or there, and nothing is taken.
@@ -269,28 +269,13 @@ class Rounds:
         """
         raise NotImplementedError
 
-    @property
-    def awaited(self) -> int | None:
-        """The lane on which all ranks send again that for which room was made, until this rank has told them."""
-        return None
-
-    def hear(self, lane: int) -> None:
-        """Waits for the peers' part of a dispatch that an exception ended here, and notes if they make room for it."""
-
     def is_open(self, lane: int) -> bool:
-        """Whether the next dispatch on the lane closes a round first."""
-        return False
+        """Whether a round was dispatched on the lane and not combined."""
+        raise NotImplementedError
 
-    def is_unfinished(self, lane: int) -> bool:
-        """Whether a leg was not waited for to the end, which the next call on the lane then makes up for."""
-        return False
-
-    def finish(self, lane: int) -> None:
-        """Makes up for that."""
-
-    def legs_told(self, lane: int) -> int | None:
-        """Dispatches and combines of which this rank has told its peers; None where that cannot be known."""
-        return None
+    def close_round(self, lane: int, end: int) -> None:
+        """Ends the open round without sums of this rank: ABANDONED, or LEFT_OPEN for the next dispatch on the lane."""
+        raise NotImplementedError
 
     def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
         """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""
@@ -320,7 +305,8 @@ class Rounds:
     def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """What `dispatch` refuses before anything is sent."""
         config = self.config
-        if not self.on_gpu and _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights):
+        plain = _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights)
+        if plain and not self.on_gpu and not is_transforming():
             # Shapes and dtypes are looked at once: a decode step is over in microseconds.
             kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
             if kind not in self._accepted:
@@ -371,6 +357,14 @@ class Rounds:
             raise RoutingError(
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
             )
+
+
+def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
+    """What a combine comes to if ranks have left the round open."""
+    return RoutingError(
+        f"lane {lane}: {name_ranks(ranks)} left this round open and went on to the next dispatch, so the sums of the "
+        "experts there are missing; the round is over, and all ranks may go on"
+    )
 
 
 def _is_plain(tensor: object) -> bool:

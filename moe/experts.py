@@ -146,8 +146,8 @@ class GroupedExperts(nn.Module):
         # torch.compile knows grouped_mm in bfloat16 alone.
         if reason is not None or torch.compiler.is_compiling():
             return self._loop(tokens, *segments)
-        ends = torch.tensor(segments[0]).cumsum(0, dtype=torch.int32)
-        is_row = torch.ones(tokens.shape[0], dtype=torch.bool)
+        ends = torch.tensor(segments[0], device="cpu").cumsum(0, dtype=torch.int32)
+        is_row = torch.ones(tokens.shape[0], dtype=torch.bool, device="cpu")
         out = self._grouped(grouped_mm.aligned(tokens), ends, is_row)
         if out.requires_grad:
             out.register_hook(grouped_mm.aligned)  # a gradient may be expanded, which grouped_mm does not take

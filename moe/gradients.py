@@ -30,17 +30,19 @@ for the others.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions
 
 MOST_WANTS = 4  # different ones
+MOST_LAYERS = 1 << 16
 _TAG_MASK = (1 << 28) - 1
 _DOT_ROWS = 4096  # of which float32 copies are made at a time
 
@@ -64,19 +66,19 @@ class Wants(NamedTuple):
         """What a tag says."""
         return cls(bool(tag & 1), bool(tag & 2))
 
-    def tag(self, of_round: int = 0) -> int:
-        """This, and to which round's backward a leg belongs; 0: it is one of forward. At most 28 bits."""
-        return (of_round * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
+    def tag(self, of: int = 0) -> int:
+        """This, and which layer's forward a leg is of, or which round's backward. At most 28 bits."""
+        return (of * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
 
 
 #: Of a round without gradients.
 NO_WANTS = Wants(False, False)
 
 
-def describe_tag(tag: int) -> str:
-    """A tag in words."""
+def describe_tag(tag: int, of: str) -> str:
+    """A tag in words, of a "layer" or a "round"."""
     wants = ("no gradients", "gradients of x", "gradients of topk_weights", "gradients of x and topk_weights")
-    return wants[tag % MOST_WANTS] + (f" of round {tag // MOST_WANTS}" if tag >= MOST_WANTS else "")
+    return wants[tag % MOST_WANTS] + (f" of {of} {tag // MOST_WANTS}" if tag >= MOST_WANTS else "")
 
 
 class GradientPlan(ABC):
@@ -116,12 +118,21 @@ class RoundGradients:
 
     def __init__(self, topk_ids: torch.Tensor) -> None:
         self._ids = topk_ids
+        self._forget()
+
+    def _forget(self) -> None:
         self._rows: torch.Tensor | None = None
         self._dots: torch.Tensor | None = None
+        self._made_by = torch._C._current_graph_task_id()
+
+    def _of_this_backward(self) -> None:
+        """Forgets what another one has left here, which differentiated a part of the round."""
+        if self._made_by != torch._C._current_graph_task_id():
+            self._forget()
 
     def of_experts(self, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int) -> torch.Tensor:
         """Combine's backward: the gradients of expert_out; the weights' are kept, if expert_out is given."""
-        self._rows = self._dots = None  # of a backward that came to nothing
+        self._forget()
         rows, weights = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
         if expert_out is not None:
             pieces = zip(rows.split(_DOT_ROWS), expert_out.split(_DOT_ROWS), strict=True)
@@ -132,20 +143,23 @@ class RoundGradients:
 
     def of_records(self, dy: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The same of a combine of rows that were weighted: a record's is what came to the place of its first row."""
-        self._rows = self._dots = None
+        self._forget()
         rows, _ = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
         return torch.nn.functional.pad(rows, (0, 0, 0, 1))[places]  # -1 is the row of zeros behind the last
 
     def add_rows(self, grad: torch.Tensor) -> None:
         """Keeps gradients of the rows that were gathered; those of several gatherings add up."""
+        self._of_this_backward()
         self._rows = _added(self._rows, grad)
 
     def add_dots(self, grad: torch.Tensor) -> None:
         """Keeps gradients of the rows' router weights, which add up, too."""
+        self._of_this_backward()
         self._dots = _added(self._dots, grad)
 
     def of_tokens(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Dispatch's backward: the gradients of x and topk_weights."""
+        self._of_this_backward()
         rows, self._rows = self._rows, None
         dots, self._dots = self._dots, None
         dx, dw = self.plan.collect(rows, dots)
@@ -170,6 +184,21 @@ def put_rows(values: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch
     return rows[:num_rows]
 
 
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A node's backward, which is refused where it would have to be differentiated itself.
+
+    What it gives depends on more than the gradients that it gets, and torch looks at these alone.
+    """
+
+    @functools.wraps(backward)
+    def refusing(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RoutingError("rounds have no second derivatives: call backward without create_graph=True")
+        return backward(*args)
+
+    return refusing
+
+
 class _Dispatch(torch.autograd.Function):
     """Stands for the round in the graph: its result carries no values, and orders the other nodes before it."""
 
@@ -179,7 +208,7 @@ class _Dispatch(torch.autograd.Function):
         return x.new_empty(0, dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dw = ctx.gradients.of_tokens()
         return dx, None if dw is None else dw.to(ctx.dtype), None
@@ -196,7 +225,7 @@ class _Gather(torch.autograd.Function):
         return tokens, overflow
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.gradients.add_rows(grads[0] if ctx.places is None else put_rows(grads[0], *ctx.places))
         return ctx.carrier, None, None, None
@@ -213,7 +242,7 @@ class _Weights(torch.autograd.Function):
         return weights.clone()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         places, num_rows = ctx.places
         ctx.gradients.add_dots(put_rows(grads[0].flatten(), places.flatten(), num_rows))
@@ -238,7 +267,7 @@ class _Combine(torch.autograd.Function):
         return combine(expert_out)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         carrier, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
         if ctx.places is None:

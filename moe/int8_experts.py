@@ -22,7 +22,7 @@ class Int8Experts(nn.Module):
 
     Weights have one scale for each output channel. Rows are multiplied as they arrived, and those between the two
     products are quantised by `INNER_WIRE`, 64 columns a scale. On Gaussian rows and weights the result is within
-    .02 (relative L2) of the float32 experts' on exact rows; the arithmetic is that of
+    0.025 (relative L2) of the float32 experts' on exact rows; the arithmetic is that of
     `thinwire.triton_kernels.expert_gemm`, the same bits on every device.
 
     Buffers: ``w_in`` int8 [experts, channels, hidden] (the gate's first, if gated; hidden rounded up to 16) and

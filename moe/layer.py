@@ -36,10 +36,11 @@ class MoELayer(nn.Module):
 
     Without ``ep`` all experts are local. With ``ep`` only those in ``ep.local_experts`` are held here, and the layer is
     collective: every rank of the group calls it as often as the others, with any number of tokens, also none, and so it
-    is with backward. There an expert gets the gradient of all ranks' tokens, and the router that of this rank's: add
-    the router's up over the ranks. Built with ``ep`` it draws random experts and a random router of its own, which has
-    to be the same on every rank: load existing ones with `thinwire.moe.checkpoint.load_checkpoint`, or use
-    `shard`.
+    is with backward. All ranks make the layers of a model in the same order: a layer knows itself by its place among
+    those of ``ep``, so that a rank which leaves one out gets an error. In backward an expert gets the gradient of all
+    ranks' tokens, and the router that of this rank's: add the router's up over the ranks. Built with ``ep`` it draws
+    random experts and a random router of its own, which has to be the same on every rank: load existing ones with
+    `thinwire.moe.checkpoint.load_checkpoint`, or use `shard`.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
     shared expert is added to it in the dtype of ``x``.
@@ -86,6 +87,7 @@ class MoELayer(nn.Module):
         self.top_k = top_k
         self.ep = ep
         self.local_experts = range(num_experts) if ep is None else self._owned(ep)
+        self._layer = 0 if ep is None else ep.next_layer()  # for `ExpertParallel.dispatch`
         bias = self.router_config.bias
         self.router = nn.Linear(hidden_size, num_experts, bias=bias, dtype=dtype, device=device)
         correction = torch.zeros(num_experts, dtype=torch.float32, device=device)
@@ -121,7 +123,7 @@ class MoELayer(nn.Module):
             kept = weight.detach()[owned.start : owned.stop].clone()
             setattr(self.experts, name, nn.Parameter(kept, requires_grad=weight.requires_grad))
         self.local_experts = owned
-        self.ep = ep
+        self.ep, self._layer = ep, ep.next_layer()
         return self
 
     def route(self, x: torch.Tensor) -> Routing:
@@ -152,6 +154,11 @@ class MoELayer(nn.Module):
                 raise RoutingError(
                     f"x must be floating point [..., {self.hidden_size}], got {x.dtype} {tuple(x.shape)}"
                 )
+            if self.ep is not None and self.ep.local_experts != self.local_experts:
+                raise RoutingError(
+                    f"this layer holds experts {self.local_experts}, and its ep has {self.ep.local_experts} since it "
+                    "was rebuilt: rebuild with the ranks in their old order, or load the layer anew"
+                )
             x2d = x.reshape(-1, self.hidden_size)
             routing = self.route(x2d)
         except Exception as error:
@@ -164,7 +171,7 @@ class MoELayer(nn.Module):
             if torch.is_grad_enabled() and not (x2d.requires_grad or routing.topk_weights.requires_grad):
                 # Where experts alone are trained, dy has to come to them all the same.
                 x2d = x2d.detach().requires_grad_(any(weight.requires_grad for weight in self.experts.parameters()))
-            dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights)
+            dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights, layer=self._layer)
             expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
             y = self.ep.combine(expert_out, dispatched)
         if self.shared is not None:

@@ -17,12 +17,11 @@ import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from thinwire.errors import LaneError
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.gradients import Link, RoundGradients, Wants
+from thinwire.moe.gradients import Link, RoundGradients, Wants, once
 from thinwire.operators import OPS, anchored, differentiable, operator, registered
 from thinwire.triton_kernels.codec import sum_dtype
 
@@ -31,7 +30,13 @@ class _Parallel(Protocol):
     """What operators need of an ExpertParallel."""
 
     def _whole_dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int, wants: Wants | None
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lane: int,
+        layer: int,
+        wants: Wants | None,
     ) -> tuple[Dispatched, RoundGradients | None]: ...
 
     def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -115,11 +120,13 @@ def dispatch(
     topk_weights: torch.Tensor,
     handle: int,
     lane: int,
+    layer: int,
     wants: int,
     local_experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
-    d, gradients = _parallel_of(handle)._whole_dispatch(x, topk_ids, topk_weights, lane, Wants.of_tag(wants))
+    parallel, wanted = _parallel_of(handle), Wants.of_tag(wants)
+    d, gradients = parallel._whole_dispatch(x, topk_ids, topk_weights, lane, layer, wanted)
     return _new_ticket(d, gradients), d.expert_counts.clone(), d.expert_offsets.clone()
 
 
@@ -258,12 +265,12 @@ class _Dispatch(torch.autograd.Function):
         return ticket, counts, offsets
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dw = OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
         needs = ctx.needs_input_grad
         dx, dw = dx if needs[3] else None, dw.to(ctx.weights_dtype) if needs[5] else None
-        return None, None, anchored(ctx), dx, None, dw, None, None, None, None
+        return None, None, anchored(ctx), dx, None, dw, None, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -278,7 +285,7 @@ class _Gather(torch.autograd.Function):
         return tokens, overflow
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ticket,) = ctx.saved_tensors
         OPS.gather_backward(ctx.order, ticket, grads[0])
@@ -302,7 +309,7 @@ class _Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ticket, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
         rows = OPS.combine_backward(ctx.order, ticket, grads[0], kept[0] if kept else None, ctx.num_rows)

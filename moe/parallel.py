@@ -11,26 +11,33 @@ sum once; the token's home dequantises one record a rank and adds them in ascend
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 
 from thinwire.comm import Group
+from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
-from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.fused.transport import Refusal
 from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, ExpertRows, NeedsRoom, Started, StartedCombine, StartedDispatch
-from thinwire.moe.gradients import GradientPlan, Link, RoundGradients, Wants
-from thinwire.moe.shared import shared_parallel
+from thinwire.moe.gradients import MOST_LAYERS, GradientPlan, Link, RoundGradients, Wants
+from thinwire.moe.shared import shared
 from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 _AS_IT_IS = contextlib.nullcontext()
+
+
+def _recorder_of(parallel: ExpertParallel, *_: object, **__: object) -> FlightRecorder:
+    return parallel.comm._recorder
 
 
 class ExpertParallel(Assembly):
@@ -104,7 +111,7 @@ class ExpertParallel(Assembly):
         super().__init__(config)
         self._handle = register(self)
 
-    shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared_parallel)
+    shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared)  # torch.compile wants its name
 
     def __enter__(self) -> ExpertParallel:
         return self
@@ -112,13 +119,15 @@ class ExpertParallel(Assembly):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @compiled_as(compiled_round.dispatch)
+    @compiled_as(compiled_round.dispatch, find_recorder=_recorder_of)
     def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> Dispatched:
         """Sends each token to the ranks that own its experts. Collective; ranks may have any number of tokens.
 
-        A round that is still open on the lane is over with this call, on every rank. On CUDA with the direct transport
+        A round that is still open on the lane is over with this call. Ranks that combine it lack this one's sums, so
+        their `combine` raises RoutingError, which names this rank, and all may go on; `abandon` says that none are due.
+        On CUDA with the direct transport
         this launches kernels and does not wait for them: it may be captured in a CUDA graph, and a PeerTimeout, or a
         RoutingError for ids out of range or dtypes that differ, is raised by a later call on the lane or by `check`.
 
@@ -130,12 +139,14 @@ class ExpertParallel(Assembly):
                 its weights added in ascending k.
             topk_weights: float [tokens, top_k].
             lane: which of the `lanes`.
+            layer: the same on all ranks, 0 to 65535: which of a model's layers this is, so that a rank which has left
+                one out does not meet the others in another. `MoELayer` passes a number of its own.
 
         Raises:
-            RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes, or that
-                want different gradients (on all of them). On the CPU also, what another rank refused: that rank raises
-                what is wrong, the others are told its number, nothing was taken, and all may go on. So it is where
-                lanes grow for this dispatch, and an exception has ended it at a rank before.
+            RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes or layers, or
+                that want different gradients (on all of them). On the CPU also, what another rank refused: that rank
+                raises what is wrong, the others are told its number, nothing was taken, and all may go on. So it is
+                where lanes grow for a dispatch that a rank has started and not finished.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
             CapacityError: more than max_tokens tokens; with None, no memory for them, or CUDA's lanes have no room.
@@ -144,7 +155,7 @@ class ExpertParallel(Assembly):
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
-        return self._whole_dispatch(x, topk_ids, topk_weights, lane)[0]
+        return self._whole_dispatch(x, topk_ids, topk_weights, lane, layer)[0]
 
     def _whole_dispatch(
         self,
@@ -152,19 +163,20 @@ class ExpertParallel(Assembly):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lane: int,
+        layer: int,
         wants: Wants | None = None,
     ) -> tuple[Dispatched, RoundGradients | None]:
         """`dispatch`; with `wants` of compiled code, whose tensors do not know it any more, but for the graph."""
         try:
-            started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants)
+            started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
         except NeedsRoom as error:
-            self._grow(lane, error.tokens)
-            started = self._begin_round(x, topk_ids, topk_weights, lane, whole=True, wants=wants, again=True)
+            self._grow(error.tokens)
+            started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
         return self._opened(started, started.d), started.gradients
 
-    @opaque
+    @functools.partial(opaque, find_recorder=_recorder_of)
     def dispatch_start(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> StartedDispatch:
         """The first half of `dispatch`, with its arguments: sends this rank's part, and does not wait for the peers'.
 
@@ -177,7 +189,7 @@ class ExpertParallel(Assembly):
         It raises what `dispatch` does, but for what is wrong at other ranks: with the direct transport
         `dispatch_finish` raises that.
         """
-        return self._begin_round(x, topk_ids, topk_weights, lane, whole=False)
+        return self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=False)
 
     @opaque
     def dispatch_finish(self, started: StartedDispatch) -> Dispatched:
@@ -191,8 +203,8 @@ class ExpertParallel(Assembly):
             d = self._finish(started, StartedDispatch, "dispatch")
         except NeedsRoom as error:
             assert started.again is not None  # lanes grow
-            self._grow(started.lane, error.tokens)
-            d = self._begin_round(*started.again, started.lane, whole=True, wants=started.wants, again=True).d
+            self._grow(error.tokens)
+            d = self._begin_round(*started.again, started.lane, started.layer, whole=True, wants=started.wants).d
         return self._opened(started, d)
 
     def _begin_round(
@@ -201,17 +213,22 @@ class ExpertParallel(Assembly):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lane: int,
+        layer: int,
         whole: bool,
         wants: Wants | None = None,
-        again: bool = False,
     ) -> StartedDispatch:
         """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan.
 
-        `wants` is what compiled code says. `again`: this was sent before room was made for it, and nothing else since.
+        `wants` is what compiled code says.
         """
         compiled = wants is not None
-        self._require_usable()
+        self._require_not_closed()
         self._require_lane(lane)
+        if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
+            raise RoutingError(f"layer is {layer!r}; an int of 0 to {MOST_LAYERS - 1} is needed")
+        if is_transforming():  # in which peers cannot be told either
+            for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+                require_dense(name, tensor)
         try:
             self._rounds.check_tokens(x, topk_ids, topk_weights)
             wants = Wants.of(x, topk_weights) if wants is None else wants
@@ -223,26 +240,21 @@ class ExpertParallel(Assembly):
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         shape, wanted = x.shape, wants.rows or wants.weights
         x = x if x.stride(1) == 1 else x.contiguous()
-        recorder, rounds = self._settle(lane, again), self._rounds  # which may be others after that
+        recorder, rounds = self._settle(lane), self._rounds  # which may be others after that
         rounds.open_rounds[lane] = None
         started = StartedDispatch(rounds, lane)
-        started.wants = wants
+        started.wants, started.layer = wants, layer
         if not whole and self._config.grows and rounds.name == "direct" and not x.is_cuda:
             started.again = x.detach().clone(), topk_ids.clone(), topk_weights.detach().clone()
-        told, mark = rounds.legs_told(lane), recorder.mark
         # Where nothing wants a gradient there is none to keep from being recorded.
         with torch.no_grad() if wanted or compiled else _AS_IT_IS:
-            try:
-                self._record_closing(lane)
-                with recorder.begin("dispatch", shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                    started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag() if wanted else 0)
-                    if whole:
-                        started.d = started.end()
+            self._close_round(lane)
+            with recorder.begin("dispatch", shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
+                started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag(layer))
                 if whole:
-                    started.d._tell_traffic("dispatch")
-            except BaseException as error:
-                self._take_back(lane, error, told, mark)
-                raise
+                    started.d = started.end()
+            if whole:
+                started.d._tell_traffic("dispatch")
         if wanted:
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
             started.gradients = RoundGradients(ids)
@@ -271,19 +283,13 @@ class ExpertParallel(Assembly):
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
         recorder = self.comm._settled_recorder()
-        self._join_growth()
-        rounds.open_rounds[lane], mark = None, recorder.mark
+        rounds.open_rounds[lane] = None
         with torch.no_grad():
-            try:
-                place = rounds.place(lane)
-                with recorder.begin("finish", transport=self.transport, details=place, numbered=False):
-                    made = started.end()
-                if isinstance(made, Dispatched):
-                    made._tell_traffic("dispatch")
-                return made
-            except BaseException as error:
-                self._take_back(lane, error, rounds.legs_told(lane), mark)
-                raise
+            with recorder.begin("finish", transport=self.transport, details=rounds.place(lane), numbered=False):
+                made = started.end()
+            if isinstance(made, Dispatched):
+                made._tell_traffic("dispatch")
+            return made
 
     def _gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -292,7 +298,7 @@ class ExpertParallel(Assembly):
         if isinstance(d, StagedRound):
             return StagedPlan(d, wants)
         if self._backward is None:
-            with self._whole("making lanes for backward"), self.comm._settled_recorder().begin("lanes for backward"):
+            with self.comm._settled_recorder().begin("lanes for backward"):
                 lanes = self._open_direct(BackwardRounds)
             if isinstance(lanes, Refusal):
                 kind = CapacityError if lanes.no_memory else TransportUnavailable
@@ -319,7 +325,6 @@ class ExpertParallel(Assembly):
         if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
             return
         with contextlib.suppress(ThinwireError):
-            self._require_usable()
             self._settle(lane)
             self._tell_refusal(lane, error)
 
@@ -344,7 +349,8 @@ class ExpertParallel(Assembly):
         Raises:
             LaneError: the round is over, or not this object's.
             RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
-                did; `out`, or WireRows, where there are gradients.
+                did; `out`, or WireRows, where there are gradients. Or a rank has left the round open, and has gone on
+                to its next dispatch: the sums of its experts are missing, and the round is over.
             WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
             TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
         """
@@ -375,7 +381,7 @@ class ExpertParallel(Assembly):
 
         Raises:
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
-            PeerTimeout, IntegrityError: as `combine`. It is over then.
+            RoutingError, PeerTimeout, IntegrityError: as `combine`. It is over then.
         """
         self._finish(started, StartedCombine, "combine")
         return started.out
@@ -397,7 +403,6 @@ class ExpertParallel(Assembly):
             )
         d._require_open()
         given = d._check_combine(expert_out, out, weighted)
-        self._join_growth()
         if d._link is not None and torch.is_grad_enabled():
             places = d._places_of(d._chosen(len(given))) if weighted else None
             return d._link.combine(given, lambda rows: self._end_round(rows, d, None, weighted, started), places)
@@ -420,18 +425,14 @@ class ExpertParallel(Assembly):
             shape = d._num_sent, self.hidden_size
             out = self.comm._result_memory.new_empty(expert_out, shape, d._dtype)
         rounds = self._rounds
-        told, mark = rounds.legs_told(d.lane), self.comm._settled_recorder().mark
-        try:
-            with d._recorded("combine", (expert_out.shape[0], self.hidden_size)):
-                rounds.open_rounds[d.lane] = None
-                rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
-                end = d._begin_combine(rows, out, weighted)
-                if started is None:
-                    end()
-                else:
-                    started.end, rounds.open_rounds[d.lane] = end, started
-            d._tell_traffic("combine")
-        except BaseException as error:
-            self._take_back(d.lane, error, told, mark)
-            raise
+        self.comm._settled_recorder()
+        with d._recorded("combine", (expert_out.shape[0], self.hidden_size)):
+            rounds.open_rounds[d.lane] = None
+            rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
+            end = d._begin_combine(rows, out, weighted)
+            if started is None:
+                end()
+            else:
+                started.end, rounds.open_rounds[d.lane] = end, started
+        d._tell_traffic("combine")
         return out

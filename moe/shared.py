@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from thinwire.comm import Group
 from thinwire.comm.host_collectives import Attachment
+from thinwire.compiler import opaque
 from thinwire.moe.config import ParallelConfig
 
 _T = TypeVar("_T")
@@ -34,7 +35,8 @@ def _serves(made: ParallelConfig, wanted: ParallelConfig) -> bool:
     return made.max_tokens >= wanted.max_tokens and replace(made, max_tokens=wanted.max_tokens) == wanted
 
 
-def shared_parallel(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
+@opaque
+def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     """The group's ExpertParallel with these settings: constructed by the first call, returned by those that follow.
 
     All ranks of the group call this, `close` and `rebuild` in the same order, with the same arguments. Whether there is

@@ -10,11 +10,12 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
-from thinwire.moe.config import ROUND_DTYPES
-from thinwire.moe.dispatched import MOST_TOKENS, Dispatched, Rounds, Started, Traffic
-from thinwire.moe.gradients import MOST_WANTS, GradientPlan, Wants, describe_tag
+from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
+from thinwire.moe.dispatched import MOST_TOKENS, Dispatched, Rounds, Traffic, left_open
+from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
+from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN, WITH_SUMS
 
 _REFUSED = 2**63 - 1  # in place of a count: the rank raised
 
@@ -23,6 +24,10 @@ class StagedRounds(Rounds):
     """Counts are exchanged first; both sides derive the order of records from ids alone."""
 
     name = "staged"
+
+    def __init__(self, config: ParallelConfig, reason: str) -> None:
+        super().__init__(config, reason)
+        self._open: list[StagedRound | None] = [None] * config.lanes
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -64,17 +69,44 @@ class StagedRounds(Rounds):
                 config.align,
             )
             numbers = words[:, number_word]
-            return StagedRound(self, lane, x, sends, recv_counts, arrived[:, :row_bytes], arrival, numbers)
+            rows = arrived[:, :row_bytes]
+            d = self._open[lane] = StagedRound(self, lane, x, sends, recv_counts, rows, arrival, numbers)
+            return d
 
         return end
 
-    def is_unfinished(self, lane: int) -> bool:
-        return isinstance(self.open_rounds[lane], Started)
+    def is_open(self, lane: int) -> bool:
+        return self._open[lane] is not None
 
-    def finish(self, lane: int) -> None:
-        started, self.open_rounds[lane] = self.open_rounds[lane], None
-        if isinstance(started, Started):
-            started.end()
+    def close_round(self, lane: int, end: int) -> None:
+        d = self._open[lane]
+        assert d is not None
+        ends = self.tell_end(lane, end)()
+        # Peers that leave it open as well ask for nothing.
+        d.answer([end == ABANDONED or other != LEFT_OPEN for other in ends])
+
+    def tell_end(self, lane: int, end: int) -> Callable[[], list[int]]:
+        """Tells all peers how this rank ends the round; what is returned waits, and gives how they do.
+
+        NCCL's waits do not block the host, so there nobody is told, and a rank that leaves rounds open is out of step.
+        """
+        comm = self.config.comm
+        self._open[lane] = None
+        if comm._exchange.backend == "nccl":
+            return lambda: [end] * comm.size
+        told = torch.full((comm.size, 1), end, dtype=torch.uint8, device="cpu")
+        heard = told.clone()
+        sends, receives = (
+            [None if peer == comm.rank else row for peer, row in enumerate(rows)] for rows in (told, heard)
+        )
+        posted = comm.post(sends, receives, f"end of round on lane {lane}")
+
+        def wait() -> list[int]:
+            posted.wait_on_host()
+            ends: list[int] = heard[:, 0].tolist()
+            return ends
+
+        return wait
 
     def refuse(self, lane: int, lost: bool = False) -> None:
         """All ranks hear of it with the counts."""
@@ -84,7 +116,7 @@ class StagedRounds(Rounds):
     def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
         config = self.config
-        comm, dtypes, kinds = config.comm, len(ROUND_DTYPES), MOST_WANTS * len(ROUND_DTYPES)
+        comm, dtypes, kinds = config.comm, len(ROUND_DTYPES), MOST_LAYERS * MOST_WANTS * len(ROUND_DTYPES)
         kind = dtypes * tag + ROUND_DTYPES.index(dtype)
         received = comm.exchange_counts([count * kinds + kind for count in counts])
         refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
@@ -101,9 +133,9 @@ class StagedRounds(Rounds):
                 )
             if value % kinds != kind:
                 raise RoutingError(
-                    f"rank {comm.rank} dispatches with {describe_tag(tag)}, rank {peer} with "
-                    f"{describe_tag(value % kinds // dtypes)}; all ranks of a round must want the same, those "
-                    "without tokens too"
+                    f"rank {comm.rank} dispatches with {describe_tag(tag, 'layer')}, rank {peer} with "
+                    f"{describe_tag(value % kinds // dtypes, 'layer')}; all ranks of a round must be in the same layer "
+                    "and want the same, those without tokens too"
                 )
             most = MOST_TOKENS if config.grows else config.max_tokens
             if value // kinds > most:
@@ -198,21 +230,37 @@ class StagedRound(Dispatched):
             )  # fmt: skip
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
-        label = f"combine {config.combine_wire!r} {dtype}"
+        label = self._combine_label
+        hear_ends = self._rounds.tell_end(self.lane, WITH_SUMS)
         exchange = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label)
 
         def end() -> None:
+            missing = [peer for peer, end in enumerate(hear_ends()) if end == LEFT_OPEN]
             records = exchange.wait()
+            if missing:
+                raise left_open(self.lane, missing)
             config.comm._recorder.phase("sum at home")
             config.combine_backend.sum_records(records, self._sends.record_index, config.combine_wire, out)
 
         return end
 
-    def _abandon(self) -> None:
-        config, device = self._rounds.config, self.rows.device
-        nothing = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
-        out = torch.empty(self._num_sent, config.hidden_size, dtype=self._dtype, device=device)
-        self._begin_combine(nothing, out, False)()
+    def answer(self, awaited: list[bool]) -> None:
+        """Takes part in the combine of the ranks that are `awaited`, with zeros; what comes is thrown away."""
+        config = self._rounds.config
+        sends, receives = (
+            [count * there for count, there in zip(counts, awaited, strict=True)]
+            for counts in (self._recv_counts, self._sends.counts)
+        )
+
+        def pack(start: int, stop: int, records: torch.Tensor) -> None:
+            records.zero_()
+
+        row_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
+        StagedExchange.post(config.comm, sends, receives, row_bytes, pack, self._combine_label).wait()
+
+    @property
+    def _combine_label(self) -> str:
+        return f"combine {self._rounds.config.combine_wire!r} {self._dtype}"
 
     @property
     def dispatch_traffic(self) -> Traffic:

@@ -183,7 +183,7 @@ def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Te
     """
     if context < 1:
         raise ValueError(f"context must be >= 1, got {context}")
-    data = torch.tensor(list(text), dtype=torch.int64)
+    data = torch.tensor(list(text), dtype=torch.int64, device="cpu")
     full = max(len(data) - 1, 0) // context * context
     pairs = (
         (data[:full].view(-1, context), data[1 : full + 1].view(-1, context)),

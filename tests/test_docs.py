@@ -9,11 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import thinwire
+import thinwire as tw
 import thinwire.errors
+from thinwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -65,14 +69,32 @@ def test_performance_is_what_the_results_say() -> None:
     assert (DOCS.parent / "README.md").read_text() == _script("write_readme_figures").page()
 
 
-@pytest.mark.exhaustive
-def test_the_quick_start_runs_alone_and_on_two_ranks(tmp_path: Path) -> None:
+def _quick_start() -> str:
     example = re.search(
         r"<!-- quick start example -->\n```python\n(.*?)```", (DOCS / "quick-start.md").read_text(), re.DOTALL
     )
     assert example is not None
+    return example[1]
+
+
+def _layer_of_the_quick_start(comm: tw.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    names: dict[str, Any] = {}
+    exec(_quick_start().partition("\ncomm = tw.init()")[0], names)
+    with tw.ExpertParallel(comm, num_experts=8, top_k=2, hidden_size=16, max_tokens=8) as ep:
+        layer = names["MoE"](ep, hidden=16, experts=8, top_k=2)
+        return layer.router.weight.detach(), torch.stack([expert.weight.detach() for expert in layer.experts])
+
+
+def test_ranks_of_the_quick_start_have_one_router_and_different_experts() -> None:
+    (router, first), (other, second) = run_ranks(_layer_of_the_quick_start, 2)
+    experts = torch.cat((first, second)).flatten(1)
+    assert torch.equal(router, other) and len(experts.unique(dim=0)) == 8
+
+
+@pytest.mark.exhaustive
+def test_the_quick_start_runs_alone_and_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text(example[1] + "assert y.isfinite().all() and layer.router.weight.grad.any()\n")
+    script.write_text(_quick_start() + "assert y.isfinite().all() and layer.router.weight.grad.any()\n")
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": "1",

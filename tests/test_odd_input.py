@@ -560,6 +560,19 @@ def test_a_model_made_in_inference_mode_is_refused_before_anything_is_copied(tmp
 # Copies
 
 
+def test_errors_survive_copies_and_pickles_as_a_pool_of_processes_makes_them() -> None:
+    given: list[tw.ThinwireError] = [
+        tw.IntegrityError("it differs", rank=3, rows=(range(2, 4),), call=7),
+        tw.PeerTimeout("it is late", ranks=[2, 1], lane=1, epoch=5, phase="combine"),
+        *(getattr(tw, name)("text") for name in tw.__all__ if name.endswith("Error") and name != "IntegrityError"),
+    ]
+    assert len(given) > 8
+    for error in given:
+        for attempted in (copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))):
+            made = attempted(error)
+            assert (type(made), made.args, vars(made)) == (type(error), error.args, vars(error))
+
+
 def test_copies_and_pickles_say_what_to_do_instead() -> None:
     with tw.init() as comm, tw.ExpertParallel(comm, 2, 1, 8, 4) as ep:
         layer = tw.MoELayer(8, 8, 2, 1).shard(ep)

@@ -164,7 +164,7 @@ def send_sums_kernel(
             # Another program may have found lines that do not fit, and sent nothing.
             last = tl.where(last, tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING, False)
         if last:
-            store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 1, ROUND, LAUNCH)
+            store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)
             if ROUND.CHECKSUMS:
                 put_line_sums(buffer_ptrs, rank * 0 + 1, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
@@ -188,7 +188,7 @@ def sum_home_kernel(
     FLIGHT: tl.constexpr,  # sums that are loaded before the first of them is added
     LAUNCH: tl.constexpr,
 ):
-    """Adds up what came home. Any number of programs."""
+    """Adds up what came home; NaN where a rank that left the round open owes a sum. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
     running = is_running(control_ptr, ROUND)
@@ -206,20 +206,22 @@ def sum_home_kernel(
         if running:
             owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
             there = owners >= 0
-            told = tl.load(signal_words(base, lines, ROUND.HAS_SUMS, owners, ROUND), mask=there, other=0)
+            ends = tl.load(signal_words(base, lines, ROUND.END, owners, ROUND), mask=there, other=0)
+            told = ends == ROUND.WITH_SUMS
+            missing = tl.max(tl.where(ends == ROUND.LEFT_OPEN, float("nan"), 0.0))
             ordinals = ranks_below(owners, owners, ROUND)
-            came = tl.reduce_or(tl.where(told != 0, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
+            came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
             if ROUND.CHECKSUMS:
                 js = tl.arange(0, K_BLOCK)
                 # Of the sums that are added up.
-                sources = tl.where(told != 0, owners, -1)[:, None]
+                sources = tl.where(told, owners, -1)[:, None]
                 sources = tl.max(tl.where(ordinals[:, None] == js[None, :], sources, -1), axis=0)
                 a = tl.zeros((K_BLOCK,), tl.int64)
                 b = tl.zeros((K_BLOCK,), tl.int64)
             for tile in range(LAYOUT.NUM_TILES):
                 columns = tile_columns(tile, LAYOUT)
-                total = tl.zeros(columns.shape, tl.float32)
+                total = tl.zeros(columns.shape, tl.float32) + missing
                 for first in range(0, ROUND.SLOTS, FLIGHT):
                     loaded = ()
                     for j in tl.static_range(FLIGHT):
@@ -239,7 +241,7 @@ def sum_home_kernel(
             if ROUND.WEIGHT_GRADS:
                 grads_there = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                 grads = tl.load(grads_there.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
-                grads = tl.where(told != 0, grads, 0.0)
+                grads = tl.where(told, grads, missing)
             if ROUND.CHECKSUMS:
                 if ROUND.WEIGHT_GRADS:
                     words, placed = tail_terms(grads, ks, LAYOUT)

@@ -35,7 +35,15 @@ from thinwire.triton_kernels.round_checksum import (
     seed_words,
 )
 from thinwire.triton_kernels.round_launch import round_launcher
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_BITS, DTYPE_CODES, REFUSED, Lane
+from thinwire.triton_kernels.round_layout import (
+    ABANDONED,
+    COMBINE,
+    DISPATCH,
+    DTYPE_BITS,
+    DTYPE_CODES,
+    REFUSED,
+    Lane,
+)
 from thinwire.triton_kernels.signal import (
     advance,
     arrive,
@@ -205,8 +213,9 @@ def send_tokens_kernel(
             publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND, LAUNCH)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["end", "rank"])
 def close_round_kernel(
+    end,  # ABANDONED or LEFT_OPEN
     buffer_ptrs,
     control_ptr,
     rank,
@@ -217,9 +226,9 @@ def close_round_kernel(
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         epoch = tl.load(control_ptr + ROUND.EPOCH)
-        store_signal_words(buffer_ptrs, rank, lines, ROUND.HAS_SUMS, 0, ROUND, LAUNCH)
+        store_signal_words(buffer_ptrs, rank, lines, ROUND.END, end, ROUND, LAUNCH)
         if ROUND.CHECKSUMS:
-            put_line_sums(buffer_ptrs, rank * 0, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
+            put_line_sums(buffer_ptrs, end, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
         publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
@@ -260,6 +269,13 @@ def wait_kernel(
                 if tl.sum(wrong) > 0:
                     tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
                     status = status * 0 + ROUND.MISMATCHED
+        elif complete:
+            peers = tl.arange(0, LAUNCH.BLOCK)
+            ends = tl.load(signal_words(base, lines, ROUND.END, peers, ROUND), mask=peers < ROUND.WORLD, other=0)
+            combined = tl.sum(tl.where(peers == rank, ends, 0)) == ROUND.WITH_SUMS
+            left_open = tl.max(tl.where(ends == ROUND.LEFT_OPEN, peers + 1, 0))
+            if combined & (left_open > 0):
+                tl.store(report_ptr + ROUND.REPORT_LEFT_OPEN, left_open)
         if status != ROUND.RUNNING:
             poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND, LAUNCH)
 
@@ -332,13 +348,17 @@ def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> 
     return launch, most_programs(device, num_programs)
 
 
-def close_round(lane: Lane) -> None:
-    """Ends the open round as far as this rank's sums go: peers that wait for them learn that there are none."""
-    kept(lane, _closing)(1)
+def close_round(lane: Lane, end: int = ABANDONED) -> None:
+    """Ends the open round without sums of this rank: peers that wait for them learn that there are none.
+
+    Args:
+        end: ABANDONED, as asked for; or LEFT_OPEN, which whoever combines the round is told.
+    """
+    kept(lane, _closing)(1, 1, (), (), (end,))
 
 
 def _closing(lane: Lane) -> Launcher:
-    return round_launcher(lane, close_round_kernel, {}, num_warps=1)
+    return round_launcher(lane, close_round_kernel, {}, counts=("end",), num_warps=1)
 
 
 def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:

@@ -183,7 +183,9 @@ class Endpoint:
                 buffer=buffer,
                 buffer_ptrs=buffer_ptrs,
                 control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
-                report=torch.zeros(REPORT_PEERS + 3 * world, dtype=torch.int32, pin_memory=device.type == "cuda"),
+                report=torch.zeros(
+                    REPORT_PEERS + 3 * world, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
+                ),
                 counters=torch.zeros(2 * world, dtype=torch.int64, device=device),
                 table=torch.zeros(6 * world + SIGNATURE_WORDS, dtype=torch.int64, device=device),
             )

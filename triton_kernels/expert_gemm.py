@@ -220,12 +220,12 @@ def expert_gemm_reference(
     bounds = expert_offsets.tolist()
     out.zero_()
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        chosen = torch.arange(first, min(last, len(out)))
+        chosen = torch.arange(first, min(last, len(out)), device=out.device)
         named = chosen if index is None else index[chosen]
         named = torch.where((named >= 0) & (named < len(records)), named, len(records))
         x, s = payload[named], scales[named]
         w = weights.payload[expert, :, :hidden].double()
-        acc = torch.zeros(len(chosen), len(w))
+        acc = torch.zeros(len(chosen), len(w), dtype=torch.float32, device=out.device)
         for number in range(groups):
             part = slice(number * group, (number + 1) * group)
             acc = acc + (x[:, part] @ w[:, part].T).float() * s[:, number : number + 1]

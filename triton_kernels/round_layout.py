@@ -32,12 +32,14 @@ DISPATCH, COMBINE = 0, 1
 # int32 words of a line, behind its flag.
 SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype and tag
 REFUSED = -(2**31)  # for a number of tokens: the source was given some that it cannot send, and raised
-SIGNAL_HAS_SUMS = 1  # of a combine line: 0 where the round was closed without sums
+SIGNAL_END = 1  # of a combine line: how the source ended the round, one of the three that follow
+ABANDONED, WITH_SUMS, LEFT_OPEN = range(3)  # the last: a later dispatch closed it, so its sums are missing
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
 CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the last routing left filled
 REPORT_BAD_IDS = 3
 REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW = 4, 5, 6  # with CORRUPTED: what of which rank, and which of its tokens
+REPORT_LEFT_OPEN = 7  # 1 + a rank that left open the round that this one has combined, or 0
 
 # What has checksums.
 CHECKED_LINE, CHECKED_COMBINE_LINE, CHECKED_PLANES, CHECKED_RECORD, CHECKED_SUM = range(1, 6)
@@ -78,10 +80,13 @@ class RoundLayout(SignalLayout):
     WEIGHT_GRADS: int = 0  # byte offset of float32 [max_tokens][top_k] at home, or 0: none travel
     TOKENS: int = SIGNAL_TOKENS
     DTYPE: int = SIGNAL_DTYPE
-    HAS_SUMS: int = SIGNAL_HAS_SUMS
+    END: int = SIGNAL_END
+    WITH_SUMS: int = WITH_SUMS
+    LEFT_OPEN: int = LEFT_OPEN
     ROUTED_TOKENS: int = CONTROL_TOKENS
     ROUTED_ROWS: int = CONTROL_ROWS
     BAD_IDS: int = REPORT_BAD_IDS
+    REPORT_LEFT_OPEN: int = REPORT_LEFT_OPEN
     CORRUPTED: int = CORRUPTED
     CHECKED: int = REPORT_CHECKED
     SOURCE: int = REPORT_SOURCE
@@ -234,7 +239,7 @@ class Lane:
             name: torch.full(shape, value, dtype=dtype, device=device)
             for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
         }
-        report = torch.zeros(_report_words(layout), dtype=torch.int32, pin_memory=device.type == "cuda")
+        report = torch.zeros(_report_words(layout), dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         return cls(layout, wire, combine_wire, rank, align, buffer, buffer_ptrs, report=report, **beside)
 
     @classmethod

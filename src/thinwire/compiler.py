@@ -10,13 +10,25 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+class Recorder(Protocol):
+    """Knows of the calls of a communicator."""
+
+    begun: int
+
+    def ended_by(self, error: BaseException) -> None: ...
+
+
+#: Of a function's arguments the recorder of the communicator that it is called on.
+FindRecorder = Callable[..., Recorder]
 
 _REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
 
@@ -28,52 +40,60 @@ def nothing_compiles() -> bool:
     return not torch.compiler.is_compiling() and get_eval_frame_callback() is None
 
 
-def opaque(function: Callable[_P, _T], reason: str = _REASON) -> Callable[_P, _T]:
+def opaque(
+    function: Callable[_P, _T],
+    reason: str = _REASON,
+    find_recorder: FindRecorder | None = None,
+    traced: Callable[..., Any] | None = None,
+) -> Callable[_P, _T]:
     """The function, which torch.compile calls and does not trace; neither does it trace what the function calls.
 
     Compiling with `fullgraph=True`, which allows no calls between graphs, fails with the reason.
+
+    Args:
+        find_recorder: of a function that makes a call on a communicator. An exception from outside that comes when the
+            call is made, and before its caller has the result, then ends the communicator: no other frame would see it.
+        traced: see `compiled_as`.
     """
     disabled: Callable[_P, _T] | None = None
+    hidden = None if traced is None else opaque(function, reason)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
-                return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function, reason=reason)
-            # Or it would be compiled for each function again, as all share its code.
-            torch._dynamo.decorators.skip(call)
-        return disabled(*args, **kwargs)
+        if traced is not None and hidden is not None and torch.compiler.is_compiling():
+            found: _T = traced(*args, **kwargs)
+            return hidden(*args, **kwargs) if found is NotImplemented else found
+        recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
+        begun = 0 if recorder is None else recorder.begun
+        try:
+            if disabled is None:
+                if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
+                    return function(*args, **kwargs)
+                disabled = torch.compiler.disable(function, reason=reason)
+                if traced is None:  # or it would be compiled for each function again, as all share its code
+                    torch._dynamo.decorators.skip(call)
+            return disabled(*args, **kwargs)
+        except BaseException as error:
+            if recorder is not None and recorder.begun != begun:
+                recorder.ended_by(error)
+            raise
 
-    marked: Any = call  # as `skip` does, which is there only then
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+    if traced is None:
+        marked: Any = call  # as `skip` does, which is there only then
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return call
 
 
-def compiled_as(traced: Callable[..., Any], reason: str = _REASON) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def compiled_as(
+    traced: Callable[..., Any], reason: str = _REASON, find_recorder: FindRecorder | None = None
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a function opaque, and has torch.compile trace `traced` in its place, with the same arguments.
 
     Where `traced` returns NotImplemented, the function is called as an opaque one is, for this reason.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        hidden = opaque(function, reason)
-        disabled: Callable[_P, _T] | None = None
-
-        @functools.wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            nonlocal disabled
-            if torch.compiler.is_compiling():
-                found: _T = traced(*args, **kwargs)
-                return hidden(*args, **kwargs) if found is NotImplemented else found
-            # As `hidden`, which would be a call more.
-            if disabled is None:
-                if "torch._dynamo" not in sys.modules:
-                    return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function, reason=reason)
-            return disabled(*args, **kwargs)
-
-        return call
+        return opaque(function, reason, find_recorder, traced)
 
     return decorate

@@ -67,12 +67,14 @@ class _MeasuredExpertParallel(ExpertParallel):
     _exact_round: Dispatched
 
     def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> Dispatched:
-        d = super().dispatch(x, topk_ids, topk_weights, lane=lane)
+        d = super().dispatch(x, topk_ids, topk_weights, lane=lane, layer=layer)
         out, back = d.dispatch_traffic, d.combine_traffic
         self.sent += torch.tensor(
-            [x.shape[0], out.logical_bytes, out.wire_bytes, back.logical_bytes, back.wire_bytes], dtype=torch.float64
+            [x.shape[0], out.logical_bytes, out.wire_bytes, back.logical_bytes, back.wire_bytes],
+            dtype=torch.float64,
+            device="cpu",
         )
         if self.exact is not None:
             self._exact_round = self.exact.dispatch(x, topk_ids, topk_weights)
@@ -109,9 +111,13 @@ def _prepare_kernels(comm: Communicator, config: TinyMoEConfig, wire: str, repor
     """A round of one token, in whose three parts kernels are compiled where that has not been done before."""
     once = "(compiled in the first run on a machine, about a minute in all) ..."
     with ExpertParallel(comm, config.num_experts, config.top_k, config.hidden_size, 1, wire=wire) as ep:
-        ids = torch.arange(config.top_k)[None]
+        ids = torch.arange(config.top_k, device="cpu")[None]
         report.stage(f"preparing kernels of dispatch, 1 of 3 {once}")
-        d = ep.dispatch(torch.ones(1, config.hidden_size), ids, torch.ones(1, config.top_k))
+        d = ep.dispatch(
+            torch.ones(1, config.hidden_size, dtype=torch.float32, device="cpu"),
+            ids,
+            torch.ones(1, config.top_k, dtype=torch.float32, device="cpu"),
+        )
         report.stage(f"preparing kernels of experts' rows, 2 of 3 {once}")
         rows = d.tokens
         report.stage(f"preparing kernels of combine, 3 of 3 {once}")
@@ -141,7 +147,10 @@ def _score_rank(comm: Communicator, text: bytes, wires: list[str], report: Repor
     def score(wire: str) -> WireScore:
         ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
         ep.exact = ExpertParallel(comm, *sizes, wire="none")
-        ep.sent, ep.squares = torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        ep.sent, ep.squares = (
+            torch.zeros(5, dtype=torch.float64, device="cpu"),
+            torch.zeros(4, dtype=torch.float64, device="cpu"),
+        )
         model = load_tiny_moe(ep=ep)
         report.stage(f"comparing {wire} with exact rounds ...")
         for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below

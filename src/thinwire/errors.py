@@ -106,7 +106,8 @@ class IntegrityError(ThinwireError, RuntimeError):
         call: the number of the message among those from that rank.
     """
 
-    def __init__(self, message: str, *, rank: int, rows: Iterable[range], call: int) -> None:
+    def __init__(self, message: str, *, rank: int = -1, rows: Iterable[range] = (), call: int = -1) -> None:
+        # Defaults are for copies and pickles, which give the message alone, and the attributes after that.
         super().__init__(message)
         self.rank, self.rows, self.call = rank, tuple(rows), call
 

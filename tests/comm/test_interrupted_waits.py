@@ -25,7 +25,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
-from thinwire.errors import PeerTimeout
+from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
@@ -52,32 +52,37 @@ def _interrupted(call: Callable[[], object]) -> float:
 
 
 def _late_peer(comm: Communicator) -> list[float]:
-    """Rank 0 waits for rank 1, which comes late to each call, is interrupted, and goes on with the next one."""
+    """Rank 0 waits for rank 1, which comes late to each call, and is interrupted."""
     x = torch.arange(300.0) + comm.rank
-    calls: list[Callable[[], object]] = [
-        comm.barrier,
-        lambda: comm.exchange_counts([7] * comm.size),
-        lambda: tw.all_to_all_v(x, comm=comm, transport="staged"),
+    calls: list[Callable[[Communicator], object]] = [
+        Communicator.barrier,
+        lambda short: short.exchange_counts([7] * comm.size),
+        lambda short: tw.all_to_all_v(x, comm=short, transport="staged"),
+        lambda short: tw.all_gather(x, comm=short, transport="staged"),
+        lambda short: tw.all_reduce(x, comm=short, transport="staged"),
     ]
     taken = []
     for call in calls:
+        short = comm.split(groups=[range(comm.size)])
+        short._exchange.timeout = 1.0
         if comm.rank == 0:
-            taken.append(_interrupted(call))
+            taken.append(_interrupted(lambda call=call, short=short: call(short)))
+            for again in (call, Communicator.barrier):  # to its peers the same call would be the next one
+                with pytest.raises(ThinwireError, match="has ended at this rank, as Interrupted came in the middle"):
+                    again(short)
         else:
             time.sleep(0.8)
-            call()
-        assert comm.exchange_counts([comm.rank] * comm.size) == list(range(comm.size))
-    # What takes several steps ends for good: this rank does not come to its second one.
-    if comm.rank == 0:
-        taken.append(_interrupted(lambda: tw.all_reduce(x, comm=comm, transport="staged")))
-    else:
-        time.sleep(0.8)
+            with pytest.raises(PeerTimeout) as caught:
+                call(short)  # which may find all that it needs
+                short.barrier()
+            assert caught.value.ranks == (0,)
+        assert comm.exchange_counts([comm.rank] * comm.size) == list(range(comm.size)), "another is not touched"
     return taken
 
 
-def test_a_signal_ends_a_wait_at_once_and_the_next_call_is_right() -> None:
+def test_a_signal_ends_a_wait_at_once_and_the_communicator_with_it() -> None:
     taken, nothing = run_ranks(_late_peer, 2)
-    assert not nothing and len(taken) == 4 and max(taken) < SOON, taken
+    assert not nothing and len(taken) == 5 and max(taken) < SOON, taken
 
 
 def _same_work(comm: Communicator) -> list[int]:

@@ -114,8 +114,8 @@ def test_a_flat_tensor_whose_records_are_longer_than_a_piece_is_refused() -> Non
     run_ranks(_wide_records, 2, mode="thread")
 
 
-class _Forbidden(Exception):
-    pass
+class _Forbidden(ThinwireError):
+    """Another exception would be one from outside, which ends the communicator."""
 
 
 def _forbid(*args: object, **kwargs: object) -> None:

@@ -19,12 +19,20 @@ import torch
 
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, CapacityError, ConfigMismatch, CountsError, PeerTimeout, TransportUnavailable
+from thinwire.errors import (
+    ArgumentError,
+    CapacityError,
+    ConfigMismatch,
+    CountsError,
+    PeerTimeout,
+    ThinwireError,
+    TransportUnavailable,
+)
 from thinwire.fused.direct import open_channel
 from thinwire.fused.empty import SymmetricTensors
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu.all_to_all_v import HEADERS, RECEIVED, REGION_PTRS, SCALARS
+from thinwire.triton_kernels.cpu.all_to_all_v import HEADERS, RECEIVED, SCALARS
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
 #: Bytes of a piece: a few rows are more.
@@ -505,31 +513,30 @@ def _interrupted(comm: Communicator) -> list[float]:
     def handler(number: int, frame: object) -> None:
         raise Interrupted
 
-    channel, rank = channel_of(comm), comm.rank
-    out, x = tw.empty(200, 64, comm=comm), torch.full((200, 64), 1.0 + comm.rank)
-    options: dict[str, Any] = {"wire": "none", "comm": comm}
-    if rank == 0:
+    short = comm.split(groups=[[0, 1]])
+    channel_of(short)
+    out, x = tw.empty(200, 64, comm=short), torch.full((200, 64), 1.0 + comm.rank)
+    if comm.rank == 0:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            tw.all_to_all_v(x, [100, 100], [100, 100], out=out, **options)
-        del out  # the call under way has it: it is neither freed nor given to the next one
-        tw.empty(200, 64, comm=comm)
-        assert len(comm.attached("empty")._regions) == 2
+            tw.all_to_all_v(x, [100, 100], [100, 100], out=out, wire="none", comm=short)
+        with pytest.raises(ThinwireError, match="has ended at this rank"):
+            tw.empty(200, 64, comm=short)
+        out.fill_(7.0)  # its user's again: peers are told, and store nothing into it
     else:
         time.sleep(0.5)
-        tw.all_to_all_v(x, [100, 100], [100, 100], out=out, **options)
-        tw.empty(200, 64, comm=comm)
-        assert out[:, 0].tolist() == [1.0] * 100 + [2.0] * 100
-    got = tw.all_to_all_v(x, [1, 1], [1, 1], **options)
-    assert channel.straight_segments == 1
-    values: list[float] = got[:, 0].tolist()
+        with pytest.raises(PeerTimeout) as caught:
+            tw.all_to_all_v(x, [100, 100], [100, 100], out=out, wire="none", comm=short)
+        assert caught.value.ranks == (0,)
+    comm.barrier()
+    values: list[float] = out[:, 0].unique().tolist()
     return values
 
 
 @pytest.mark.exhaustive
-def test_a_call_that_was_interrupted_keeps_its_output_until_the_next_has_ended_it() -> None:
-    assert run_ranks(_interrupted, 2) == [[1.0, 2.0]] * 2
+def test_peers_store_nothing_into_the_output_of_a_call_that_was_interrupted() -> None:
+    assert run_ranks(_interrupted, 2)[0] == [7.0]
 
 
 class Raise:
@@ -548,93 +555,32 @@ class Raise:
         return self
 
 
-def require_mapped(comm: Communicator) -> None:
-    """Raises where the kernel would find the address of memory, or of a table, that is not there."""
-    channel, tensors = channel_of(comm), comm.attached("empty")
-    assert isinstance(tensors, SymmetricTensors)
-    mapped = [region.memory.buffer_ptrs.tolist() for region in tensors._regions]
-    count, table = int(channel._call[SCALARS.index("num_regions")]), channel._regions
-    assert not count or (count <= len(table) and channel._call[SCALARS.index("regions")] == table.ctypes.data)
-    for row in table[:count].tolist():
-        assert row[REGION_PTRS:] in mapped
-
-
 def _interrupted_anywhere(comm: Communicator) -> int:
-    channel_of(comm)
-    kept, x, at = tw.empty(30, comm=comm), torch.arange(30.0), 0
+    at, ended = 0, 0
     while True:
         at += 1
-        trace, gone, new, last = Raise(at), [tw.empty(20, comm=comm), tw.empty(50, comm=comm)], None, None
-        gone.clear()
+        short = comm.split(groups=[[0]])
+        channel_of(short)
+        kept, x, trace = tw.empty(30, comm=short), torch.arange(30.0), Raise(at)
+        tw.all_to_all_v(x, [30], [30], out=kept, wire="none", comm=short)
         try:
             sys.settrace(trace)
-            new = tw.empty(40, comm=comm)
+            tw.empty(40, comm=short)
         except Interrupted:
-            pass
+            sys.settrace(None)
+            if short.closed:  # it has not before peers are told of the call
+                ended += 1
+                with pytest.raises(ThinwireError, match="has ended at this rank, as Interrupted"):
+                    tw.empty(40, comm=short)
+            else:
+                assert tw.empty(40, comm=short).sum() == 0
         finally:
             sys.settrace(None)
-        require_mapped(comm)
-        tw.all_to_all_v(x, [30], [30], out=kept, wire="none", comm=comm)
-        last = tw.empty(10, comm=comm)
-        require_mapped(comm)
-        assert len(comm.attached("empty")._regions) == 2 + (new is not None)
-        assert torch.equal(kept, x) and last.sum() == 0
+        short.close()
+        assert torch.equal(kept, x), "what was made before stays readable"
         if trace.seen < at:
-            return at
+            return ended
 
 
-def test_no_exception_from_outside_leaves_an_address_of_memory_that_is_gone() -> None:
+def test_an_exception_at_any_place_of_empty_ends_the_communicator() -> None:
     assert run_ranks(_interrupted_anywhere, 1, mode="thread")[0] > 20
-
-
-class RaiseIn:
-    """Raises where this thread comes to an event of a function of this module's subject."""
-
-    def __init__(self, event: str, function: str) -> None:
-        self.at = event, function
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith("fused/empty.py") and (event, frame.f_code.co_name) == self.at:
-            raise Interrupted
-        return self
-
-
-def _first_call_interrupted(comm: Communicator) -> None:
-    channel_of(comm)
-    try:
-        sys.settrace(RaiseIn("return", "__init__") if comm.rank else RaiseIn("call", "new"))
-        with pytest.raises(Interrupted):
-            tw.empty(100, comm=comm)
-    finally:
-        sys.settrace(None)
-    assert (comm.attached("empty") is None) == (comm.rank == 1)
-    assert tw.empty(100, comm=comm).sum() == 0
-
-
-def test_ranks_stay_in_step_where_one_lost_its_first_call_before_it_had_anything() -> None:
-    run_ranks(_first_call_interrupted, 2, mode="thread")
-
-
-def _one_lets_go_alone(comm: Communicator) -> None:
-    channel_of(comm)
-    gone = tw.empty(100, comm=comm)
-    del gone
-    tensors = comm.attached("empty")
-    keep = tensors._keep
-
-    def interrupted(numbers: set[int]) -> None:
-        if comm.rank == 0:
-            keep(numbers)
-        raise Interrupted
-
-    tensors._keep = interrupted
-    with pytest.raises(Interrupted):
-        tw.empty(100, comm=comm)
-    tensors._keep = keep
-    assert len(tensors._regions) == comm.rank
-    new = tw.empty(100, comm=comm)
-    assert len(tensors._regions) == 1 and new.sum() == 0
-
-
-def test_what_one_rank_lets_go_alone_the_others_let_go_in_the_next_call() -> None:
-    run_ranks(_one_lets_go_alone, 2, mode="thread")

@@ -67,7 +67,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _outcomes(comm: Communicator, number: int, when: str) -> list[Any]:
-    """Of a first call, which rank 0 makes again after the interrupt, and of what follows."""
+    """Of a first call, which rank 0 makes again after an interrupt, and of what follows."""
     found = []
     with comm.split(groups=[[0, 1]]) as short:
         short._exchange.timeout = 0.4
@@ -99,11 +99,11 @@ def test_ranks_are_in_step_or_all_are_told_that_they_are_not(when: str, numbers:
     right.insert(2, None)
     assert own[-1] == right, "there is no such exchange, and nothing was interrupted"
     for number, found, there in zip(numbers, own, peer, strict=True):
-        assert found == there, f"exchange {number}: {found}, {there}"
-        for outcome, expected in zip(found, right, strict=True):
-            assert outcome in (expected, "ThinwireError", "PeerTimeout"), f"exchange {number}: {found}"
-        if "PeerTimeout" in found:
-            assert set(found[found.index("PeerTimeout") :]) == {"PeerTimeout"}, f"exchange {number}: {found}"
+        # Interrupted, the communicator has ended at that rank; its peer may have had all that it needed for the call.
+        ended = found == ["ThinwireError"] * 4
+        assert ended or found == there == right, f"exchange {number}: {found}, {there}"
+        if ended:
+            assert there in (["PeerTimeout"] * 4, [right[0], *["PeerTimeout"] * 3]), f"exchange {number}: {there}"
 
 
 def _failed_elsewhere(comm: Communicator) -> None:

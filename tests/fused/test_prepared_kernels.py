@@ -32,6 +32,7 @@ from thinwire.fused.transport import DirectTransport, compiled_for
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.triton_kernels import collective
+from thinwire.triton_kernels.round_layout import ABANDONED
 
 HIDDEN, TOKENS = 96, 40
 TIMEOUT = 30.0
@@ -258,8 +259,8 @@ def test_a_round_that_is_closed_on_another_stream_comes_behind_its_dispatch(lane
     _begin(rounds, 0, TOKENS)()
     device.stream = second
     waited: list[int] = []
-    rounds.kernels = replace(rounds.kernels, close_round=lambda lane: waited.append(len(second.waited)))
-    rounds.close_round(0)
+    rounds.kernels = replace(rounds.kernels, close_round=lambda lane, end: waited.append(len(second.waited)))
+    rounds.close_round(0, ABANDONED)
     assert waited == [1] and second.waited == [first]
 
 

@@ -28,6 +28,9 @@ class Owner:
         self.local_experts = local_experts
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
 
+    def next_layer(self) -> int:
+        return 1
+
 
 def new_model(seed: int, experts: range | None = None) -> TinyMoE:
     torch.manual_seed(seed)

@@ -60,7 +60,12 @@ class OneRank:
         self.align = align
         self.calls: list[str] = []
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> SimpleNamespace:
+    def next_layer(self) -> int:
+        return 1
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int
+    ) -> SimpleNamespace:
         self.calls.append("dispatch")
         pieces, counts, offsets, sources = [x[:0]], [], [0], []
         for expert in self.local_experts:

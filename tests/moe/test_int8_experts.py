@@ -80,6 +80,35 @@ def test_they_are_near_the_float32_experts(transport: str, wire: str, gated: boo
     assert 1e-3 < error < 0.02, error
 
 
+def _error(comm: Communicator, hidden: int, ff: int, gated: bool, wire: str) -> float:
+    """Of rows of one expert, both legs in int8."""
+    generator = torch.Generator().manual_seed(hidden)
+    whole = GroupedExperts(1, hidden, ff, gated=gated)
+    for weight in whole.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
+    x = torch.randn(24, hidden, generator=generator)
+    ids, ones = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
+    with ExpertParallel(comm, 1, 1, hidden, 24, wire=wire) as ep:
+        d = ep.dispatch(x, ids, ones)
+        y = ep.combine(Int8Experts(whole)(d), d)
+    exact = whole(x, torch.tensor([24])).detach()
+    return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
+
+
+_SIZES = [
+    (2048, 768, True, "int8"),
+    (1024, 1024, False, "int8"),
+    (4096, 512, False, "int8:row"),
+    (512, 2048, True, "int8"),
+]
+
+
+@pytest.mark.parametrize(("hidden", "ff", "gated", "wire"), exhaustive_but(_SIZES[2:3], _SIZES, several=True))
+def test_errors_are_within_what_is_documented(hidden: int, ff: int, gated: bool, wire: str) -> None:
+    (error,) = run_ranks(_error, 1, hidden, ff, gated, wire, mode="thread", timeout=100)
+    assert 0.01 < error < 0.025, error
+
+
 @pytest.mark.exhaustive
 def test_triton_numba_and_torch_give_the_same_bits() -> None:
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")

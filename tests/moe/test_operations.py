@@ -371,6 +371,33 @@ def test_errors_come_out_of_compiled_code_as_themselves(transport: str) -> None:
     run_ranks(_errors, 2, transport, timeout=300)
 
 
+def _several(comm: tw.Communicator, transport: str) -> None:
+    """One compiled function of several objects, with different numbers of experts, and one that finds its own."""
+
+    def of(ep: tw.ExpertParallel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        return ep.combine(d.gather(CAPACITY)[0] * 2, d)
+
+    def shared(*batch: torch.Tensor) -> torch.Tensor:
+        ep = tw.ExpertParallel.shared(comm, 4, 1, HIDDEN, 8, wire="none", transport=transport)
+        return of(ep, *batch)
+
+    x, ids, weights = torch.randn(4, HIDDEN), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    options: dict[str, Any] = {"wire": "none", "transport": transport}
+    parallels = [tw.ExpertParallel(comm, number, 1, HIDDEN, 8, **options) for number in (4, 6)]
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(of, backend="aot_eager", dynamic=dynamic)
+        for ep in parallels:
+            assert torch.equal(compiled(ep, x, ids, weights), 2 * x)
+    assert torch.equal(torch.compile(shared, backend="aot_eager")(x, ids, weights), 2 * x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_compiled_function_serves_several_objects_and_may_ask_for_a_shared_one(transport: str) -> None:
+    run_ranks(_several, 1, transport, timeout=300)
+
+
 def test_an_expert_parallel_that_is_gone_and_a_ticket_of_no_round() -> None:
     class Gone:
         pass
@@ -379,7 +406,7 @@ def test_an_expert_parallel_that_is_gone_and_a_ticket_of_no_round() -> None:
     gc.collect()
     x, ids, weights = _batch(2, 0, grad=False)
     with pytest.raises(tw.LaneError, match=f"no ExpertParallel {handle} in this process"):
-        torch.ops.thinwire.dispatch(operators.ORDER, None, x, ids, weights, handle, 0, 0, EXPERTS)
+        torch.ops.thinwire.dispatch(operators.ORDER, None, x, ids, weights, handle, 0, 0, 0, EXPERTS)
     ticket = torch.tensor([2.0**40], dtype=torch.float64)
     with pytest.raises(tw.LaneError, match="this round is over"):
         torch.ops.thinwire.gather(operators.ORDER, ticket, 3, HIDDEN, x.dtype, x.device, 0)
@@ -404,11 +431,11 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
             torch.library.opcheck(operator, args, test_utils=part)
 
     def begin() -> torch.Tensor:
-        return ops.dispatch(order, None, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))[0]
+        return ops.dispatch(order, None, x, ids, weights, ep._handle, 0, 0, wants, len(ep.local_experts))[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "_numbers", itertools.repeat(1))  # or no ticket would be that of the call before
-        check(ops.dispatch.default, order, None, x, ids, weights, ep._handle, 0, wants, len(ep.local_experts))
+        check(ops.dispatch.default, order, None, x, ids, weights, ep._handle, 0, 0, wants, len(ep.local_experts))
     ticket = begin()
     check(ops.gather.default, order, ticket, CAPACITY, *of_tokens, wants)
     rows, _ = ops.gather(order, ticket, CAPACITY, *of_tokens, wants)
@@ -418,7 +445,7 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
     out = torch.empty_like(x)
 
     def new_round() -> tw.Dispatched:
-        d, _ = ep._whole_dispatch(x, ids, weights, 0, Wants(False, False))
+        d, _ = ep._whole_dispatch(x, ids, weights, 0, 0, Wants(False, False))
         d.gather(CAPACITY)
         return d
 

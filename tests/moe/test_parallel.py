@@ -349,7 +349,7 @@ def _lie(comm: Communicator) -> None:
     ids, weights = torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
     honest = comm.exchange_counts
     if comm.rank == 1:
-        comm.exchange_counts = lambda counts: honest([3 << 40] * 2)  # type: ignore[method-assign]
+        comm.exchange_counts = lambda counts: honest([3 << 52] * 2)  # type: ignore[method-assign]
     with pytest.raises(RoutingError, match=r"rank 1 says that it sends \d{9,} tokens; accepted: at most 8"):
         ep.dispatch(torch.zeros(8, 64), ids, weights)
     if comm.rank == 1:

@@ -19,11 +19,12 @@ from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.round_layout import (
+    ABANDONED,
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
     SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
+    SIGNAL_END,
     SIGNAL_TOKENS,
     Lane,
 )
@@ -75,7 +76,7 @@ def _early_combine(kernels: RoundKernels) -> RoundKernels:
     """Signals before the sums are there."""
 
     def send_sums(lane: Lane, *others: object) -> None:
-        _signal(lane, COMBINE, {SIGNAL_HAS_SUMS: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
+        _signal(lane, COMBINE, {SIGNAL_END: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
         kernels.send_sums(lane, *others)
 
     return replace(kernels, send_sums=send_sums)
@@ -84,8 +85,8 @@ def _early_combine(kernels: RoundKernels) -> RoundKernels:
 def _sums_that_are_none(kernels: RoundKernels) -> RoundKernels:
     """Announces sums in a round that it abandons."""
 
-    def close_round(lane: Lane) -> None:
-        _signal(lane, COMBINE, {SIGNAL_HAS_SUMS: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
+    def close_round(lane: Lane, end: int = ABANDONED) -> None:
+        _signal(lane, COMBINE, {SIGNAL_END: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
 
     return replace(kernels, close_round=close_round)
 

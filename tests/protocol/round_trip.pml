@@ -313,7 +313,7 @@ inline send_sums(lane) {
         };
         peer = 0 }
     :: d_step {
-        TAKE(COMBINE_LINE); /* triton_kernels/cpu/combine.py send_sums: SIGNAL_HAS_SUMS = 1 at every peer */
+        TAKE(COMBINE_LINE); /* triton_kernels/cpu/combine.py send_sums: SIGNAL_END = 1 at every peer */
         store_has_sums(lane, 1) }
     :: todo == 0 -> break
     od;
@@ -330,7 +330,7 @@ inline send_sums(lane) {
 }
 
 inline close_round(lane) {
-    d_step { /* triton_kernels/cpu/dispatch.py close_round: SIGNAL_HAS_SUMS = 0 at every peer */
+    d_step { /* triton_kernels/cpu/dispatch.py close_round: SIGNAL_END = 0 at every peer */
 #ifdef GOAL_END
         met_closed = true;
 #endif

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import triton
+
+from thinwire import triton_kernels
+
 _SITE = re.compile(
     r"\b(?:atom|ld|st|red)(?:\.\w+)*?\.(?:acquire|release|acq_rel)\S*|\batom\S*|\bbar\.(?:warp\.)?sync\b[^;]*|\bfence\.[^;]*"
 )
@@ -93,9 +97,19 @@ def _functions(chain: str, ptx: str) -> str:
     return " < ".join(dict.fromkeys(names))
 
 
+def _source(path: str) -> Path:
+    """The file as it is here: Triton's cache may hold what was compiled in a folder that is gone."""
+    for package in (triton_kernels, triton):
+        name = package.__name__.rpartition(".")[2]
+        _, found, within = path.rpartition(f"/{name}/")
+        if found and (here := Path(str(package.__file__)).parent / within).exists():
+            return here
+    return Path(path)
+
+
 @cache
 def _definitions(path: str) -> list[tuple[int, str]]:
-    tree = ast.parse(Path(path).read_text())
+    tree = ast.parse(_source(path).read_text())
     return sorted((node.lineno, node.name) for node in tree.body if isinstance(node, ast.FunctionDef))
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
 from tests.ptx.mutants import REDUNDANT, mutants_of, redundant, run_mutant
 from tests.ptx.mutations import mutations_of
+from thinwire import triton_kernels
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ahead_of_time" / "mutants.txt"
 
@@ -61,3 +62,13 @@ def test_each_change_takes_away_one_step() -> None:
         f"{load}gpu.relaxed.b32",
         "fence.acq_rel.gpu is taken out",
     ]
+
+
+def test_places_are_those_of_sources_here_where_the_kernel_was_compiled_elsewhere() -> None:
+    signal = Path(triton_kernels.__file__).parent / "signal.py"
+    line = next(n for n, text in enumerate(signal.read_text().splitlines(), 1) if text.startswith("def publish("))
+    ptx = f""".file 1 "/a/clone/that/is/gone/src/thinwire/triton_kernels/signal.py"
+.loc 1 {line + 1} 5 // signal.py:{line + 1}:5
+\tbar.sync \t0;
+"""
+    assert [mutation.place for mutation in mutations_of(ptx)] == ["publish"]

@@ -62,7 +62,8 @@ from thinwire.triton_kernels.round_layout import (
     COMBINE,
     CONTROL_TOKENS,
     DISPATCH,
-    SIGNAL_HAS_SUMS,
+    SIGNAL_END,
+    WITH_SUMS,
     Lane,
     RoundLayout,
     check_home_grads,
@@ -110,7 +111,7 @@ def _scratch(lane: Lane) -> int:
 def _team_scratch(lane: Lane, threads: int) -> tuple[torch.Tensor, int]:
     """The same for each of a team, for one call, and the bytes of one."""
     size = round_scratch_bytes(lane.layout)
-    return torch.empty(threads * size, dtype=torch.uint8), size
+    return torch.empty(threads * size, dtype=torch.uint8, device="cpu"), size
 
 
 @device
@@ -206,7 +207,7 @@ def send_sums_kernel(
             weight_grads, scratch, each,
         )  # fmt: skip
         store_sums(where, 0, lane.world * each)
-    publish_sums(buffer_ptrs, lane, control, 1)
+    publish_sums(buffer_ptrs, lane, control, WITH_SUMS)
     return WRITTEN
 
 
@@ -288,7 +289,7 @@ def sum_tokens(where, begin, stop):
             # The list of ranks becomes one of records, in place.
             source, place = load_int64(ranks + 8 * j), token * lane.slots + j
             line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, source)
-            has_sums = load_int32(line + 4 * SIGNAL_HAS_SUMS) != 0
+            has_sums = load_int32(line + 4 * SIGNAL_END) == WITH_SUMS
             tail = _NO_TAIL
             if has_sums and lane.weight_grads:
                 grads = own + lane.weight_grads + of_token

@@ -50,14 +50,18 @@ from thinwire.triton_kernels.cpu.round_checksum import (
 from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import (
+    ABANDONED,
     COMBINE,
     DISPATCH,
     DTYPE_BITS,
+    LEFT_OPEN,
     REFUSED,
     REPORT_BAD_IDS,
+    REPORT_LEFT_OPEN,
     SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
+    SIGNAL_END,
     SIGNAL_TOKENS,
+    WITH_SUMS,
     Lane,
 )
 from thinwire.triton_kernels.signal import (
@@ -288,28 +292,28 @@ def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, 
 
 
 @device
-def publish_sums(buffer_ptrs, lane, control, has_sums):
-    """Signals the combine phase of the open round, with sums or without, to all ranks."""
+def publish_sums(buffer_ptrs, lane, control, end):
+    """Signals the combine phase of the open round to all ranks, and how this rank ends it."""
     for peer in range(lane.world):
         line = signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank)
-        store_int32(line + 4 * SIGNAL_HAS_SUMS, has_sums)
+        store_int32(line + 4 * SIGNAL_END, end)
         if lane.checksums:
             put_line_sums(load_int64(buffer_ptrs + 8 * peer), line, lane, COMBINE, epoch_of(control), lane.rank)
     publish(buffer_ptrs, lane.world, lane.rank, lane.combine_signals, load_int32(control + 4 * CONTROL_EPOCH))
 
 
 @kernel
-def close_round_kernel(numbers, buffer_ptrs, control, fingerprint=FINGERPRINT):
+def close_round_kernel(numbers, buffer_ptrs, control, end, fingerprint=FINGERPRINT):
     """Signals the combine phase without sums."""
     lane = numbers_at(numbers)
     if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
-        publish_sums(buffer_ptrs, lane, control, 0)
+        publish_sums(buffer_ptrs, lane, control, end)
 
 
-def close_round(lane: Lane) -> None:
+def close_round(lane: Lane, end: int = ABANDONED) -> None:
     """`thinwire.triton_kernels.dispatch.close_round` for CPU tensors. Raises TransportUnavailable without numba."""
     numbers = numbers_of(lane)
-    close_round_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"))
+    close_round_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), end)
 
 
 @device
@@ -324,6 +328,17 @@ def lines_agree(buffer_ptrs, lane, report):
             store_int32(report + 4 * (REPORT_PEERS + peer), 1)
             agree = False
     return agree
+
+
+@device
+def note_left_open(buffer_ptrs, lane, report):
+    """Notes a rank that left open the round that this one has combined, if there is one."""
+    own = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, lane.rank)
+    if load_int32(own + 4 * SIGNAL_END) == WITH_SUMS:
+        for peer in range(lane.world):
+            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, peer)
+            if load_int32(line + 4 * SIGNAL_END) == LEFT_OPEN:
+                store_int32(report + 4 * REPORT_LEFT_OPEN, 1 + peer)
 
 
 @kernel
@@ -342,6 +357,8 @@ def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, limit, f
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
     if ended == ARRIVED and phase == DISPATCH and not lines_agree(buffer_ptrs, lane, report):
         status = MISMATCHED
+    if ended == ARRIVED and phase == COMBINE:
+        note_left_open(buffer_ptrs, lane, report)
     if status != RUNNING:
         poison(control, report, status, epoch, phase)
     return ended

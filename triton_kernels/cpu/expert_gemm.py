@@ -129,7 +129,7 @@ def expert_gemm(
     half = 4 * (weights.width + -weights.width % _LANES)
     stride = half * (1 + weights.gated)
     room = 4 * (wire.num_groups(weights.inward) + 8)
-    scratch = torch.empty(_ROWS * (stride + room), dtype=torch.uint8)
+    scratch = torch.empty(_ROWS * (stride + room), dtype=torch.uint8, device="cpu")
     quantised = out_wire is not None
     dtype = FLOAT32 if quantised else dtype_code(out.dtype)
     out_layout = record_layout(out_wire or wire, weights.width, torch.float32)

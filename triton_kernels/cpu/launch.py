@@ -23,6 +23,6 @@ def scratch_of(owner: Lane | Endpoint, num_bytes: int) -> int:
     """The address of so many bytes, for one kernel at a time; what they hold is not known."""
     found: tuple[int, int, torch.Tensor] | None = owner.kept.get("scratch")
     if found is None or found[1] < num_bytes:
-        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         found = owner.kept["scratch"] = scratch.data_ptr(), num_bytes, scratch
     return found[0]

@@ -194,7 +194,7 @@ def pack_weighted_sums(
     """
     count, terms = positions.shape
     hidden, code = hidden or expert_out.shape[1], rows_code(expert_out)
-    scratch = torch.empty(scratch_bytes(hidden, terms, code == ENCODED), dtype=torch.uint8)
+    scratch = torch.empty(scratch_bytes(hidden, terms, code == ENCODED), dtype=torch.uint8, device="cpu")
     positions, weights = positions.contiguous(), weights.contiguous()
     stride, layout = expert_out.stride(0) * expert_out.itemsize, record_layout(wire, hidden, dtype)
     pack_weighted_sums_kernel(
@@ -210,7 +210,7 @@ def sum_records(records: torch.Tensor, record_index: torch.Tensor, wire: WireFor
     """
     count, terms = record_index.shape
     hidden = out.shape[1]
-    scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8)
+    scratch = torch.empty(scratch_bytes(hidden, terms), dtype=torch.uint8, device="cpu")
     record_index = record_index.contiguous()
     stride, code, layout = out.stride(0) * out.itemsize, dtype_code(out.dtype), record_layout(wire, hidden, out.dtype)
     sum_records_kernel(

@@ -79,11 +79,11 @@ def measure(wires: Sequence[str] = WIRES, seed: int = 0) -> list[Cost]:
         WireFormatError: an unknown format.
     """
     generator = torch.Generator().manual_seed(seed)
-    gaussian = torch.randn(_ROWS, _HIDDEN, generator=generator)
-    channels = torch.randperm(_HIDDEN, generator=generator)[:_OUTLIER_CHANNELS]
+    gaussian = torch.randn(_ROWS, _HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
+    channels = torch.randperm(_HIDDEN, generator=generator, device="cpu")[:_OUTLIER_CHANNELS]
     outliers = gaussian.clone()
     outliers[:, channels] *= _OUTLIER_FACTOR
-    others = torch.ones(_HIDDEN, dtype=torch.bool)
+    others = torch.ones(_HIDDEN, dtype=torch.bool, device="cpu")
     others[channels] = False
     kinds = ((GAUSSIAN, gaussian, None), (OUTLIERS, outliers, others), (MODEL, model_activations(), None))
     return [

@@ -42,7 +42,7 @@ class Round:
         self.x = self._tokens_of(comm.rank)
         self.topk_ids = torch.from_numpy(ids[comm.rank]).to(comm.device)
         generator = torch.Generator().manual_seed(comm.rank)
-        weights = torch.rand(self.tokens, self.top_k, generator=generator) + 0.1
+        weights = torch.rand(self.tokens, self.top_k, generator=generator, dtype=torch.float32, device="cpu") + 0.1
         self.topk_weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
         self.out = torch.empty_like(self.x)
         self.between = rows_between(ids, experts)

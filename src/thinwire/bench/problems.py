@@ -28,7 +28,9 @@ _STEP = 400_009
 
 @cache
 def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu").to(
+        device, dtype
+    )
 
 
 def values(rank: int, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -79,7 +79,7 @@ def pick_transport(comm: Communicator) -> str:
 def exact_tokens(rank: int) -> torch.Tensor:
     """float32 [tokens, hidden] of integers, which int8 holds exactly: the largest of each group is 127."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randint(-127, 128, (_TOKENS, _HIDDEN), generator=generator).float()
+    x = torch.randint(-127, 128, (_TOKENS, _HIDDEN), generator=generator, device="cpu").float()
     x[:, ::128] = 127.0
     return x
 
@@ -93,7 +93,13 @@ def run_round(comm: Communicator) -> str:
     """Two rounds of int8 both ways; every bit of the second's result, and of what experts saw, is known before."""
     x = exact_tokens(comm.rank).to(comm.device)
     experts = _EXPERTS_EACH * comm.size
-    ids = torch.stack((torch.arange(_TOKENS) % experts, (torch.arange(_TOKENS) * 3 + 1 + comm.rank) % experts), 1)
+    ids = torch.stack(
+        (
+            torch.arange(_TOKENS, device="cpu") % experts,
+            (torch.arange(_TOKENS, device="cpu") * 3 + 1 + comm.rank) % experts,
+        ),
+        1,
+    )
     ids[:, 1] = torch.where(ids[:, 0] == ids[:, 1], (ids[:, 1] + 1) % experts, ids[:, 1])
     ids = ids.to(comm.device)
     weights = torch.full(ids.shape, 0.5, device=comm.device)

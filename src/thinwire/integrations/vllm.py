@@ -107,6 +107,7 @@ class PrepareAndFinalize:
             made[kind] = ExpertParallel(comm, *kind[:-1], dtype=moe.in_dtype)
             self._group.log("thinwire carries tokens: %s", made[kind].explain().replace("\n", "; "))
         self._ep = ep = made[kind]
+        self._layer = ep.next_layer()
         ours, theirs = (comm.rank, len(ep.local_experts)), (moe.ep_rank, moe.num_local_experts)
         if ours != theirs:
             raise ConfigMismatch(f"(rank, experts of it) is {ours} here, {theirs} in vLLM; the same is needed")
@@ -121,7 +122,7 @@ class PrepareAndFinalize:
         """Dispatches a1 [tokens, hidden]; rows for this rank's experts, their scales, None, ids and weights of 1."""
         if apply_router_weight_on_input:
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
-        self._round, capacity = self._ep.dispatch(a1, topk_ids, topk_weights), None
+        self._round, capacity = self._ep.dispatch(a1, topk_ids, topk_weights, layer=self._layer), None
         if self._fixed:  # more cannot come in this step
             sizes = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata.local_sizes
             capacity = self.num_dispatchers() * max(sizes) * min(self._ep.top_k, len(self._ep.local_experts))

@@ -63,16 +63,16 @@ def call_every_kernel() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def rank_main(comm: Communicator) -> None:
-        x = torch.randn(8, 64, generator=generator)
+        x = torch.randn(8, 64, generator=generator, dtype=torch.float32, device="cpu")
         in_int8 = Int8Experts(GroupedExperts(2, 64, 64))
         dequantize(quantize(x, "int8"))
         for transport in ("direct", "staged"):
             all_reduce(x, wire="int8", comm=comm, transport=transport)
             all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
             with ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
-                ids = torch.tensor([[0, 3]]).expand(8, 2).contiguous()
+                ids = torch.tensor([[0, 3]], device="cpu").expand(8, 2).contiguous()
                 for used in (True, False):
-                    dispatched = experts.dispatch(x, ids, torch.ones(8, 2))
+                    dispatched = experts.dispatch(x, ids, torch.ones(8, 2, dtype=torch.float32, device="cpu"))
                     if used:
                         experts.combine(in_int8(dispatched) + dispatched.tokens, dispatched)
                     else:
@@ -80,14 +80,14 @@ def call_every_kernel() -> None:
 
     # Zeros of numpy's: torch fills so many in threads, for which a forked process, as the tests', would wait for ever.
     wire, rows = WireFormat.parse("int8"), torch.from_numpy(np.zeros((4, 2 * BYTES_PER_THREAD // 16), np.float32))
-    records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8)
+    records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8, device="cpu")
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)
     teams = (store_tokens_kernel, 11), (gather_rows_kernel, 9), (store_sums_kernel, 16), (sum_tokens_kernel, 10)
     for kernel, arguments in teams:
         kernel(*[0] * arguments, np.zeros(64, np.int32), 0)  # a team without chunks looks at nothing
     move_in_team(1, np.zeros(len(SCALARS), np.int64), np.zeros((len(PEERS), 1), np.int64), 0)  # nor one without a call
-    checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
+    checksums(torch.zeros(8, dtype=torch.uint8, device="cpu"), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 
 

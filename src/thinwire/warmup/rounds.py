@@ -59,7 +59,7 @@ def launch_staged(settings: ParallelSettings, ranks: int, dtype: torch.dtype, gr
     hidden, top_k = settings.hidden_size, settings.top_k
     index = torch.empty(1, dtype=torch.int64, device=META)
     positions = torch.empty(1, top_k, dtype=torch.int64, device=META)
-    weights = torch.empty(1, top_k, device=META)
+    weights = torch.empty(1, top_k, device=META, dtype=torch.float32)
     home = torch.empty(1, min(top_k, ranks), dtype=torch.int64, device=META)
     row = torch.empty(1, hidden, dtype=dtype, device=META)
     legs = [(settings.wire, settings.combine_wire)] + [(settings.grad_wire, settings.grad_wire)] * gradients
@@ -97,5 +97,5 @@ def launch_int8_experts(settings: ParallelSettings, ranks: int, dtype: torch.dty
 def _weights(num_experts: int, inward: int, outward: int, gated: bool | None = None) -> Int8Weights:
     channels = outward * (1 + bool(gated))
     payload = torch.empty(num_experts, channels, -(-inward // 16) * 16, dtype=torch.int8, device=META)
-    scales = torch.empty(num_experts, channels, device=META)
+    scales = torch.empty(num_experts, channels, device=META, dtype=torch.float32)
     return Int8Weights(payload, scales, inward, bool(gated), activate=gated is False)

@@ -37,7 +37,7 @@ from thinwire.triton_kernels.round_layout import (
     DTYPE_CODES,
     REPORT_BAD_IDS,
     SIGNAL_DTYPE,
-    SIGNAL_HAS_SUMS,
+    SIGNAL_END,
     SIGNAL_TOKENS,
     Lane,
     RoundLayout,
@@ -318,7 +318,7 @@ def play(
         expected = expected_home(lane, one, sums, closing, image)
         for rank in range(len(lanes)):
             words = line(dataclasses.replace(lane, buffer=image), rank, COMBINE)
-            words[0], words[SIGNAL_HAS_SUMS] = lane.control[CONTROL_EPOCH], rank not in closing
+            words[0], words[SIGNAL_END] = lane.control[CONTROL_EPOCH], rank not in closing
         assert torch.equal(lane.buffer, image)
         memory = torch.full((len(one.ids) + 1, lane.layout.HIDDEN + 3), 7.0, dtype=dtype)
         sum_home(lane, memory[:-1, :-3], threads=threads)
@@ -791,7 +791,7 @@ def _play_with_garbage(
         assert placed[home][places].all(), "a token that has no sum got one"
     for source in range(layout.WORLD):
         words = line(lane, source, COMBINE)
-        words[0], words[SIGNAL_HAS_SUMS] = 1, 1
+        words[0], words[SIGNAL_END] = 1, 1
     wait(lane, COMBINE, TIMEOUT, GRACE)
     sum_home(lane, torch.empty(layout.MAX_TOKENS, layout.HIDDEN))
     guarded.assert_intact()

@@ -136,8 +136,8 @@ def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> 
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     exhaustive_but(
-        [(dispatch.close_round_kernel, 4)],
-        [(dispatch.send_tokens_kernel, 14), (dispatch.close_round_kernel, 4), (combine.send_sums_kernel, 15)],
+        [(dispatch.close_round_kernel, 5)],
+        [(dispatch.send_tokens_kernel, 14), (dispatch.close_round_kernel, 5), (combine.send_sums_kernel, 15)],
         several=True,
     ),
     ids=lambda value: "" if isinstance(value, int) else value.py_func.__name__,
