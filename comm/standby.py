@@ -116,8 +116,9 @@ class Standby:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
-        holds for good, also for all that come later; where there are two, as the host of one was stopped, that of the
-        others. It is left at the lost ranks as well, for when they wake.
+        holds for good, also for all that come later. Where there are two, as the host of one was stopped or cut off,
+        that with more survivors holds, and of as many that of the others. It is left at all ranks, for who wakes, or
+        votes when the hosts have ended.
         """
         failures: list[str] = []
         first = self._verdict is None
@@ -129,8 +130,9 @@ class Standby:
         if self.rank not in self._verdict:
             self._verdict = self._verdict_on_this_rank(self._verdict) or self._verdict
         if first and self.rank not in self._verdict:
-            for rank in self._verdict:
-                mailbox.leave(*self._addresses[rank][:2], self._token, encode(self._verdict, [int]))
+            for rank, address in enumerate(self._addresses):
+                if rank != self.rank:
+                    mailbox.leave(*address[:2], self._token, encode(self._verdict, [int]))
         return verdict_at(self.rank, self._verdict)
 
     def _ask(self, missed: list[int], failures: list[str]) -> list[int] | None:
@@ -150,9 +152,10 @@ class Standby:
         return verdict
 
     def _verdict_on_this_rank(self, verdict: list[int]) -> list[int] | None:
-        """What the others have agreed on meanwhile, if that is that they are without this one.
+        """What the others have agreed on meanwhile, if that is that they are without this one, and they are no fewer.
 
         A rank that was stopped, and wakes, does not find them where they have voted: its own standby may come first.
+        One that was cut off may have agreed with itself that all others are lost, and they go on all the same.
         """
         if 2 * len(verdict) >= self.size:
             for host in verdict:
@@ -162,9 +165,10 @@ class Standby:
                     found = self._ranks(said, f"the standby of rank {host}")
                 except (_Unanswered, ThinwireError):
                     continue  # one that is lost indeed
-                if self.rank in found:
+                if self.rank in found and len(found) <= len(verdict):
                     return found
-        return self._letter()  # last: who has ended meanwhile has left it before
+        letter = self._letter()  # last: who has ended meanwhile has left it before
+        return letter if letter is not None and self.rank in letter and len(letter) <= len(verdict) else None
 
     def _verdict_in(self, store: dist.Store) -> bytes:
         """What was agreed on there, once a vote that is under way is over."""
@@ -176,22 +180,22 @@ class Standby:
         return store.get("lost")
 
     def _letter(self) -> list[int] | None:
-        """The verdict that was left for this rank while it did not listen."""
+        """The verdict that was left for this rank."""
         letter = None if self._letters is None else self._letters.read(self._token)
         if letter is None:
             return None
         try:
-            ranks = self._ranks(letter, "who left a verdict for this rank")
+            return self._ranks(letter, "who left a verdict for this rank")
         except ThinwireError:
             return None  # nonsense says nothing
-        return ranks if self.rank in ranks else None
 
     def _vote(self, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
         if known is None:
             store.set(f"missed/{self.rank}", encode(missed, [int]).decode())
             reports, ended = self._collect(store, "missed", range(self.size), REPORT_SECONDS, "lost")
             lost = {rank for peer, report in reports.items() for rank in self._ranks(report, f"rank {peer}")}
-            known = encode(self._letter() or sorted((lost | ended) - reports.keys()), [int])
+            own, letter = sorted((lost | ended) - reports.keys()), self._letter()
+            known = encode(letter if letter and len(letter) <= len(own) else own, [int])
         return store.compare_set("lost", "", known.decode())
 
     # -----------------------------------------------------------------------------------------------------------------

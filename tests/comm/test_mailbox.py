@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from contextlib import closing
 
@@ -61,9 +62,14 @@ def test_nobody_there_is_no_error() -> None:
 
 @pytest.mark.parametrize(
     ("word", "believed"),
-    [(b"[0]", (0,)), (b"[0, 2]", (0, 2)), *((word, None) for word in (b"[1]", b"[0, 9]", b"{}", b"", b"\xff"))],
+    [
+        *((word, tuple(json.loads(word))) for word in (b"[0]", b"[0, 2]", b"[1]")),
+        *((word, None) for word in (b"[0, 9]", b"{}", b"", b"\xff")),
+    ],
 )
-def test_only_a_verdict_on_the_rank_itself_is_believed(word: bytes, believed: tuple[int, ...] | None) -> None:
+def test_a_verdict_with_no_fewer_survivors_is_believed_and_nonsense_is_not(
+    word: bytes, believed: tuple[int, ...] | None
+) -> None:
     store, letters, address = standby._serve("127.0.0.1")
     nobody = standby._Address("127.0.0.1", 2, "")
     token = f"a verdict {word!r}"

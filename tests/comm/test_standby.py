@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from thinwire.comm import standby
+from thinwire.comm import mailbox, standby
 from thinwire.comm.plain import decode
 from thinwire.comm.standby import Standby
 from thinwire.errors import PeerTimeout, ThinwireError
@@ -120,6 +121,57 @@ def test_who_wakes_while_the_others_vote_elsewhere_waits_for_their_verdict() -> 
         assert Standby(0, addresses, "token", own).agree([1, 2]).ranks == (0,)
     finally:
         deciding.join()
+
+
+class Linked(Standby):
+    """A rank of several in this process, whose stores and mailboxes are its own, and whose links can be cut."""
+
+    cut: frozenset[int] = frozenset()  # ranks whose stores it does not reach
+
+    @classmethod
+    def several(cls, number: int) -> list[Linked]:
+        """Of one communicator."""
+        made = []
+        for _ in range(number):
+            listener, letters = mailbox.listen("127.0.0.1")
+            port, descriptor = listener.getsockname()[1], listener.detach()
+            store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+            )
+            made.append((store, letters, standby._Address("127.0.0.1", port, "")))
+        addresses = [address for *_, address in made]
+        return [cls(rank, addresses, "token", store, letters) for rank, (store, letters, _) in enumerate(made)]
+
+    def _require_listening(self, address: standby._Address) -> None:
+        if self._addresses.index(address) in self.cut:
+            raise standby._Unanswered("cut off")
+        super()._require_listening(address)
+
+
+def vote(ranks: list[Linked], missed: list[list[int]]) -> list[tuple[int, ...]]:
+    """What each agrees on, all at once."""
+    with ThreadPoolExecutor(3) as pool:
+        return [found.ranks for found in pool.map(lambda rank, misses: rank.agree(misses), ranks, missed)]
+
+
+def test_of_two_verdicts_that_cross_the_one_with_more_survivors_holds() -> None:
+    """Rank 0 was cut off, and votes alone; its letters arrive when the others vote."""
+    first, *others = ranks = Linked.several(3)
+    first.cut = frozenset({1, 2})
+    for other in others:
+        other.cut = frozenset({0})
+    assert first.agree([1, 2]).ranks == (1, 2), "nobody answers it"
+    assert vote(others, [[0], [0]]) == [(0,), (0,)], "what one rank has agreed on with itself does not end two"
+    for rank in ranks:
+        rank.cut = frozenset()
+    assert vote(ranks, [[1, 2], [0], [0]]) == [(0,)] * 3, "and that one learns of it"
+
+
+def test_the_last_to_vote_finds_the_verdict_of_those_that_have_ended_meanwhile() -> None:
+    first, second, _, last = Linked.several(4)
+    assert vote([first, second], [[2], [2]]) == [(2,), (2,)]
+    last.cut = frozenset({0, 1, 2})
+    assert last.agree([0, 1]).ranks == (2,)
 
 
 STORE = """
