@@ -188,7 +188,7 @@ def sum_home_kernel(
     FLIGHT: tl.constexpr,  # sums that are loaded before the first of them is added
     LAUNCH: tl.constexpr,
 ):
-    """Adds up what came home; NaN where a rank that left the round open owes a sum. Any number of programs."""
+    """Adds up what came home; NaN everywhere where a rank left the round open. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
     running = is_running(control_ptr, ROUND)
@@ -196,6 +196,10 @@ def sum_home_kernel(
         lane = (buffer_ptrs, control_ptr, report_ptr, rank)
         if running:
             running = lines_fit(base, lane, COMBINED, ROUND, LAUNCH)
+    if running:
+        peers = tl.arange(0, LAUNCH.BLOCK)
+        ends = tl.load(signal_words(base, lines, ROUND.END, peers, ROUND), mask=peers < ROUND.WORLD, other=0)
+        running = tl.max(tl.where(ends == ROUND.LEFT_OPEN, 1, 0)) == 0
     token = tl.program_id(0)
     ks = tl.arange(0, K_BLOCK)
     while token < num_tokens:
@@ -208,7 +212,6 @@ def sum_home_kernel(
             there = owners >= 0
             ends = tl.load(signal_words(base, lines, ROUND.END, owners, ROUND), mask=there, other=0)
             told = ends == ROUND.WITH_SUMS
-            missing = tl.max(tl.where(ends == ROUND.LEFT_OPEN, float("nan"), 0.0))
             ordinals = ranks_below(owners, owners, ROUND)
             came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
@@ -221,7 +224,7 @@ def sum_home_kernel(
                 b = tl.zeros((K_BLOCK,), tl.int64)
             for tile in range(LAYOUT.NUM_TILES):
                 columns = tile_columns(tile, LAYOUT)
-                total = tl.zeros(columns.shape, tl.float32) + missing
+                total = tl.zeros(columns.shape, tl.float32)
                 for first in range(0, ROUND.SLOTS, FLIGHT):
                     loaded = ()
                     for j in tl.static_range(FLIGHT):
@@ -241,7 +244,7 @@ def sum_home_kernel(
             if ROUND.WEIGHT_GRADS:
                 grads_there = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                 grads = tl.load(grads_there.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
-                grads = tl.where(told, grads, missing)
+                grads = tl.where(told, grads, 0.0)
             if ROUND.CHECKSUMS:
                 if ROUND.WEIGHT_GRADS:
                     words, placed = tail_terms(grads, ks, LAYOUT)

@@ -41,10 +41,7 @@ def nothing_compiles() -> bool:
 
 
 def opaque(
-    function: Callable[_P, _T],
-    reason: str = _REASON,
-    find_recorder: FindRecorder | None = None,
-    traced: Callable[..., Any] | None = None,
+    function: Callable[_P, _T], reason: str = _REASON, find_recorder: FindRecorder | None = None
 ) -> Callable[_P, _T]:
     """The function, which torch.compile calls and does not trace; neither does it trace what the function calls.
 
@@ -53,17 +50,12 @@ def opaque(
     Args:
         find_recorder: of a function that makes a call on a communicator. An exception from outside that comes when the
             call is made, and before its caller has the result, then ends the communicator: no other frame would see it.
-        traced: see `compiled_as`.
     """
     disabled: Callable[_P, _T] | None = None
-    hidden = None if traced is None else opaque(function, reason)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         nonlocal disabled
-        if traced is not None and hidden is not None and torch.compiler.is_compiling():
-            found: _T = traced(*args, **kwargs)
-            return hidden(*args, **kwargs) if found is NotImplemented else found
         recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
         begun = 0 if recorder is None else recorder.begun
         try:
@@ -71,18 +63,21 @@ def opaque(
                 if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
                     return function(*args, **kwargs)
                 disabled = torch.compiler.disable(function, reason=reason)
-                if traced is None:  # or it would be compiled for each function again, as all share its code
-                    torch._dynamo.decorators.skip(call)
+                # Or it would be compiled for each function again, as all share its code.
+                torch._dynamo.decorators.skip(call)
             return disabled(*args, **kwargs)
         except BaseException as error:
-            if recorder is not None and recorder.begun != begun:
-                recorder.ended_by(error)
+            _undelivered(recorder, begun, error)
             raise
 
-    if traced is None:
-        marked: Any = call  # as `skip` does, which is there only then
-        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+    marked: Any = call  # as `skip` does, which is there only then
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return call
+
+
+def _undelivered(recorder: Recorder | None, begun: int, error: BaseException) -> None:
+    if recorder is not None and recorder.begun != begun:
+        recorder.ended_by(error)
 
 
 def compiled_as(
@@ -94,6 +89,27 @@ def compiled_as(
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        return opaque(function, reason, find_recorder, traced)
+        hidden = opaque(function, reason)
+        disabled: Callable[_P, _T] | None = None
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:  # not that of `opaque`, whose code is not to be traced
+            nonlocal disabled
+            if torch.compiler.is_compiling():
+                found: _T = traced(*args, **kwargs)
+                return hidden(*args, **kwargs) if found is NotImplemented else found
+            recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
+            begun = 0 if recorder is None else recorder.begun
+            try:
+                if disabled is None:
+                    if "torch._dynamo" not in sys.modules:
+                        return function(*args, **kwargs)
+                    disabled = torch.compiler.disable(function, reason=reason)
+                return disabled(*args, **kwargs)
+            except BaseException as error:
+                _undelivered(recorder, begun, error)
+                raise
+
+        return call
 
     return decorate
