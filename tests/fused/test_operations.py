@@ -220,6 +220,23 @@ def test_what_no_graph_can_hold_is_called_between_two() -> None:
     run_ranks(_between, 2, timeout=300)
 
 
+def _exported(comm: tw.Communicator) -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return tw.all_reduce(x * 2, comm=comm)
+
+    x = torch.arange(4.0)
+    program = torch.export.export(Doubled(), (x,), strict=True)
+    assert torch.equal(program.module()(x), tw.all_reduce(x * 2, comm=comm))
+    with pytest.raises(tw.ArgumentError, match="x is a FakeTensor .* strict=True"):
+        torch.export.export(Doubled(), (x,), strict=False)
+
+
+@pytest.mark.exhaustive
+def test_what_is_exported_strictly_has_collectives_and_else_it_is_told() -> None:
+    run_ranks(_exported, 2)
+
+
 def _default() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return tw.all_gather(x * 2, wire="none") + 1

@@ -165,3 +165,13 @@ def test_the_reason_for_a_loop_is_told() -> None:
             assert why_not is None if wanted is None else wanted in str(why_not)
             on_host = grouped_mm.why_not(tokens, (experts.w_in,), torch.empty(5, dtype=torch.int64))
             assert "on the host already" in str(on_host)
+
+
+def test_a_float16_layer_under_autocast_of_bfloat16_computes() -> None:
+    """Autocast has no dtype for torch.cat of the two, and torch's own rules have."""
+    experts = make_experts("gated", torch.float16)
+    tokens = torch.randn(11, experts.hidden_size).half()
+    want = experts(tokens, COUNTS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = experts(tokens, COUNTS)
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05, check_dtype=False)
