@@ -191,15 +191,11 @@ def sum_home_kernel(
     """Adds up what came home; NaN everywhere where a rank left the round open. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
-    running = is_running(control_ptr, ROUND)
+    running = is_running(control_ptr, ROUND) & (tl.load(control_ptr + ROUND.CONTROL_LEFT_OPEN) == 0)
     if ROUND.CHECKSUMS:
         lane = (buffer_ptrs, control_ptr, report_ptr, rank)
         if running:
             running = lines_fit(base, lane, COMBINED, ROUND, LAUNCH)
-    if running:
-        peers = tl.arange(0, LAUNCH.BLOCK)
-        ends = tl.load(signal_words(base, lines, ROUND.END, peers, ROUND), mask=peers < ROUND.WORLD, other=0)
-        running = tl.max(tl.where(ends == ROUND.LEFT_OPEN, 1, 0)) == 0
     token = tl.program_id(0)
     ks = tl.arange(0, K_BLOCK)
     while token < num_tokens:

@@ -273,8 +273,9 @@ def wait_kernel(
             peers = tl.arange(0, LAUNCH.BLOCK)
             ends = tl.load(signal_words(base, lines, ROUND.END, peers, ROUND), mask=peers < ROUND.WORLD, other=0)
             combined = tl.sum(tl.where(peers == rank, ends, 0)) == ROUND.WITH_SUMS
-            left_open = tl.max(tl.where(ends == ROUND.LEFT_OPEN, peers + 1, 0))
-            if combined & (left_open > 0):
+            left_open = tl.where(combined, tl.max(tl.where(ends == ROUND.LEFT_OPEN, peers + 1, 0)), 0)
+            tl.store(control_ptr + ROUND.CONTROL_LEFT_OPEN, left_open)
+            if left_open > 0:
                 tl.store(report_ptr + ROUND.REPORT_LEFT_OPEN, left_open)
         if status != ROUND.RUNNING:
             poison(control_ptr, report_ptr, status, epoch, PHASE, ROUND, LAUNCH)

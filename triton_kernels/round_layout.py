@@ -37,6 +37,7 @@ ABANDONED, WITH_SUMS, LEFT_OPEN = range(3)  # the last: a later dispatch closed 
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
 CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the last routing left filled
+CONTROL_LEFT_OPEN = 5  # of Triton's kernels: as REPORT_LEFT_OPEN, of the last round
 REPORT_BAD_IDS = 3
 REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW = 4, 5, 6  # with CORRUPTED: what of which rank, and which of its tokens
 REPORT_LEFT_OPEN = 7  # 1 + a rank that left open the round that this one has combined, or 0
@@ -85,6 +86,7 @@ class RoundLayout(SignalLayout):
     LEFT_OPEN: int = LEFT_OPEN
     ROUTED_TOKENS: int = CONTROL_TOKENS
     ROUTED_ROWS: int = CONTROL_ROWS
+    CONTROL_LEFT_OPEN: int = CONTROL_LEFT_OPEN
     BAD_IDS: int = REPORT_BAD_IDS
     REPORT_LEFT_OPEN: int = REPORT_LEFT_OPEN
     CORRUPTED: int = CORRUPTED
