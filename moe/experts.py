@@ -199,7 +199,7 @@ class GroupedExperts(nn.Module):
             inner = self._activate(_affine(rows, w_in, b_in), None if w_gate is None else _affine(rows, w_gate, b_gate))
             pieces.append(_affine(inner, w_out, b_out))
         pieces.append(tokens.new_zeros(tokens.shape[0] - end, self.hidden_size))
-        # By torch's own rules of promotion: autocast has none for float16 among bfloat16, as a layer's rows may then be.
+        # By torch's own rules of promotion: autocast has none for float16 among bfloat16, as rows may then be.
         with torch.autocast(tokens.device.type, enabled=False):
             return torch.cat(pieces)
 
