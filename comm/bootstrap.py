@@ -24,6 +24,7 @@ from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launchers import RankInfo, discover
 from thinwire.comm.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach, serve
 from thinwire.comm.rank_table import RankTable
+from thinwire.comm.standby import resolve_quorum
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.waiting import first_line
 from thinwire.errors import PeerTimeout, ThinwireError
@@ -82,8 +83,8 @@ class Domains:
             return found
         self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
         like = self.current()
-        timeout, integrity = (None, None) if like is None else (like.timeout, like.integrity)
-        made = Communicator(group, device=device, timeout=timeout, integrity=integrity)
+        kept = {} if like is None else like._settings._asdict()
+        made = Communicator(group, **{**kept, "device": device})
         atexit.register(made._close_all)
         self._of_groups.append((group, made))
         return made
@@ -137,6 +138,7 @@ def init(
     device: torch.device | str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     integrity: str | None = None,
+    quorum: str | None = None,
 ) -> Communicator:
     """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
 
@@ -170,13 +172,15 @@ def init(
             been waiting for a peer for twice as long.
         integrity: "checksum" or "none", see `Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
             has that of the calls without one, unless it is given here.
+        quorum: "any" or "majority", see `Communicator`; None means "any", and for a domain what the calls without one
+            have.
 
     Raises:
         ThinwireError: naming the argument or the environment variable that is missing or unusable; rank 0's place to
             meet cannot be listened on.
         RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
-        ArgumentError: a ThinwireError and a ValueError; `integrity` is none of these.
-        ConfigMismatch: the ranks do not agree on the domain, or on integrity, or have different rank tables.
+        ArgumentError: a ThinwireError and a ValueError; `integrity` or `quorum` is none of these.
+        ConfigMismatch: the ranks do not agree on the domain, or on integrity or quorum, or have different rank tables.
         PeerTimeout: the other ranks did not come in time.
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
@@ -188,6 +192,7 @@ def init(
         as_device(device)
     if integrity is not None:
         resolve_integrity(integrity)
+    resolve_quorum(quorum)
     table = None
     if rank_table is not None:
         table = RankTable.load(rank_table)
@@ -195,14 +200,14 @@ def init(
     domains = current_domains()
     found = domains.find(domain)
     if found is not None:
-        _require_compatible(found, rank, world_size, device, timeout, integrity)
+        _require_compatible(found, rank, world_size, device, timeout, integrity, quorum)
         return domains.choose(found)
     world = domains.find(None)
     made = world is None
     if world is None:
         if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
-        world = _join(rank, world_size, table, device, timeout, integrity)
+        world = _join(rank, world_size, table, device, timeout, integrity, quorum)
     else:
         _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
     try:
@@ -217,7 +222,7 @@ def init(
         world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
     if domain is None:
         return domains.choose(world)
-    opened = _open_domain(world, domain, device, timeout, integrity)
+    opened = _open_domain(world, domain, device, timeout, integrity, quorum)
     if not opened.in_process:
         atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
@@ -284,6 +289,7 @@ def _join(
     device: torch.device | str | None,
     timeout: float,
     integrity: str | None,
+    quorum: str | None,
 ) -> Communicator:
     """The communicator of the domain None."""
     if dist.is_initialized():
@@ -303,14 +309,15 @@ def _join(
                 device = "cuda"
             origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         chosen = _choose_device(device, info)[0] if device is not None else None
-        return Communicator(device=chosen, timeout=timeout, integrity=integrity, _origin=origin)
+        return Communicator(device=chosen, timeout=timeout, integrity=integrity, quorum=quorum, _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
     on_loopback = info.address is None or is_loopback(info.address[0])
     _make_group(info, chosen_device, timeout, on_loopback)
     try:
         origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
-        world = Communicator(device=chosen_device, timeout=timeout, integrity=integrity, _origin=origin)
+        settings = Settings(chosen_device, timeout, integrity, quorum)
+        world = Communicator(**settings._asdict(), _origin=origin)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -320,7 +327,12 @@ def _join(
 
 
 def _open_domain(
-    world: Communicator, name: str, device: torch.device | str | None, timeout: float, integrity: str | None
+    world: Communicator,
+    name: str,
+    device: torch.device | str | None,
+    timeout: float,
+    integrity: str | None,
+    quorum: str | None,
 ) -> Communicator:
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
     if world.in_process and device is not None and torch.device(device).type != world.device.type:
@@ -331,7 +343,9 @@ def _open_domain(
     origin = Origin(
         f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
     )
-    settings = Settings(world.device if device is None else device, timeout, integrity or world.integrity)
+    settings = Settings(
+        world.device if device is None else device, timeout, integrity or world.integrity, quorum or world.quorum
+    )
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
@@ -345,15 +359,18 @@ def _require_compatible(
     device: torch.device | str | None,
     timeout: float,
     integrity: str | None = None,
+    quorum: str | None = None,
 ) -> None:
     wanted: dict[str, object] = {
         "rank": rank,
         "world_size": world_size,
         "device": None if device is None else torch.device(device).type,
         "integrity": integrity,
+        "quorum": quorum,
     }
     present: dict[str, object] = {
-        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "integrity": comm.integrity
+        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "integrity": comm.integrity,
+        "quorum": comm.quorum,
     }  # fmt: skip
     if device is not None and torch.device(device).index is not None:
         wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)

@@ -37,7 +37,7 @@ from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.meeting import gloo_on_loopback
-from thinwire.comm.standby import Standby, join
+from thinwire.comm.standby import Standby, join, resolve_quorum
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.comm.trace_file import write_recorder
@@ -56,7 +56,8 @@ class Settings(NamedTuple):
 
     device: torch.device | str
     timeout: float
-    integrity: str
+    integrity: str | None
+    quorum: str | None
 
 
 class Communicator(Collectives):
@@ -73,11 +74,15 @@ class Communicator(Collectives):
         timeout: seconds that a call may wait for a peer; None means 30.
         integrity: "checksum": all that travels is compared with sums that were made where it was sent, and what differs
             gives IntegrityError; "none": it is believed. None means THINWIRE_INTEGRITY, else "none".
+        quorum: which ranks may go on when others are lost. "majority": more than half of those whose processes are not
+            known to have ended, so that the halves of a network that is cut do not both go on. "any", which None means:
+            any two, or one alone if no more than one other may be alive. Of no effect on ranks that are threads.
 
     Raises:
-        ArgumentError: on every rank, when one cannot use a variable of thinwire's in its environment, with that rank.
-        ConfigMismatch: on every rank, when ranks passed different values of `integrity`, or have another version of the
-            library or of its wire formats.
+        ArgumentError: on every rank, when one cannot use a variable of thinwire's in its environment, with that rank;
+            `quorum` is none of these.
+        ConfigMismatch: on every rank, when ranks passed different values of `integrity` or `quorum`, or have another
+            version of the library or of its wire formats.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -97,11 +102,12 @@ class Communicator(Collectives):
         device: torch.device | str | None = None,
         timeout: float | None = None,
         integrity: str | None = None,
+        quorum: str | None = None,
         _origin: Origin | None = None,
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        timeout, problem = _checked_timeout(timeout), environment_problem()
+        timeout, problem, self.quorum = _checked_timeout(timeout), environment_problem(), resolve_quorum(quorum)
         mode = "none" if problem else resolve_integrity(integrity)
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
@@ -118,7 +124,8 @@ class Communicator(Collectives):
             self._give_back.atexit = False
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
-        settings = {"integrity": repr(mode), "thinwire": repr(VERSION), "wire_version": repr(WIRE_VERSION)}
+        own = {"integrity": mode, "quorum": self.quorum, "thinwire": VERSION, "wire_version": WIRE_VERSION}
+        settings = {name: repr(value) for name, value in own.items()}
         own_clock, traced = clock_name(), self._recorder.trace is not None
 
         def gather(value: object, shape: Any) -> list[Any]:
@@ -138,7 +145,7 @@ class Communicator(Collectives):
                 require_usable([problem])
             with self._recorder.begin("Communicator"):
                 if self.size > 1:
-                    self._standby = Standby.open(self.rank, gather)
+                    self._standby = Standby.open(self.rank, gather, timeout, self.quorum)
                     exchange.agree = self._standby.agree
                 self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
                 exchange.integrity = mode
@@ -161,6 +168,7 @@ class Communicator(Collectives):
         device: torch.device | str = "cpu",
         timeout: float | None = None,
         integrity: str | None = None,
+        quorum: str | None = None,
     ) -> list[Communicator]:
         """Communicators of ranks that are threads of this process, without torch.distributed. Waits for nobody.
 
@@ -170,7 +178,7 @@ class Communicator(Collectives):
             world: what the ranks share; made for them alone.
             device: where the tensors of all ranks live: "cpu", or one GPU.
             timeout: seconds that a call may wait for a peer; None means 30.
-            integrity: see the constructor.
+            integrity, quorum: see the constructor.
 
         >>> from thinwire.comm.threads import ThreadWorld
         >>> Communicator.of_threads(ThreadWorld(2))[1]
@@ -186,6 +194,7 @@ class Communicator(Collectives):
         communicators = []
         for rank in range(world.size):
             comm = cls.__new__(cls)
+            comm.quorum = resolve_quorum(quorum)
             exchange = ThreadExchange(world, rank, timeout, chosen)
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
@@ -205,7 +214,7 @@ class Communicator(Collectives):
     ) -> Communicator:
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
-        It has this one's device, timeout and integrity; what goes wrong in one of the two does not touch the other.
+        It has this one's device, timeout, integrity and quorum; what goes wrong in one does not touch the other.
         `close()` destroys its process group, and over Gloo so does the end of the last reference to it: as torch names
         some groups by how many there are, ranks do either at the same place of their program. Neither does where this
         one leaves out ranks of `torch.distributed`'s default group: the group's name would come again with the next
@@ -247,7 +256,7 @@ class Communicator(Collectives):
 
     @property
     def _settings(self) -> Settings:
-        return Settings(self._device, self.timeout, self.integrity)
+        return Settings(self._device, self.timeout, self.integrity, self.quorum)
 
     def _derive(self, groups: Sequence[tuple[int, ...]], settings: Settings, origin: Origin) -> Communicator:
         """The communicator of this rank's group; threads stay on this one's device, and have an origin of their own.
@@ -317,7 +326,7 @@ class Communicator(Collectives):
     def shrink(self, lost: Iterable[int] | None = None) -> Communicator:
         """The communicator of the ranks that are left, whoever is lost. This one is closed. Collective over them.
 
-        Ranks are renumbered in their order; device, timeout and integrity stay. Left out are ranks that are lost, and
+        Ranks are renumbered in their order; their settings stay. Left out are ranks that are lost, and
         who does not come within twice the timeout, as another rank may learn so much later that something is wrong; a
         rank whose process has ended is not waited for. Another call returns the same communicator; when a rank of that
         one is lost, it can be shrunk in turn.
@@ -439,6 +448,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
+            f"quorum: {self.quorum}",
             *([f"threads for rows of a large call: {self._cpu_share}"] if self._shares_rows else []),
             *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self._result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),

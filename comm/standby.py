@@ -1,17 +1,15 @@
 """How ranks agree on who is lost, and meet again without them, whoever it is.
 
-Rank 0's process often holds the only store through which ranks can meet. So every process that is in a communicator
-keeps one of its own, a *standby*, whose address the others learn while all are well. Once something fails, the ranks
-go through them in ascending rank, and what is written into the first that answers decides.
-
-A standby is torch's TCPStore, which anybody may write to who can connect. It listens on the loopback interface where
-all ranks share it, else on the address that faces MASTER_ADDR; keys begin with a token that only the ranks are told;
-and everything that is read from one is checked.
+Rank 0's process often holds the only store through which ranks can meet. So every process keeps notice boards
+(`thinwire.comm.boards`), whose address the others learn while all are well; a rank's board of a communicator is its
+*standby* there. Once something fails, each rank goes to the lowest rank whose standby answers, pins there whom it
+misses, and what is first concluded from that is the verdict. Links may be cut, and there may be several such places:
+so a rank concludes nothing by itself while several others may be alive, and of two verdicts the stronger holds.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -20,84 +18,83 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from thinwire.comm import mailbox
+from thinwire.comm import boards
+from thinwire.comm.boards import CONNECT_SECONDS, LOST, Address, Boards, Gone, Notes, Stopped, Unanswered
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.groups import endless_in_children
-from thinwire.comm.plain import decode, encode
-from thinwire.comm.verdict import REPORT_SECONDS, Verdict, verdict_at
+from thinwire.comm.verdict import LOOK_SECONDS, ReportTime, Verdict, stronger, verdict_at
 from thinwire.comm.waiting import call_within
-from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
 
-CONNECT_SECONDS = 0.5  # for a standby to answer; a process that has ended refuses at once
+QUORUMS = ("any", "majority")
+
+_SILENT_SECONDS = 1.0  # until a process that is stopped is asked again
+_MOST_THREADS = 16
 _MOST_REASON = 150  # characters, which take up to 12 bytes each
-_HOSTS = 2  # that hold a verdict, so that it outlives the first
 _LOOPBACK = "127.0.0.1"
 _MASTER_PORT = 29500  # any would do: nothing is sent to it
 
 
-class _Unanswered(Exception):
-    """A standby does not answer, or no longer."""
-
-
-class _Gone(_Unanswered):
-    """Its process has ended."""
-
-
-class _Address(NamedTuple):
-    host: str  # empty where there is none
-    port: int
-    reason: str  # why there is none
+def resolve_quorum(quorum: str | None) -> str:
+    """One of QUORUMS, the first for None; ArgumentError for anything else."""
+    if quorum is not None and quorum not in QUORUMS:
+        raise ArgumentError(f"quorum is {quorum!r}, expected None, {' or '.join(map(repr, QUORUMS))}")
+    return quorum or QUORUMS[0]
 
 
 class Standby:
-    """One rank's end of the standbys of a communicator. Its calls block, in bounded time.
+    """One rank's end of the boards of a communicator. Its calls block, in bounded time.
 
     Args:
         rank: this rank.
-        addresses: of each rank's standby.
-        token: what the keys of this communicator begin with.
-        store, letters: this process's own standby and mailbox, if it has them.
+        addresses: of each rank's boards.
+        token: the name of its boards, which only the ranks are told.
+        own: this process's boards, if it has some.
+        timeout: seconds for which a rank that finds nobody waits for another one.
+        quorum: see `Communicator`.
 
     Attributes:
         name: the same on all ranks, and of no other communicator; it does not give the token away.
     """
 
     def __init__(
-        self,
-        rank: int,
-        addresses: list[_Address],
-        token: str,
-        store: dist.Store | None,
-        letters: mailbox.Mailbox | None = None,
+        self, rank: int, addresses: list[Address], token: str, own: Boards | None, timeout: float, quorum: str = "any"
     ) -> None:
         self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
-        self._addresses, self._token, self._store, self._letters = addresses, token, store, letters
-        if letters is not None:
-            letters.expect(token)
-        self._verdict: list[int] | None = None  # what this rank was told when it asked
+        self._addresses, self._token, self._own, self._timeout, self._quorum = addresses, token, own, timeout, quorum
+        if own is not None:
+            own.open(token, self.size)
+        self._missed: set[int] = set()  # by this rank
+        self._ended: set[int] = set()  # processes
+        self._stopped: dict[int, float] = {}  # and when they are asked again
         self._attempts = 0
 
     @classmethod
-    def open(cls, rank: int, gather: Callable[[object, Any], list[Any]]) -> Standby:
+    def open(
+        cls, rank: int, gather: Callable[[object, Any], list[Any]], timeout: float, quorum: str = "any"
+    ) -> Standby:
         """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
         places = gather([_network(), secrets.token_hex(16)], (str, str))
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
-        store, letters, address = None, None, _Address("", 0, "")
+        own, address = None, Address("", 0, "")
         try:
-            store, letters, address = _serve(_LOOPBACK if shared else _facing_address())
-        except (OSError, RuntimeError, _Unanswered) as error:
-            address = _Address("", 0, str(error)[:_MOST_REASON])
-        told = [_Address(*entry) for entry in gather(list(address), (str, int, str))]
-        return cls(rank, [_checked(peer, entry) for peer, entry in enumerate(told)], places[0][1], store, letters)
+            own = _serve(_LOOPBACK if shared else _facing_address())
+            address = own.address
+        except (OSError, RuntimeError, Unanswered) as error:
+            address = Address("", 0, str(error)[:_MOST_REASON])
+        told = [Address(*entry) for entry in gather(list(address), (str, int, str))]
+        checked = [_checked(peer, entry) for peer, entry in enumerate(told)]
+        return cls(rank, checked, places[0][1], own, timeout, quorum)
 
     @property
     def can_agree(self) -> bool:
@@ -107,7 +104,7 @@ class Standby:
     def describe(self) -> str:
         """For `Communicator.explain`."""
         own = self._addresses[self.rank]
-        return f"standby store: {own.host}:{own.port}" if own.host else f"standby store: none, as {own.reason}"
+        return f"standby: {own.host}:{own.port}" if own.host else f"standby: none, as {own.reason}"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Who is lost
@@ -115,88 +112,90 @@ class Standby:
     def agree(self, suspects: Iterable[int]) -> Verdict:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
-        Lost is whose process has ended, and who was missed by one of them and is not among them. The first verdict
-        holds for good, also for all that come later. Where there are two, as the host of one was stopped or cut off,
-        that with more survivors holds, and of as many that of the others. It is left at all ranks, for who wakes, or
-        votes when the hosts have ended.
+        Lost is whose process has ended, and who was missed by one of them and is not among them. Without any suspects
+        this rank says that it is there, and waits for nobody. The first verdict holds for all that come later, unless a
+        stronger one was made where they could not see it.
         """
-        failures: list[str] = []
-        first = self._verdict is None
-        if self._verdict is None:
-            self._verdict = self._ask(sorted(set(suspects)), failures)
-            if self._verdict is None:
-                remark = f"who is lost is not known, as no standby store could be asked ({'; '.join(failures)})"
-                return Verdict((), remark)
-        if self.rank not in self._verdict:
-            self._verdict = self._verdict_on_this_rank(self._verdict) or self._verdict
-        if first and self.rank not in self._verdict:
-            for rank, address in enumerate(self._addresses):
-                if rank != self.rank:
-                    mailbox.leave(*address[:2], self._token, encode(self._verdict, [int]))
-        return verdict_at(self.rank, self._verdict)
+        if not self.can_agree:
+            return Verdict((), f"who is lost is not known, as {self._reason()}")
+        self._missed |= {*suspects}
+        lost = self._settle(self._timeout if self._missed else 0.0)
+        return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
 
-    def _ask(self, missed: list[int], failures: list[str]) -> list[int] | None:
-        verdict: list[int] | None = None
-        held = 0
-        for host in range(self.size):
-            if held == _HOSTS or (verdict is not None and host in verdict):
-                continue
-            try:
-                store = self._connect(host)
-                known = None if verdict is None else encode(sorted(verdict), [int])
-                limit = REPORT_SECONDS + 2 * CONNECT_SECONDS
-                said = _within(limit, functools.partial(self._vote, store, missed, known))
-                verdict, held = self._ranks(said, f"the standby of rank {host}"), held + 1
-            except (_Unanswered, ThinwireError) as error:
-                failures.append(f"rank {host}: {error}")
-        return verdict
+    def _settle(self, limit: float) -> tuple[int, ...] | None:
+        """The strongest verdict that this rank can learn of; None: there is none yet, and it may not make one alone.
 
-    def _verdict_on_this_rank(self, verdict: list[int]) -> list[int] | None:
-        """What the others have agreed on meanwhile, if that is that they are without this one, and they are no fewer.
-
-        A rank that was stopped, and wakes, does not find them where they have voted: its own standby may come first.
-        One that was cut off may have agreed with itself that all others are lost, and they go on all the same.
+        Args:
+            limit: seconds to wait for ranks enough.
         """
-        if 2 * len(verdict) >= self.size:
-            for host in verdict:
-                try:
-                    store = self._connect(host)
-                    said = _within(REPORT_SECONDS + CONNECT_SECONDS, functools.partial(self._verdict_in, store))
-                    found = self._ranks(said, f"the standby of rank {host}")
-                except (_Unanswered, ThinwireError):
-                    continue  # one that is lost indeed
-                if self.rank in found and len(found) <= len(verdict):
-                    return found
-        letter = self._letter()  # last: who has ended meanwhile has left it before
-        return letter if letter is not None and self.rank in letter and len(letter) <= len(verdict) else None
-
-    def _verdict_in(self, store: dist.Store) -> bytes:
-        """What was agreed on there, once a vote that is under way is over."""
-        deadline, reports = time.monotonic() + REPORT_SECONDS, [f"missed/{rank}" for rank in range(self.size)]
-        while not store.check(["lost"]):
-            if time.monotonic() > deadline or not any(store.check([report]) for report in reports):
-                return encode([], [int])
-            time.sleep(0.01)
-        return store.get("lost")
-
-    def _letter(self) -> list[int] | None:
-        """The verdict that was left for this rank."""
-        letter = None if self._letters is None else self._letters.read(self._token)
-        if letter is None:
-            return None
-        try:
-            return self._ranks(letter, "who left a verdict for this rank")
-        except ThinwireError:
-            return None  # nonsense says nothing
-
-    def _vote(self, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
+        known = self._known()
         if known is None:
-            store.set(f"missed/{self.rank}", encode(missed, [int]).decode())
-            reports, ended = self._collect(store, "missed", range(self.size), REPORT_SECONDS, "lost")
-            lost = {rank for peer, report in reports.items() for rank in self._ranks(report, f"rank {peer}")}
-            own, letter = sorted((lost | ended) - reports.keys()), self._letter()
-            known = encode(letter if letter and len(letter) <= len(own) else own, [int])
-        return store.compare_set("lost", "", known.decode())
+            known = self._vote(range(self.size), limit)
+        if known is not None and self.rank in known:
+            if 2 * len(known) > self.size:  # those who are lost together could outvote the others
+                known = self._vote(known, 0.0) or known
+        elif known is not None:
+            for board in self._ask_all(known).values():  # they may have been cut off, and have made one
+                known = stronger(known, board.get(LOST, known))
+        if known is not None and self.rank not in known:
+            self._pin(self.rank, LOST, known)
+            for rank, address in enumerate(self._addresses):
+                if rank != self.rank:  # who is stopped, or votes when this process has ended, finds it
+                    boards.leave(address, self._token, LOST, list(known))
+        return known
+
+    def _vote(self, among: Collection[int], limit: float) -> tuple[int, ...] | None:
+        """Reports whom this rank misses to the lowest rank that answers, and gives the verdict that is made there.
+
+        Each look begins at the lowest rank anew, as links come back.
+        """
+        end, report_time = time.monotonic() + limit, ReportTime()
+        while True:
+            host, board = self._report(among)
+            reports = {rank: board[f"missed/{rank}"] for rank in range(self.size) if f"missed/{rank}" in board}
+            others = self._ask_all({*range(self.size)} - reports.keys() - {host})
+            known = self._known()
+            for notes in [board, *others.values()]:
+                if LOST in notes:
+                    known = tuple(notes[LOST]) if known is None else stronger(known, notes[LOST])
+            if known is not None and (self.rank not in known or len(among) == self.size):
+                return known
+            is_over = report_time.is_over((host, len(reports)))
+            if is_over or len(reports.keys() | self._ended) == self.size:
+                missed = {rank for report in reports.values() for rank in report}
+                lost = sorted((missed | self._ended) - reports.keys())
+                if self._are_enough(reports) and (known is None or len(lost) < len(known)):
+                    with contextlib.suppress(Unanswered):  # it has ended just now
+                        return tuple(self._pin(host, LOST, lost).get(LOST, lost))
+                elif is_over and time.monotonic() > end:
+                    return known
+            time.sleep(LOOK_SECONDS)
+
+    def _report(self, among: Collection[int]) -> tuple[int, Notes]:
+        """The lowest of some ranks that answers, and its board, where this rank's report is then."""
+        key, missed = f"missed/{self.rank}", sorted(self._missed)
+        lower = [rank for rank in sorted(among) if rank < self.rank][:_MOST_THREADS]
+        for rank in self._ask_all(lower):
+            try:
+                return rank, self._pin(rank, key, missed)
+            except Unanswered:
+                continue  # it has ended just now
+        return self.rank, self._pin(self.rank, key, missed)
+
+    def _known(self) -> tuple[int, ...] | None:
+        """The verdict on this rank's own board, where others pin it too, and leave it in letters."""
+        lost = self._pin(self.rank).get(LOST)
+        return None if lost is None else tuple(lost)
+
+    def _are_enough(self, present: Collection[int]) -> bool:
+        """Whether ranks that are together may go on without the others."""
+        absent = self.size - len({*present} | self._ended)  # and may be alive
+        return len(present) > absent if self._quorum == "majority" else len(present) > 1 or absent <= 1
+
+    def _alone(self) -> str:
+        if self._quorum == "majority":
+            return 'who is lost is not known: no majority of those that may be alive has met, and quorum is "majority"'
+        return "who is lost is not known: no other rank has answered, and none goes on alone while others may be alive"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Who goes on
@@ -205,112 +204,100 @@ class Standby:
         """Waits for all ranks but those `lost`, or whose processes have ended. Who came is the same on all that did.
 
         Raises:
-            PeerTimeout: no standby answers.
+            PeerTimeout: ranks have no standby, or too few have come to go on.
             ThinwireError: this rank is among the lost, or the others went on without it.
         """
+        if not self.can_agree:
+            raise PeerTimeout(f"rank {self.rank} of {self.size}: the ranks cannot meet, as {self._reason()}")
         self._require_not_in(lost)  # before a verdict, which is for good
-        agreed = self.agree(lost).ranks  # the ranks may have been told of different ones, and shall ask the same host
-        self._require_not_in(agreed)
+        self._missed |= {*lost}
+        verdict = self._settle(timeout)
+        if verdict is None:
+            raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
+        self._require_not_in(verdict)
         attempt, self._attempts = self._attempts, self._attempts + 1
+        awaited = {*range(self.size)} - {*lost, *verdict}
         failures = []
         for host in range(self.size):
-            if host in agreed:
+            if host in verdict or host in self._ended:
                 continue
             try:
-                store = self._connect(host)
-                limit = timeout + 2 * CONNECT_SECONDS
-                said = _within(limit, functools.partial(self._meet, store, attempt, {*lost, *agreed}, timeout))
-            except _Unanswered as error:
+                members = self._meet(host, attempt, awaited, timeout)
+            except Unanswered as error:
                 failures.append(f"rank {host}: {error}")
                 continue
-            members = self._ranks(said, f"the standby of rank {host}")
             if self.rank not in members:
                 raise ThinwireError(
                     f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came "
                     "too late"
                 )
-            return Meeting(self, store, attempt, members, timeout)
+            return Meeting(self, host, attempt, members, timeout)
         raise PeerTimeout(
-            f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby store could be asked "
-            f"({'; '.join(failures)})"
+            f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby answers ({'; '.join(failures)})"
         )
+
+    def _meet(self, host: int, attempt: int, awaited: set[int], timeout: float) -> list[int]:
+        decided, end = f"members/{attempt}", time.monotonic() + timeout
+        while True:
+            board = self._pin(host, f"here/{attempt}/{self.rank}", [])
+            if decided in board:
+                return board[decided]
+            self._require_not_in(board.get(LOST, ()))
+            here = [rank for rank in sorted(awaited) if f"here/{attempt}/{rank}" in board]
+            found = self._ask_all(awaited.difference(here)).values()
+            if awaited <= {*here, *self._ended} or time.monotonic() > end:
+                if self._are_enough(here):
+                    return self._pin(host, decided, here).get(decided, here)
+                for notes in found:
+                    self._require_not_in(notes.get(LOST, ()))
+                raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
+            time.sleep(LOOK_SECONDS)
 
     def _require_not_in(self, lost: Collection[int]) -> None:
         if self.rank in lost:
             raise ThinwireError(
-                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; the "
-                "others go on without it"
+                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; it "
+                "cannot shrink with the others"
             )
 
-    def _meet(self, store: dist.Store, attempt: int, lost: set[int], timeout: float) -> bytes:
-        store.set(f"here/{attempt}/{self.rank}", "1")
-        awaited = [rank for rank in range(self.size) if rank not in lost]
-        here, _ = self._collect(store, f"here/{attempt}", awaited, timeout, f"members/{attempt}")
-        return store.compare_set(f"members/{attempt}", "", encode(sorted(here.keys() | {self.rank}), [int]).decode())
-
     # -----------------------------------------------------------------------------------------------------------------
-    # Stores
+    # Boards
 
-    def _connect(self, host: int, timeout: float = CONNECT_SECONDS) -> dist.Store:
-        """A client of a rank's standby, which waits for so long for keys that are not there.
+    def _reason(self) -> str:
+        reasons = (f"rank {rank} has no standby: {entry.reason}" for rank, entry in enumerate(self._addresses))
+        return next(text for text, entry in zip(reasons, self._addresses, strict=True) if not entry.host)
 
-        Raises:
-            _Unanswered: there is none, or none that answers.
-        """
-        if host == self.rank and self._store is not None:
-            return dist.PrefixStore(self._token, self._store)
-        address = self._addresses[host]
-        self._require_listening(address)
-
-        def connect() -> dist.Store:
-            limit = timedelta(seconds=timeout)
-            return dist.TCPStore(address.host, address.port, timeout=limit, wait_for_workers=False)
-
-        return dist.PrefixStore(self._token, _within(CONNECT_SECONDS, connect))
-
-    def _require_listening(self, address: _Address) -> None:
-        if not address.host:
-            raise _Unanswered(address.reason)
+    def _pin(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
+        """A rank's board, with a note pinned there if there is a key; or Unanswered."""
+        if rank == self.rank:
+            assert self._own is not None
+            return self._own.pin(self._token, key, list(note))
         try:
-            socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS).close()
-        except ConnectionRefusedError:
-            raise _Gone("its process has ended") from None
-        except OSError as error:
-            raise _Unanswered(str(error)) from None
+            return boards.ask(self._addresses[rank], self._token, self.size, key, list(note))
+        except Gone:
+            self._ended.add(rank)
+            raise
+        except Stopped:
+            self._stopped[rank] = time.monotonic() + _SILENT_SECONDS
+            raise
 
-    def _has_ended(self, rank: int) -> bool:
-        try:
-            self._require_listening(self._addresses[rank])
-        except _Unanswered as error:
-            return isinstance(error, _Gone)
-        return False
+    def _ask_all(self, ranks: Iterable[int]) -> dict[int, Notes]:
+        """The boards of those that answer, in ascending rank; who has ended is known then."""
+        now = time.monotonic()
+        asked = [rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._stopped.get(rank, 0.0) <= now]
 
-    def _collect(
-        self, store: dist.Store, prefix: str, awaited: Iterable[int], seconds: float, decided: str
-    ) -> tuple[dict[int, bytes], set[int]]:
-        """What ranks have written, and whose processes have ended; that is all, unless time is up, or it is decided."""
-        deadline, missing, pause = time.monotonic() + seconds, set(awaited), 0.002
-        found: dict[int, bytes] = {}
-        ended: set[int] = set()
-        while True:
-            for rank in [rank for rank in missing if store.check([f"{prefix}/{rank}"])]:
-                found[rank] = store.get(f"{prefix}/{rank}")
-                missing.discard(rank)
-            for rank in sorted(missing):
-                if time.monotonic() < deadline and self._has_ended(rank):
-                    ended.add(rank)
-            missing -= ended
-            if not missing or time.monotonic() > deadline or store.check([decided]):
-                return found, ended
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+        def ask(rank: int) -> Notes | None:
+            try:
+                return self._pin(rank)
+            except Unanswered:
+                return None
 
-    def _ranks(self, message: bytes, source: str) -> list[int]:
-        """Ranks of this communicator, ascending, as somebody wrote them."""
-        ranks: list[int] = decode(message, [int], source)
-        if any(not 0 <= rank < self.size for rank in ranks):
-            raise ThinwireError(f"{source} sent {ranks[:8]}, expected ranks from 0 to {self.size - 1}")
-        return sorted(set(ranks))
+        if len(asked) > 1:
+            with ThreadPoolExecutor(min(len(asked), _MOST_THREADS)) as pool:
+                answers = [*pool.map(ask, asked)]
+        else:
+            answers = [ask(rank) for rank in asked]
+        return {rank: notes for rank, notes in zip(asked, answers, strict=True) if notes is not None}
 
 
 class Meeting:
@@ -320,9 +307,9 @@ class Meeting:
         members: the ranks that came, ascending.
     """
 
-    def __init__(self, standby: Standby, store: dist.Store, attempt: int, members: list[int], timeout: float) -> None:
+    def __init__(self, standby: Standby, host: int, attempt: int, members: list[int], timeout: float) -> None:
         self.members = members
-        self._standby, self._store, self._attempt, self._timeout = standby, store, attempt, timeout
+        self._standby, self._host, self._attempt, self._timeout = standby, host, attempt, timeout
 
     def make(self, make_group: Callable[[dist.Store], _T]) -> _T:
         """What is made with a store that all members share, and that lives as long as the first of them.
@@ -330,62 +317,72 @@ class Meeting:
         Raises:
             PeerTimeout: it is not made in time.
         """
+        return join(
+            lambda: make_group(self._store()), self._timeout, f"{name_ranks(self.members)} of {self._standby.size}"
+        )
 
-        def make() -> _T:
-            store = self._standby._connect(self.members[0], self._timeout)
-            return make_group(dist.PrefixStore(f"group/{self._attempt}", store))
-
-        return join(make, self._timeout, f"{name_ranks(self.members)} of {self._standby.size}")
+    def _store(self) -> dist.Store:
+        standby, key, limit = self._standby, f"port/{self._attempt}", timedelta(seconds=self._timeout)
+        host = standby._addresses[self.members[0]].host
+        if standby.rank == self.members[0]:
+            listener = boards.listener_at(host)
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
+            )
+            standby._pin(self._host, key, [port])
+            return endless_in_children(store)
+        end = time.monotonic() + self._timeout
+        while not (told := standby._pin(self._host).get(key)):
+            if time.monotonic() > end:
+                raise Unanswered(f"rank {self.members[0]} has made no store")
+            time.sleep(LOOK_SECONDS)
+        return dist.TCPStore(host, told[0], wait_for_workers=False, timeout=limit)
 
     def confirm(self, made: bool) -> bool:
         """Whether every member has made it: without that, some could go on by themselves, and leave others behind."""
-        standby, outcome = self._standby, f"outcome/{self._attempt}"
-
-        def ask() -> bytes:
-            every = made
-            if made:
-                self._store.set(f"made/{self._attempt}/{standby.rank}", "1")
-                there, _ = standby._collect(self._store, f"made/{self._attempt}", self.members, self._timeout, outcome)
-                every = len(there) == len(self.members)
-            return self._store.compare_set(outcome, "", "yes" if every else "no")
-
+        standby, outcome, end = self._standby, f"outcome/{self._attempt}", time.monotonic() + self._timeout
+        key = f"made/{self._attempt}"
         try:
-            return _within(self._timeout + 2 * CONNECT_SECONDS, ask) == b"yes"
-        except _Unanswered:
+            board = standby._pin(self._host, f"{key}/{standby.rank}" if made else "")
+            while made and outcome not in board and time.monotonic() < end:
+                missing = {rank for rank in self.members if f"{key}/{rank}" not in board}
+                standby._ask_all(missing)
+                if missing <= standby._ended:
+                    made = not missing
+                    break
+                time.sleep(LOOK_SECONDS)
+                board = standby._pin(self._host)
+            else:
+                made = False
+            # Who is to go on is in the note: all, or nobody.
+            return bool(standby._pin(self._host, outcome, self.members if made else []).get(outcome))
+        except Unanswered:
             return False
 
 
 def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
     """What is made, or PeerTimeout if that does not succeed in time, whatever the store's host does."""
     try:
-        return _within(timeout + 2 * CONNECT_SECONDS, make_group)
-    except _Unanswered as error:
-        raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {error}") from error
+        return call_within(timeout + 2 * CONNECT_SECONDS, make_group)
+    except ThinwireError:
+        raise
+    except (TimeoutError, Unanswered, RuntimeError) as error:  # the last are torch's own
+        reason = str(error).partition("\n")[0]
+        raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {reason}") from error
 
 
-class _OwnStore(NamedTuple):
-    store: dist.Store
-    letters: mailbox.Mailbox
-    address: _Address
-
-
-_own_stores: dict[tuple[int, str], _OwnStore] = {}  # by process, as a fork inherits the server's socket, not the server
+_own_boards: dict[tuple[int, str], Boards] = {}  # by process, as a fork has no thread that serves them
 _starting = threading.Lock()
 
 
-def _serve(host: str) -> _OwnStore:
-    """This process's standby at one of its addresses. It lives as long as the process: peers may ask it to the end."""
+def _serve(host: str) -> Boards:
+    """This process's boards at one of its addresses."""
     with _starting:
         key = os.getpid(), host
-        if key not in _own_stores:
-            listener, letters = mailbox.listen(host)
-            port, descriptor = listener.getsockname()[1], listener.detach()
-            store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
-            )  # fmt: skip
-            _own_stores[key] = _OwnStore(endless_in_children(store), letters, _Address(host, port, ""))
-        return _own_stores[key]
+        if key not in _own_boards:
+            _own_boards[key] = Boards(host)
+        return _own_boards[key]
 
 
 def _network() -> str:
@@ -401,40 +398,24 @@ def _facing_address() -> str:
     """The address of this host that others see, if they meet at MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR")
     if not master:
-        raise _Unanswered("the ranks are on several hosts, and MASTER_ADDR, which says in which network, is not set")
+        raise Unanswered("the ranks are on several hosts, and MASTER_ADDR, which says in which network, is not set")
     family, kind, _, _, address = socket.getaddrinfo(master, _MASTER_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # of a datagram's socket: it is only routed
         host = str(probe.getsockname()[0])
     if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        raise _Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
+        raise Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
     return host
 
 
-def _checked(peer: int, address: _Address) -> _Address:
+def _checked(peer: int, address: Address) -> Address:
     """A peer's address, which it could have made up."""
     if address.host:
         try:
             ipaddress.ip_address(address.host.partition("%")[0])
             address.host.encode("idna")  # as `socket` does with all of it, and fails with what is no OSError
         except ValueError:
-            raise ThinwireError(f"rank {peer} says its standby store is at {address.host!r}, no address") from None
+            raise ThinwireError(f"rank {peer} says its standby is at {address.host!r}, no address") from None
         if not 1 <= address.port <= 65535:
-            raise ThinwireError(f"rank {peer} says its standby store is at port {address.port}")
+            raise ThinwireError(f"rank {peer} says its standby is at port {address.port}")
     return address
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """What the call returns or raises, if it ends in time.
-
-    Raises:
-        _Unanswered: it did not, or the connection is lost.
-    """
-    try:
-        return call_within(seconds, call)
-    except TimeoutError:
-        raise _Unanswered(f"no answer within {seconds:g} s") from None
-    except ThinwireError:
-        raise
-    except RuntimeError as error:  # torch's own
-        raise _Unanswered(str(error).partition("\n")[0]) from error

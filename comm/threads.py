@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
-from thinwire.comm.verdict import REPORT_SECONDS, verdict_at
+from thinwire.comm.verdict import LOOK_SECONDS, ReportTime, verdict_at
 from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")
@@ -90,20 +90,19 @@ class ThreadWorld:
 
         Lost is who was missed by one of them, and neither asks in time nor waits here for others.
         """
-        deadline = time.monotonic() + REPORT_SECONDS
+        report_time = ReportTime()
         with self._changed:
             self._missed[rank] = frozenset(missed)
             self._changed.notify_all()
             while self._lost is None:
                 ended = {peer for peer, departure in self._gone.items() if peer in departure.to_blame}
                 here = self._missed.keys() | self._waiting.keys() | (self._gone.keys() - ended)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or len(here | ended) == self.size:
+                if report_time.is_over(here) or len(here | ended) == self.size:
                     named = frozenset().union(*self._missed.values(), *(gone.to_blame for gone in self._gone.values()))
                     self._lost = named - here
                     self._changed.notify_all()
                 else:
-                    self._changed.wait(remaining)
+                    self._changed.wait(LOOK_SECONDS)
             return self._lost
 
     def shrink(self, rank: int, lost: set[int], timeout: float) -> tuple[list[int], ThreadWorld]:

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from thinwire.comm.exchange import name_ranks
 
-REPORT_SECONDS = 0.5  # that ranks get to say whom they miss, once one of them has
+LOOK_SECONDS = 0.02  # between two looks at who has come
+
+_REPORT_SECONDS = 0.5
+_LEAST_LOOKS = 10
+_MORE_SECONDS = 1.0  # at most, for these
+
+
+class ReportTime:
+    """The time that ranks get to say whom they miss: half a second after the last that has.
+
+    The clock runs on where a busy host lets nobody run, so there is also a least number of looks at who has come.
+    """
+
+    def __init__(self) -> None:
+        self._came: object = None
+        self._since, self._looks = 0.0, 0
+
+    def is_over(self, came: object) -> bool:
+        """Takes a look. `came` is equal to that of the look before if nobody has come since."""
+        now = time.monotonic()
+        if came != self._came:
+            self._came, self._since, self._looks = came, now, 0
+        self._looks += 1
+        passed = now - self._since - _REPORT_SECONDS
+        return passed > 0 and (self._looks > _LEAST_LOOKS or passed > _MORE_SECONDS)
 
 
 class Verdict(NamedTuple):
@@ -15,6 +40,18 @@ class Verdict(NamedTuple):
 
     ranks: tuple[int, ...]
     remark: str
+
+
+def stronger(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """Which of two verdicts on who is lost holds, on all that know of both.
+
+    It is the one that leaves more ranks, or of two that leave as many, the one that leaves the lowest rank in which
+    they differ.
+
+    >>> stronger([1, 2], [0]), stronger([0, 1], [2, 3])
+    ((0,), (2, 3))
+    """
+    return min(tuple(sorted({*one})), tuple(sorted({*other})), key=lambda lost: (len(lost), [-rank for rank in lost]))
 
 
 def verdict_at(rank: int, ranks: Collection[int]) -> Verdict:

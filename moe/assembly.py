@@ -249,8 +249,7 @@ class Assembly:
         elif group is None or isinstance(group, Iterable):
             comm = self.comm.shrink(self._lost if group is None else group)
         else:
-            old = self.comm
-            comm = Communicator(group_of(group)[0], device=old.device, timeout=old.timeout, integrity=old.integrity)
+            comm = Communicator(group_of(group)[0], **self.comm._settings._asdict())
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         with comm._settled_recorder().begin("rebuild"):

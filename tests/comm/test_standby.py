@@ -1,27 +1,24 @@
-"""Where standby stores listen, what is believed of what they say, and that a stopped one holds nobody up."""
+"""Where standbys are, what is believed of what they say, and what ranks agree on whose links are cut."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from thinwire.comm import mailbox, standby
+from thinwire.comm import boards, standby
+from thinwire.comm.boards import LOST, Address, Boards, Notes, Unanswered
 from thinwire.comm.plain import decode
 from thinwire.comm.standby import Standby
-from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
 
 def gathers(*peers: list[Any]) -> Callable[[object, Any], list[Any]]:
@@ -40,9 +37,9 @@ PEER = ["127.0.0.1", 1, ""]  # nobody listens there
 
 
 def test_ranks_of_one_host_use_its_loopback_interface() -> None:
-    opened = Standby.open(0, gathers([[HERE, "x"], PEER]))
-    assert opened.describe().startswith("standby store: 127.0.0.1:")
-    assert opened._addresses[0] == Standby.open(0, gathers([[HERE, "x"], PEER]))._addresses[0]  # one a process
+    opened = Standby.open(0, gathers([[HERE, "x"], PEER]), 1.0)
+    assert opened.describe().startswith("standby: 127.0.0.1:")
+    assert opened._addresses[0] == Standby.open(0, gathers([[HERE, "x"], PEER]), 1.0)._addresses[0]  # one a process
 
 
 @pytest.mark.parametrize(
@@ -59,11 +56,11 @@ def test_without_a_network_in_common_there_is_none_and_the_reason_is_told(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if master is not None:
         monkeypatch.setenv("MASTER_ADDR", master)
-    opened = Standby.open(0, gathers([["another boot", "x"], ["", 0, "it said so"]]))
+    opened = Standby.open(0, gathers([["another boot", "x"], ["", 0, "it said so"]]), 1.0)
     assert told in opened.describe()
     ranks, remark = opened.agree([1])
-    assert ranks == () and "no standby store could be asked (rank 0: " in remark and "rank 1: it said so" in remark
-    with pytest.raises(PeerTimeout, match="the ranks cannot meet, as no standby store could be asked"):
+    assert ranks == () and "who is lost is not known, as rank 0 has no standby: " in remark
+    with pytest.raises(PeerTimeout, match="the ranks cannot meet, as rank 0 has no standby: "):
         opened.meet([], 1.0)
 
 
@@ -75,19 +72,18 @@ def test_ranks_of_several_hosts_use_the_address_that_faces_the_master(monkeypatc
             pytest.skip("no network but the loopback interface")
         own = probe.getsockname()[0]
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    opened = Standby.open(0, gathers([["another boot", "x"], ["", 0, "none"]]))
-    assert opened.describe().startswith(f"standby store: {own}:")
-    assert opened.agree([1]).ranks == (1,)
+    opened = Standby.open(0, gathers([["another boot", "x"], ["192.0.2.2", 1, ""]]), 1.0)
+    assert opened.describe().startswith(f"standby: {own}:")
 
 
 @pytest.mark.parametrize(
     ("peer", "told"),
     [
-        (["example.com", 80, ""], "rank 1 says its standby store is at 'example.com', no address"),
+        (["example.com", 80, ""], "rank 1 says its standby is at 'example.com', no address"),
         (["fe80::1%" + "x" * 64, 80, ""], "no address"),
         (["fe80::1%a..b", 80, ""], "no address"),
         (["::1%\ud800", 80, ""], "no address"),
-        (["127.0.0.1", 0, ""], "rank 1 says its standby store is at port 0"),
+        (["127.0.0.1", 0, ""], "rank 1 says its standby is at port 0"),
         (["127.0.0.1", 65536, ""], "at port 65536"),
         (["127.0.0.1", "80", ""], "rank 1 sent"),
         ("127.0.0.1:80", "rank 1 sent"),
@@ -95,76 +91,177 @@ def test_ranks_of_several_hosts_use_the_address_that_faces_the_master(monkeypatc
 )
 def test_addresses_that_are_none_are_refused(peer: Any, told: str) -> None:
     with pytest.raises(ThinwireError, match=told):
-        Standby.open(0, gathers([[HERE, "x"], peer]))
+        Standby.open(0, gathers([[HERE, "x"], peer]), 1.0)
 
 
-@pytest.mark.parametrize(("key", "ranks"), [("missed/1", ()), ("lost", ())])
-@pytest.mark.parametrize("nonsense", ["[2]", "[-1]", "[true]", "{}", "not JSON", "[" * 9999, "[1e9]"])
-def test_nonsense_in_a_store_names_nobody_and_is_told(key: str, ranks: tuple[int, ...], nonsense: str) -> None:
-    opened = Standby.open(0, gathers([[HERE, "x"], PEER]))
-    opened._token = f"{key} {nonsense[:9]}"
-    opened._connect(0).set(key, nonsense)
-    found, remark = opened.agree([1])
-    assert found == ranks and "who is lost is not known" in remark and "sent" in remark
+@pytest.mark.parametrize(
+    "nonsense",
+    [b'{"missed/1":[2]}', b'{"lost":[-1]}', b'{"lost":[true]}', b"[]", b"not JSON", b"[" * 9999, b'{"lost":1e9}'],
+)
+def test_nonsense_on_a_board_names_nobody(nonsense: bytes) -> None:
+    """Who sends it has not answered, and where no other answers this rank may be alone."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        own, server_end = Boards("127.0.0.1"), Address("127.0.0.1", server.getsockname()[1], "")
+        rank_1 = Standby(1, [server_end, own.address], "token", own, 1.0)
 
+        def answer() -> None:
+            while True:
+                with server.accept()[0] as connection:
+                    if not connection.recv(1000):
+                        return
+                    connection.sendall(nonsense + b"\n")
 
-@pytest.mark.exhaustive
-def test_who_wakes_while_the_others_vote_elsewhere_waits_for_their_verdict() -> None:
-    """They skipped this rank's store, which did not answer then, and ask at rank 1's."""
-    own, others = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
-    addresses = [standby._Address("127.0.0.1", store.port, "") for store in (own, others, others)]
-    there = dist.PrefixStore("token", others)
-    there.set("missed/1", "[0]")
-    deciding = threading.Timer(standby.REPORT_SECONDS + 0.25, there.set, ("lost", "[0]"))
-    deciding.start()
-    try:
-        assert Standby(0, addresses, "token", own).agree([1, 2]).ranks == (0,)
-    finally:
-        deciding.join()
+        answering = pool.submit(answer)
+        assert rank_1.agree([0]).ranks == (0,)
+        socket.create_connection(server_end[:2]).close()
+        answering.result()
 
 
 class Linked(Standby):
-    """A rank of several in this process, whose stores and mailboxes are its own, and whose links can be cut."""
+    """A rank of several in this process, whose boards are its own, and whose links can be cut."""
 
-    cut: frozenset[int] = frozenset()  # ranks whose stores it does not reach
+    cut: frozenset[int] = frozenset()  # ranks that it does not reach
+    dead = False
 
     @classmethod
-    def several(cls, number: int) -> list[Linked]:
+    def several(cls, number: int, quorum: str = "any", timeout: float = 1.0) -> list[Linked]:
         """Of one communicator."""
-        made = []
-        for _ in range(number):
-            listener, letters = mailbox.listen("127.0.0.1")
-            port, descriptor = listener.getsockname()[1], listener.detach()
-            store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-            )
-            made.append((store, letters, standby._Address("127.0.0.1", port, "")))
-        addresses = [address for *_, address in made]
-        return [cls(rank, addresses, "token", store, letters) for rank, (store, letters, _) in enumerate(made)]
+        own = [Boards("127.0.0.1") for _ in range(number)]
+        addresses = [board.address for board in own]
+        return [cls(rank, addresses, "token", own[rank], timeout, quorum) for rank in range(number)]
 
-    def _require_listening(self, address: standby._Address) -> None:
-        if self._addresses.index(address) in self.cut:
-            raise standby._Unanswered("cut off")
-        super()._require_listening(address)
+    def _pin(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
+        if rank in self.cut:
+            raise Unanswered("cut off")
+        return super()._pin(rank, key, note)
 
 
-def vote(ranks: list[Linked], missed: list[list[int]]) -> list[tuple[int, ...]]:
-    """What each agrees on, all at once."""
-    with ThreadPoolExecutor(3) as pool:
-        return [found.ranks for found in pool.map(lambda rank, misses: rank.agree(misses), ranks, missed)]
-
-
-def test_of_two_verdicts_that_cross_the_one_with_more_survivors_holds() -> None:
-    """Rank 0 was cut off, and votes alone; its letters arrive when the others vote."""
-    first, *others = ranks = Linked.several(3)
-    first.cut = frozenset({1, 2})
-    for other in others:
-        other.cut = frozenset({0})
-    assert first.agree([1, 2]).ranks == (1, 2), "nobody answers it"
-    assert vote(others, [[0], [0]]) == [(0,), (0,)], "what one rank has agreed on with itself does not end two"
+def cut_between(ranks: list[Linked], *parts: Iterable[int]) -> None:
+    """Cuts all links between parts, in both directions; without any, none is cut any more."""
     for rank in ranks:
-        rank.cut = frozenset()
-    assert vote(ranks, [[1, 2], [0], [0]]) == [(0,)] * 3, "and that one learns of it"
+        rank.cut = frozenset(peer for part in parts if rank.rank not in part for peer in part)
+
+
+def end(rank: Linked) -> None:
+    """Ends its process, as far as others see."""
+    own = rank._own
+    assert own is not None
+    own._listener.shutdown(socket.SHUT_RDWR)
+
+
+def vote(ranks: Iterable[Linked], missed: list[list[int]], pause: float = 0.0) -> list[tuple[int, ...]]:
+    """What each agrees on, each a pause after the one before it."""
+
+    def agree(place: int, rank: Linked) -> tuple[int, ...]:
+        time.sleep(place * pause)
+        return rank.agree(missed[place]).ranks
+
+    with ThreadPoolExecutor(8) as pool:
+        return [*pool.map(agree, range(len(missed)), ranks)]
+
+
+def meet(ranks: Iterable[Linked], timeout: float = 2.0) -> list[list[int] | str]:
+    """The members of the meeting that each comes to, or the error."""
+
+    def come(rank: Linked) -> list[int] | str:
+        try:
+            return rank.meet([], timeout).members
+        except ThinwireError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        return [*pool.map(come, ranks)]
+
+
+@pytest.fixture
+def no_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that loses them."""
+    monkeypatch.setattr(boards, "leave", lambda *arguments: None)
+
+
+def test_a_rank_that_was_cut_off_is_told_and_the_others_go_on(no_letters: None) -> None:
+    first, *others = ranks = Linked.several(3, timeout=0.2)
+    cut_between(ranks, [0], [1, 2])
+    assert vote(ranks, [[1, 2], [0], [0]]) == [(), (0,), (0,)], "none goes on alone"
+    assert meet(others) == [[1, 2], [1, 2]]
+    assert "none goes on alone while others may be alive" in str(meet([first], 0.5)[0])
+    cut_between(ranks)
+    assert first.agree([]).ranks == (0,)
+    assert "rank 0 of 3 is itself one of the ranks that are lost" in str(meet([first])[0])
+
+
+def test_a_link_that_comes_back_in_the_vote_leaves_all_ranks() -> None:
+    ranks = Linked.several(3, timeout=3.0)
+    cut_between(ranks, [0], [1, 2])
+    with ThreadPoolExecutor(1) as pool:
+        voting = pool.submit(vote, ranks, [[1, 2], [0], [0]])
+        time.sleep(0.2)
+        cut_between(ranks)
+        assert voting.result() == [()] * 3
+
+
+def test_a_rank_that_is_late_by_more_than_the_others_wait_is_no_reason_to_go_on_without_it() -> None:
+    """The first has nobody to agree with meanwhile, as the third is lost."""
+    first, second, third = Linked.several(3, timeout=3.0)
+    third.cut = frozenset({0, 1})
+    first.cut = second.cut = frozenset({2})
+    assert vote([first, second], [[1, 2], [2]], pause=1.5) == [(2,), (2,)]
+
+
+def test_of_two_verdicts_that_cross_the_stronger_holds_on_all_that_learn_of_it(no_letters: None) -> None:
+    """More ranks, or else the lowest."""
+    for parts in ([[0, 1], [2, 3, 4]], [[0, 1], [2, 3]]):
+        number = sum(map(len, parts))
+        ranks = Linked.several(number)
+        cut_between(ranks, *parts)
+        missed = [next(other for other in parts if rank not in other) for rank in range(number)]
+        assert vote(ranks, missed) == [tuple(part) for part in missed], "halves that see nothing of each other"
+        cut_between(ranks)
+        weaker, stronger = sorted(parts, key=len) if number == 5 else (parts[1], parts[0])
+        assert vote(ranks, [[]] * number) == [tuple(weaker)] * number
+        found = meet(ranks)
+        assert [found[rank] for rank in stronger] == [stronger] * len(stronger)
+        assert all("is itself one of the ranks that are lost" in str(found[rank]) for rank in weaker)
+
+
+def test_most_ranks_are_not_ended_by_a_letter_of_few() -> None:
+    ranks = Linked.several(5)
+    cut_between(ranks, [0, 1], [2, 3, 4])
+    assert vote(ranks[:2], [[2], [3, 4]]) == [(2, 3, 4)] * 2, "letters reach the others"
+    assert vote(ranks[2:], [[0], [1], [0, 1]]) == [(0, 1)] * 3
+    cut_between(ranks)
+    assert vote(ranks, [[]] * 5) == [(0, 1)] * 5
+
+
+def test_with_a_majority_as_quorum_no_half_goes_on() -> None:
+    ranks = Linked.several(4, "majority", timeout=0.2)
+    cut_between(ranks, [0, 1], [2, 3])
+    assert vote(ranks, [[2], [3], [0], [1]]) == [()] * 4
+    for found in meet(ranks, 0.3):
+        assert 'no majority of those that may be alive has met, and quorum is "majority"' in str(found)
+    end(ranks[3])  # and is known to have ended to rank 2 alone
+    cut_between(ranks, [0, 1, 3], [2])
+    assert vote(ranks[:2], [[2], [2, 3]]) == [(2, 3)] * 2, "two of three"
+
+
+def test_a_rank_alone_goes_on_where_no_more_than_one_other_may_be_alive() -> None:
+    first, second, third = Linked.several(3)
+    end(second)
+    first.cut = frozenset({2})
+    assert first.agree([1, 2]).ranks == (1, 2)
+    assert meet([first]) == [[0]]
+
+
+def test_who_has_given_up_and_misses_nobody_waits_for_nobody() -> None:
+    first, *others = Linked.several(3, timeout=60.0)
+    begin = time.monotonic()
+    assert first.agree([]).ranks == () and time.monotonic() - begin < 30.0
+    assert vote(others, [[0], [0]]) == [()] * 2, "it has said that it is there"
+
+
+def test_a_quorum_is_one_of_two() -> None:
+    with pytest.raises(ArgumentError, match="quorum is 'half', expected None, 'any' or 'majority'"):
+        standby.resolve_quorum("half")
 
 
 def test_the_last_to_vote_finds_the_verdict_of_those_that_have_ended_meanwhile() -> None:
@@ -174,53 +271,41 @@ def test_the_last_to_vote_finds_the_verdict_of_those_that_have_ended_meanwhile()
     assert last.agree([0, 1]).ranks == (2,)
 
 
-STORE = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
+def test_a_verdict_that_was_left_in_a_letter_is_found_by_who_wakes() -> None:
+    for number in (2, 3):
+        ranks = Linked.several(number)
+        boards.leave(ranks[0]._addresses[0], "token", LOST, [0])
+        for rank in ranks[1:]:
+            end(rank)
+        assert ranks[0].agree([1]).ranks == (0,), "and does not go on alone"
+
+
+STOPPED = """
+import sys
+from thinwire.comm.boards import Boards
+boards = Boards("127.0.0.1")
+boards.open("token", 3)
+print(boards.address.port, flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.fixture
-def other_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process with a store, and its port."""
-    process = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@pytest.mark.exhaustive
+def test_a_process_that_is_stopped_holds_nobody_up() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
-        yield process, int(process.stdout.readline())
+        rank_0 = Address("127.0.0.1", int(process.stdout.readline()), "")
+        process.send_signal(signal.SIGSTOP)
+        own = [Boards("127.0.0.1") for _ in range(2)]
+        addresses = [rank_0, *(board.address for board in own)]
+        rank_1, rank_2 = (Standby(rank, addresses, "token", own[rank - 1], 5.0) for rank in (1, 2))
+        begin = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            told = [*pool.map(lambda rank: rank.agree([0]).ranks, (rank_1, rank_2))]
+        assert told == [(0,), (0,)] and time.monotonic() - begin < 5.0
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.mark.exhaustive
-def test_a_store_that_is_stopped_before_or_during_the_vote_holds_nobody_up(
-    other_process: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, port = other_process
-    client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=5))
-
-    def open_second() -> Standby:
-        addresses = [standby._Address("127.0.0.1", port, ""), standby._Address("127.0.0.1", 2, "")]
-        return Standby(1, addresses, "token", standby._serve("127.0.0.1").store)
-
-    vote = Standby._vote
-
-    def stop_then_vote(self: Standby, store: dist.Store, missed: list[int], known: bytes | None) -> bytes:
-        if self.rank == 1 and not stopped:
-            process.send_signal(signal.SIGSTOP)
-            stopped.append(time.monotonic())
-        return vote(self, store, missed, known)
-
-    stopped: list[float] = []
-    monkeypatch.setattr(Standby, "_vote", stop_then_vote)
-    for _ in range(2):  # during, before
-        begin = time.monotonic()
-        assert open_second().agree([0]).ranks == (0,)
-        assert time.monotonic() - begin < 10.0
-    process.send_signal(signal.SIGCONT)
-    del client
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert open_second().agree([]).ranks == (0,)  # its process has ended

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import socket
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +31,7 @@ from tests.fuzz.change import Change, json_behind, json_in_lines, safetensors_he
 from tests.fuzz.pretrained import change_file, pretrained
 from tests.guarded import guarded, guarded_copy
 from tests.wires import DTYPES, WIRES, assert_same_bits
-from thinwire.comm import mailbox, meeting, standby
+from thinwire.comm import boards, meeting, standby
 from thinwire.comm.launchers import discover
 from thinwire.comm.plain import OneOf, decode, encode
 from thinwire.comm.rank_table import RankTable
@@ -159,31 +161,34 @@ def message(data: bytes) -> bool:
     return True
 
 
-def standby_store(data: bytes) -> bool:
-    """A line of a peer's address, one each of what is in the store as missed, decided and met, and a verdict left here.
+def standby_boards(data: bytes) -> bool:
+    """A line of a peer's address, and one each of what a peer answers, and pins on this rank's board.
 
     Nobody is connected to: whether there is anybody at an address does not depend on how it is read.
     """
-    address, *votes, letter = (data.split(b"\n") + [b""] * 5)[:5]
-    store = dist.HashStore()
-    for key, said in zip(("missed/1", "lost", "members/0"), votes, strict=True):
-        if said:
-            store.set(f"token/{key}", said)  # type: ignore[arg-type]
-    nowhere = standby._Address("", 0, "nobody listens there")
-    letters = mock.create_autospec(mailbox.Mailbox, instance=True)
-    letters.read.return_value = letter or None
-    rank_0 = standby.Standby(0, [nowhere, nowhere], "token", store, letters)
-    with mock.patch.object(standby, "REPORT_SECONDS", 0.0):
+    address, answer, *requests = (data.split(b"\n") + [b""] * 2)[:9]
+    own = boards.Boards.__new__(boards.Boards)
+    own._boards, own._lock, own._letters = {}, threading.Lock(), mock.Mock()
+    own._letters.recv.side_effect = itertools.chain(requests, itertools.repeat(BlockingIOError()))
+    here = boards.Address("127.0.0.1", 1, "")
+    rank_0 = standby.Standby(0, [here, here], "token", own, 0.0)
+    connection = mock.MagicMock()
+    connection.recv.side_effect = itertools.cycle([answer + b"\n", b""])
+    taken = bool(own.pin("token"))
+    with (
+        mock.patch.object(boards.socket, "create_connection", return_value=connection),
+        mock.patch.object(standby.ReportTime, "is_over", return_value=True),
+        mock.patch.object(boards, "leave"),
+    ):
         verdict = rank_0.agree([1])
         assert {*verdict.ranks} <= {0, 1} and verdict.remark
-        taken = bool(verdict.ranks)
         with contextlib.suppress(ThinwireError):
-            met = rank_0.meet([], 0.0)
-            assert met.members in ([0], [0, 1])
-            taken = True
+            assert rank_0.meet([], 0.0).members in ([0], [0, 1])
+        with contextlib.suppress(boards.Unanswered):
+            taken |= bool(boards.ask(here, "token", 2))
     with contextlib.suppress(ThinwireError):
         told = decode(address, (str, int, str), "rank 1")
-        found = standby._checked(1, standby._Address(*told))
+        found = standby._checked(1, boards.Address(*told))
         if found.host:
             with contextlib.suppress(OSError):  # which is borne
                 socket.getaddrinfo(found.host, found.port, flags=socket.AI_NUMERICHOST)
@@ -319,7 +324,7 @@ TARGETS: dict[str, Target] = {
     "wire_string": Target(wire_string, None),
     "records": Target(records, None),
     "message": Target(message, json_behind(1)),
-    "standby_store": Target(standby_store, json_in_lines),
+    "standby_boards": Target(standby_boards, json_in_lines),
     "meeting_store": Target(meeting_store, None),
     "launcher": Target(launcher, words_in_lines),
     "rank_table": Target(rank_table, json_behind(0)),
