@@ -177,7 +177,10 @@ def renew_default_group(
     store: dist.Store, backend: str, rank: int, size: int, limit: timedelta, device: torch.device
 ) -> None:
     """Puts a new default group in the place of the old one; `torch.distributed`'s other groups end with that."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        # An attempt before has failed here. torch counts it in names of groups, which all ranks have to give alike; the
+        # count begins anew when a default group ends.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
     bound = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)

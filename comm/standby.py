@@ -131,13 +131,13 @@ class Standby:
         known = self._known()
         if known is None:
             known = self._vote(range(self.size), limit)
-        if known is not None and self.rank in known:
-            if 2 * len(known) > self.size:  # those who are lost together could outvote the others
-                known = self._vote(known, 0.0) or known
-        elif known is not None:
-            for board in self._ask_all(known).values():  # they may have been cut off, and have made one
-                known = stronger(known, board.get(LOST, known))
-        if known is not None and self.rank not in known:
+        if known is None:
+            return None
+        for board in self._ask_all(range(self.size)).values():  # others may have been cut off, and have made one
+            known = stronger(known, board.get(LOST, known))
+        if self.rank in known and 2 * len(known) > self.size:  # those who are lost together could outvote the others
+            known = self._vote(known, 0.0) or known
+        if self.rank not in known:
             self._pin(self.rank, LOST, known)
             for rank, address in enumerate(self._addresses):
                 if rank != self.rank:  # who is stopped, or votes when this process has ended, finds it

@@ -101,6 +101,22 @@ def test_under_another_default_device_results_are_the_same(transport: str, wire:
     run_ranks(_under_another_device, 2, transport, wire, mode="thread", timeout=60)
 
 
+def _first_under_another_device(comm: Communicator) -> None:
+    """What calls keep for later ones is made there, too; at one rank sums are added up without a peer."""
+    x, ids = torch.ones(4, HIDDEN), torch.zeros(4, 1, dtype=torch.int64)
+    ep = tw.ExpertParallel(comm, 1, 1, HIDDEN, 4, wire="none", transport="direct")
+    weights = torch.ones(4, 1)
+    with torch.device("meta"):
+        d = ep.dispatch(x, ids, weights)
+        assert torch.equal(ep.combine(d.tokens * 2, d), 2 * x)
+        y = tw.all_reduce(x, wire="int8", comm=comm, transport="staged")
+    assert isinstance(y, torch.Tensor) and torch.allclose(y, x, atol=1e-3)
+
+
+def test_first_calls_under_another_default_device_are_right() -> None:
+    run_ranks(_first_under_another_device, 1)
+
+
 def _under_another_dtype(comm: Communicator, transport: str, wire: str) -> None:
     calls = _calls(comm, transport, wire)
     expected = [call() for call in calls]

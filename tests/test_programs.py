@@ -10,10 +10,14 @@ import pytest
 pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
 
 
-from tests.programs import draw_program, run_programs, script
+from tests.programs import draw_program, run_program, run_programs, script
 from tests.speeds import exhaustive_but
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.fused.staged import StagedExchange
+from thinwire.moe.direct import DirectRounds
+from thinwire.moe.gradients import RoundGradients, Wants
 from thinwire.testing import RankError, run_ranks
+from thinwire.triton_kernels.round_layout import ABANDONED
 
 WORLDS = ("3 threads", "2 threads", "3 processes", "4 processes")
 CALLS = {
@@ -25,6 +29,10 @@ CALLS = {
     "refused",
     "waits",
     "backward of round",
+    "parts by y",
+    "rounds of an open round",
+    "rounds of another layer",
+    "programs with interrupts",
 }
 
 
@@ -51,3 +59,35 @@ def test_a_wrong_element_shows_and_the_script_has_the_programs_lines() -> None:
     text = script(5, 2, "thread")
     compile(text, "script", "exec")
     assert all(line in text for line in draw_program(5, 2))
+
+
+TRAINS = ["g.make_trainer('trainer', 'world', 5, 1, 'direct', True)", "g.train('train', 'trainer', 0, 7, False, {})"]
+PARTS = ["g.part('train', 'y', ['scales'])", "g.part('train', 'd.tokens', ['weights'])", "g.wait('train')"]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "faults", "shows"),
+    [
+        (RoundGradients, "_of_this_backward", [], "gradients of weights by d.tokens"),
+        (Wants, "tag", [("another layer", 3)], "no error said .*of layer 3"),
+        (DirectRounds, "close_round", [("an open round", 3)], "no error said .*left this round open"),
+    ],
+)
+def test_what_the_library_leaves_out_shows(where: type, name: str, faults: list[Any], shows: str) -> None:
+    """Router gradients that an earlier backward left, the number of a layer, and how a round was left open."""
+    right, lines = getattr(where, name), [*TRAINS, *PARTS]
+    lines[1] = lines[1].format(faults)
+
+    def wrong(of: Any, *arguments: Any) -> Any:
+        if name == "tag":
+            return right(of)
+        return right(of, arguments[0], ABANDONED) if name == "close_round" else None
+
+    run_ranks(run_program, 2, lines, mode="thread")
+    with mock.patch.object(where, name, wrong), pytest.raises(RankError, match=shows):
+        run_ranks(run_program, 2, lines, mode="thread")
+
+
+def test_a_call_that_is_made_again_as_if_nothing_had_been_shows() -> None:
+    with mock.patch.object(FlightRecorder, "ended_by"), pytest.raises(RankError, match=r"PeerTimeout \[\]"):
+        run_ranks(run_programs, 2, list(range(1, 26)), mode="thread", timeout=240)

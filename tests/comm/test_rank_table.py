@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +212,15 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
     for place in ("/dev/zero", tmp_path):
         with pytest.raises(RankTableError, match="cannot be read: not a regular file"):
             RankTable.load(place)
+
+
+def test_a_pipe_to_which_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+    """In a process of its own, which can be ended where it waits."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = f"from thinwire.comm import RankTable; RankTable.load({str(pipe)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "RankTableError" in done.stderr and "not a regular file" in done.stderr
 
 
 def test_on_cuda_the_tables_device_is_taken(monkeypatch):

@@ -26,20 +26,21 @@ def _parallel(comm: Communicator, transport: str, top_k: int = 1) -> tw.ExpertPa
 
 
 def _counts_of_layers(comm: Communicator, transport: str) -> list[list[int]]:
-    """Counts of three rounds that are kept, and one of them saved in a graph."""
+    """Counts and offsets of three rounds that are kept, and one of them saved in a graph."""
     kept, x = [], torch.ones(4, HIDDEN, requires_grad=True)
     with _parallel(comm, transport) as ep:
         for number in (1, 2, 3):
             ids = torch.full((4, 1), 3 * comm.rank + number - 1)
             d = ep.dispatch(x, ids, torch.ones(4, 1))
-            kept.append(d.expert_counts)
+            kept.append((d.expert_counts, d.expert_offsets))
             mean = torch.segment_reduce(d.tokens, "mean", lengths=d.expert_counts, unsafe=True).nan_to_num()
             ep.combine(d.tokens, d)
             if number == 1:
                 first = mean.sum()
         first.backward()
     assert torch.equal(x.grad, torch.full((4, HIDDEN), 0.25))
-    return [counts.tolist() for counts in kept]
+    assert all(torch.equal(offsets[1:], counts.cumsum(0)) for counts, offsets in kept)
+    return [counts.tolist() for counts, _ in kept]
 
 
 @each_transport

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -242,3 +244,13 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(call, tmp_path):
     for place in ("/dev/zero", tmp_path):
         with pytest.raises(CheckpointError, match="not a regular file"):
             call(place)
+
+
+@pytest.mark.parametrize("call", ["read_metadata(pipe)", "load_checkpoint(MoELayer(8, 6, 4, 2), pipe)"])
+def test_a_pipe_to_which_nobody_writes_is_not_waited_for(call: str, tmp_path: Path) -> None:
+    """In a process of its own: no exception ends who waits there."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = f"from thinwire.moe.checkpoint import *; from thinwire import MoELayer; pipe = {str(pipe)!r}; {call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "CheckpointError" in done.stderr and "not a regular file" in done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -107,6 +110,12 @@ _SIZES = [
 def test_errors_are_within_what_is_documented(hidden: int, ff: int, gated: bool, wire: str) -> None:
     (error,) = run_ranks(_error, 1, hidden, ff, gated, wire, mode="thread", timeout=100)
     assert 0.01 < error < 0.025, error
+
+
+def test_the_bound_that_holds_is_the_one_that_is_documented() -> None:
+    page = Path(__file__).parents[2] / "docs/rounds.md"
+    for text in (page.read_text(), Int8Experts.__doc__ or ""):
+        assert re.search(r"within\s+0\.025 \(relative L2", text)
 
 
 @pytest.mark.exhaustive

@@ -224,9 +224,23 @@ _PROGRESS = [
          reduced=False),
 ]  # fmt: skip
 
+_VERDICT = [
+    _holds("verdict", "3 ranks, links come back: all hold one verdict", "HEALS", 10_000_000),
+    _holds("verdict", "3 ranks, any links cut", "NO_CHANGES", 2_000_000),
+    _holds("verdict", "3 ranks, a link is cut at any time", "UP", 6_000_000),
+    _holds("verdict", "the same, a majority as the quorum", "UP MAJORITY", 6_000_000),
+    Case("verdict", "goal: two go on without the third", "UP GOAL_WORLD", GOAL),
+    Case("verdict", "a rank makes a verdict by itself", "NO_CHANGES BROKEN_ALONE", "((world[a]>>a)&1)&&"),
+    Case("verdict", "the first verdict holds, not the stronger", "HEALS BROKEN_FIRST", "held[a]==held[b]"),
+    Case("verdict", "only boards of the lost are looked at", "HEALS BROKEN_ONLY_LOST", "held[a]==held[b]"),
+    Case(
+        "verdict", "members go on unconfirmed", "NO_CHANGES BROKEN_UNCONFIRMED", "!(((world[a]>>b)&1))||(world[b]!=0)"
+    ),
+]
+
 CASES = [
     *_ROUND_TRIP, *_PUBLISH, *_CORRUPTION, *_EXCHANGE, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
-    *_REBUILD,
+    *_REBUILD, *_VERDICT,
 ]  # fmt: skip
 
 
@@ -324,9 +338,9 @@ def _finding(output: str, errors: float) -> str:
     if errors < 0:
         return f"no verdict: {output.strip()[-200:]!r}"
     if violated := re.search(r"^pan:\d+: assertion violated +(.*?) \(at depth \d+\)$", output, re.MULTILINE):
-        text = violated.group(1)
+        text = violated.group(1).strip()
         # pan puts most conditions into brackets of its own.
-        return text[1:-1] if text.startswith("(") and text.endswith(")") else text
+        return (text[1:-1] if text.startswith("(") and text.endswith(")") else text).strip()
     if re.search(r"^pan:\d+: invalid end state", output, re.MULTILINE):
         return DEADLOCK
     if errors > 0 or "Search not completed" in output:
