@@ -18,13 +18,13 @@ class OwnLayer(nn.Module):
 
     def __init__(self, ep: tw.ExpertParallel, experts: list[nn.Module], router: nn.Linear) -> None:
         super().__init__()
-        self.ep, self.router = ep, router
+        self.ep, self.router, self.layer = ep, router, ep.next_layer()  # so that ranks never meet in two layers
         self.experts = nn.ModuleList(experts[ep.local_experts.start : ep.local_experts.stop])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        d = self.ep.dispatch(x, ids, weights)  # d.tokens: a row for each of this rank's experts, sorted by expert
-        rows = d.tokens.split(d.expert_counts.tolist())
+        d = self.ep.dispatch(x, ids, weights, layer=self.layer)
+        rows = d.tokens.split(d.expert_counts.tolist())  # d.tokens: a row for each of this rank's experts, by expert
         return self.ep.combine(torch.cat([expert(r) for expert, r in zip(self.experts, rows, strict=True)]), d)
 
 
@@ -33,7 +33,7 @@ class ByToken(OwnLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        d = self.ep.dispatch(x, ids, weights)
+        d = self.ep.dispatch(x, ids, weights, layer=self.layer)
         records, ids, weights = d.records, d.record_ids, d.record_weights  # ids of this rank's experts, -1 for others
         parts = [(weights * (ids == e)).sum(1, keepdim=True) * expert(records) for e, expert in enumerate(self.experts)]
         return self.ep.combine(torch.stack(parts).sum(0), d, weighted=True)

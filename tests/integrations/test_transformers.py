@@ -20,7 +20,7 @@ import thinwire as tw
 from tests.integrations.models import CASES, Case, quiet, run, write_models
 from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
-from thinwire.errors import CapacityError, WireFormatError
+from thinwire.errors import CapacityError, RoutingError, WireFormatError
 from thinwire.integrations.transformers import NAMES, EPImplementationInterface, ThinwireEP, register
 from thinwire.testing import run_ranks
 
@@ -162,7 +162,18 @@ def own_settings(comm: Communicator) -> None:
     assert 1e-3 < error < INT8_GATE
 
 
-@pytest.mark.parametrize("check", [uneven_batches, experts_alone, own_settings])
+def a_layer_left_out(comm: Communicator) -> None:
+    """The layers share an ExpertParallel; rank 1 raised between its two layers, and takes the next batch."""
+    layers = [of_mesh(comm, "thinwire:none")[1] for _ in range(2)]
+    drawn = batch(4, [1, 2], 0)
+    for layer in layers:
+        layer(*drawn)
+    layers[0](*drawn)
+    with pytest.raises(RoutingError, match="of layer"):
+        layers[1 - comm.rank](*drawn)
+
+
+@pytest.mark.parametrize("check", [uneven_batches, experts_alone, own_settings, a_layer_left_out])
 def test_a_layer_over_two_ranks(check: Any) -> None:
     run_ranks(check, 2)
 

@@ -41,7 +41,8 @@ class ThinwireEP(EPImplementation):
     """The experts of one layer: their tokens come and go through an `ExpertParallel` that all layers share.
 
     The ranks of an expert group may hold different batches, or, those of a tensor-parallel group, the same one: of that
-    each sends a slice. Ranks call the layers in the same order, with any number of tokens, none too.
+    each sends a slice. Ranks call the layers in the same order, with any number of tokens, none too; a rank that leaves
+    out a layer gets RoutingError with the others.
     """
 
     settings: dict[str, Any] = {}  # of ExpertParallel
@@ -52,6 +53,7 @@ class ThinwireEP(EPImplementation):
         self.experts = experts
         self._comm: Communicator | None = None
         self._capacity = 0 if self.max_tokens is None else self.max_tokens
+        self._layer: int | None = None  # for `ExpertParallel.dispatch`, from the first call on
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -76,7 +78,9 @@ class ThinwireEP(EPImplementation):
         if torch.is_grad_enabled() and not (x.requires_grad or weights.requires_grad):
             # Where experts alone are trained, gradients have to come to them all the same.
             x = x.detach().requires_grad_(any(weight.requires_grad for weight in self.experts.parameters()))
-        d = ep.dispatch(x, ids, weights)
+        if self._layer is None:
+            self._layer = ep.next_layer()
+        d = ep.dispatch(x, ids, weights, layer=self._layer)
         return ep.combine(self._run_experts(d.tokens, d.expert_counts), d)
 
     def _run_experts(self, rows: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
