@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions
@@ -116,9 +117,15 @@ class RoundGradients:
 
     plan: GradientPlan  # from when the round has been dispatched
 
-    def __init__(self, topk_ids: torch.Tensor) -> None:
-        self._ids = topk_ids
+    def __init__(self, topk_ids: torch.Tensor, recorder: FlightRecorder) -> None:
+        self._ids, self._recorder = topk_ids, recorder
+        self._is_open = False  # between its two legs
         self._forget()
+
+    def ended_by(self, error: BaseException) -> None:
+        """Ends the communicator if what comes from outside has ended backward between its legs, or in the second."""
+        if self._is_open:
+            self._recorder.ended_by(error)
 
     def _forget(self) -> None:
         self._rows: torch.Tensor | None = None
@@ -133,6 +140,7 @@ class RoundGradients:
     def of_experts(self, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int) -> torch.Tensor:
         """Combine's backward: the gradients of expert_out; the weights' are kept, if expert_out is given."""
         self._forget()
+        self._is_open = True
         rows, weights = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
         if expert_out is not None:
             pieces = zip(rows.split(_DOT_ROWS), expert_out.split(_DOT_ROWS), strict=True)
@@ -144,6 +152,7 @@ class RoundGradients:
     def of_records(self, dy: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The same of a combine of rows that were weighted: a record's is what came to the place of its first row."""
         self._forget()
+        self._is_open = True
         rows, _ = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
         return torch.nn.functional.pad(rows, (0, 0, 0, 1))[places]  # -1 is the row of zeros behind the last
 
@@ -165,6 +174,7 @@ class RoundGradients:
         dx, dw = self.plan.collect(rows, dots)
         if dw is not None:  # of merged experts: every mention has the gradient of the first
             dw = torch.where(self._ids >= 0, dw.gather(1, first_mentions(self._ids)), 0.0)
+        self._is_open = False
         return dx, dw
 
 
@@ -194,7 +204,11 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(*args: Any) -> Any:
         if torch.is_grad_enabled():
             raise RoutingError("rounds have no second derivatives: call backward without create_graph=True")
-        return backward(*args)
+        try:
+            return backward(*args)
+        except BaseException as error:
+            args[0].gradients.ended_by(error)
+            raise
 
     return refusing
 

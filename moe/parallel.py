@@ -257,7 +257,7 @@ class ExpertParallel(Assembly):
                 started.d._tell_traffic("dispatch")
         if wanted:
             ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-            started.gradients = RoundGradients(ids)
+            started.gradients = RoundGradients(ids, self.comm._recorder)
             started.graph = ids, topk_weights.detach().float().clone()
             if not compiled:
                 started.link = Link.of(x, topk_weights, started.gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,31 @@ def between(text: str, begin: str, end: str, content: str) -> str:
 
 def section() -> str:
     """Markdown: what was run, what came of it, and of which commits it was."""
-    words, checked, parsers = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("fuzz", "fuzz_integrity", "fuzz_parsers")
+    names = ("cuts", "interrupts", "programs", "fuzz", "fuzz_integrity", "fuzz_parsers")
+    cuts, interrupts, programs, words, checked, parsers = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in names
     )
+    ends = Counter[str]()
+    for cell in cuts["cells"]:
+        ends.update(cell["verdicts"])
+    of = interrupts["outcomes"]
     defects = sum(len(target["defects"]) + target["ended_badly"] for target in parsers["targets"].values())
     executions = sum(target["executions"] for target in parsers["targets"].values())
     seconds = sum(target["seconds"] for target in parsers["targets"].values())
     refused = f" {', '.join(checked['refused'])} refuse checksums, and were not run." if checked["refused"] else ""
     seen = checked["outcomes"].get("IntegrityError", 0)
     items = (
+        f"Links between three ranks, each in a network namespace, that were cut for .95 to 4 timeouts, of one rank or "
+        f"between two, in one direction or both: {sum(ends.values())} runs of {len(cuts['cells'])} cells. Three ranks went "
+        f"on in {ends['three go on']}, two in {ends['two go on']}, and nobody noticed in {ends['nobody noticed']}; "
+        f"{cuts['wrong']} had another outcome. {by_commit(cuts, 'runs')}",
+        f"One or two interrupts at random places of a call, caught, and the same call made again: {interrupts['trials']} "
+        f"trials. The call was completed in {of.get('right', 0)}, the communicator ended at the rank, and its peer named "
+        f"it, in {of.get('ended', 0)}, and all ranks were told otherwise in {of.get('told', 0)}; {of.get('wrong', 0)} "
+        f"gave a wrong result.",
+        f"Random programs of all calls, with backward of all and of parts, interrupts, and rounds that a rank leaves open "
+        f"or out: {programs['programs']} programs of {sum(programs['calls'].values())} calls on rank 0; {programs['failed']} "
+        f"differed from plain torch, or gave another error than is documented.",
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
         f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",

@@ -29,7 +29,7 @@ KINDS = (
     "an event",
     "an event, the peer late",
     "an event, another error",
-    "an event, twice",
+    "an event, then a signal",
     "a signal",
     "a signal, the peer late",
     "a signal, another error",
@@ -162,30 +162,23 @@ PLACES = [
 
 
 class Raise:
-    """Raises at some of the events of this thread's profiler."""
+    """Raises at one of the events of this thread's profiler, which ends the profiler, and has a signal follow."""
 
-    def __init__(self, at: set[int], error: type[BaseException]) -> None:
-        self.at, self.error, self.seen = at, error, 0
+    def __init__(self, at: int, error: type[BaseException], then: float = 0.0) -> None:
+        self.at, self.error, self.then, self.seen = at, error, then, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event in ("call", "c_return"):
             self.seen += 1
-            if self.seen in self.at:
+            if self.seen == self.at:
+                signal.setitimer(signal.ITIMER_REAL, self.then)  # 0: none
                 raise self.error
 
 
 def _interrupt(call: Callable[[], Any], kind: str, at: float, rng: random.Random) -> tuple[Any, int]:
     """What the call gives, or the exception that ended it, and how many events it had."""
     error = Interrupted if "another error" in kind else KeyboardInterrupt
-    if kind.startswith("an event"):
-        profile = Raise({int(at), int(at) + 3} if "twice" in kind else {int(at)}, error)
-        try:
-            sys.setprofile(profile)
-            return call(), profile.seen
-        except (Interrupted, KeyboardInterrupt) as caught:
-            return caught, profile.seen
-        finally:
-            sys.setprofile(None)
+    profile = Raise(int(min(at, 1e9)), error, 1e-5 + 1e-4 * rng.random() if "then a signal" in kind else 0.0)
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise error
@@ -194,15 +187,19 @@ def _interrupt(call: Callable[[], Any], kind: str, at: float, rng: random.Random
     signal.signal(signal.SIGPROF, handler)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-6, at))
+            if kind.startswith("an event"):
+                sys.setprofile(profile)
+            else:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, at))
             if kind == "two signals":
                 signal.setitimer(signal.ITIMER_PROF, max(1e-6, at + 0.001 * rng.random()))
-            return call(), 0
+            return call(), profile.seen
         finally:
+            sys.setprofile(None)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
     except (Interrupted, KeyboardInterrupt) as caught:
-        return caught, 0
+        return caught, profile.seen
 
 
 def _compared(found: list[float], expected: list[float]) -> str:
