@@ -155,7 +155,7 @@ class Ground:
         comm = world.split(groups=[range(world.size)])
         comm._exchange.timeout = INNER_TIMEOUT
         kind = KeyboardInterrupt if error == "KeyboardInterrupt" else Interrupted
-        ground = Ground(comm, INNER_TIMEOUT, InLibrary({at}, kind) if world.rank == rank else None)
+        ground = Ground(comm, INNER_TIMEOUT, InLibrary(at, kind) if world.rank == rank else None)
         outcome = "right"
         try:
             for line in lines:

@@ -39,17 +39,17 @@ def section() -> str:
     refused = f" {', '.join(checked['refused'])} refuse checksums, and were not run." if checked["refused"] else ""
     seen = checked["outcomes"].get("IntegrityError", 0)
     items = (
-        f"Links between three ranks, each in a network namespace, that were cut for .95 to 4 timeouts, of one rank or "
-        f"between two, in one direction or both: {sum(ends.values())} runs of {len(cuts['cells'])} cells. Three ranks went "
-        f"on in {ends['three go on']}, two in {ends['two go on']}, and nobody noticed in {ends['nobody noticed']}; "
+        f"Links between three ranks in network namespaces that were cut for .95 to 4 timeouts, of one rank or between "
+        f"two, in one direction or both: {sum(ends.values())} runs of {len(cuts['cells'])} cells. Three ranks went on "
+        f"in {ends['three go on']}, two in {ends['two go on']}, and nobody noticed in {ends['nobody noticed']}; "
         f"{cuts['wrong']} had another outcome. {by_commit(cuts, 'runs')}",
-        f"One or two interrupts at random places of a call, caught, and the same call made again: {interrupts['trials']} "
-        f"trials. The call was completed in {of.get('right', 0)}, the communicator ended at the rank, and its peer named "
-        f"it, in {of.get('ended', 0)}, and all ranks were told otherwise in {of.get('told', 0)}; {of.get('wrong', 0)} "
-        f"gave a wrong result.",
-        f"Random programs of all calls, with backward of all and of parts, interrupts, and rounds that a rank leaves open "
-        f"or out: {programs['programs']} programs of {sum(programs['calls'].values())} calls on rank 0; {programs['failed']} "
-        f"differed from plain torch, or gave another error than is documented.",
+        f"One or two interrupts at random places of a call, caught, and the same call made again: "
+        f"{interrupts['trials']} trials. The call was completed in {of.get('right', 0)}; the communicator ended at the "
+        f"rank, and its peer named it, in {of.get('ended', 0)}; all ranks got another error in {of.get('told', 0)}. "
+        f"{of.get('wrong', 0)} gave a wrong result.",
+        f"Random programs of all calls, with backward of all and of parts, interrupts, and rounds that a rank leaves "
+        f"open or out: {programs['programs']} programs, {sum(programs['calls'].values())} calls on rank 0; "
+        f"{programs['failed']} differed from plain torch, or gave another error than is documented.",
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
         f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",

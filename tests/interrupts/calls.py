@@ -171,7 +171,8 @@ class Raise:
         if event in ("call", "c_return"):
             self.seen += 1
             if self.seen == self.at:
-                signal.setitimer(signal.ITIMER_REAL, self.then)  # 0: none
+                if self.then:
+                    signal.setitimer(signal.ITIMER_REAL, self.then)
                 raise self.error
 
 
