@@ -326,10 +326,10 @@ class Communicator(Collectives):
     def shrink(self, lost: Iterable[int] | None = None) -> Communicator:
         """The communicator of the ranks that are left, whoever is lost. This one is closed. Collective over them.
 
-        Ranks are renumbered in their order; their settings stay. Left out are ranks that are lost, and
-        who does not come within twice the timeout, as another rank may learn so much later that something is wrong; a
-        rank whose process has ended is not waited for. Another call returns the same communicator; when a rank of that
-        one is lost, it can be shrunk in turn.
+        Ranks are renumbered in their order, and settings stay. Left out are ranks that are lost, and those that do not
+        come within twice the timeout, as another rank may learn so much later that something is wrong; a rank whose
+        process has ended is not waited for. Another call returns the same communicator; when a rank of that one is
+        lost, it can be shrunk in turn.
 
         Where `thinwire.init` made this one's process group, the new one takes its place as `torch.distributed`'s
         default group, and all other groups of `torch.distributed` end. Else the new group is for this communicator
@@ -343,7 +343,8 @@ class Communicator(Collectives):
         Raises:
             ArgumentError: `lost` holds something else than ranks of this communicator.
             ThinwireError: it is closed; this rank is one of `lost`; or the others go on without it.
-            PeerTimeout: another rank was lost meanwhile, or no rank can be met. It may be called again.
+            PeerTimeout: another rank was lost meanwhile, or too few have met to go on, see `quorum`. It may be called
+                again.
             TransportUnavailable: over NCCL, and the process group is not `init`'s.
 
         >>> import thinwire as tw
