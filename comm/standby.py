@@ -37,7 +37,8 @@ _T = TypeVar("_T")
 
 QUORUMS = ("any", "majority")
 
-_SILENT_SECONDS = 1.0  # until a process that is stopped is asked again
+_SILENT_SECONDS = 1.0  # until a process is asked again that has left several requests unanswered
+_PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or behind a link that comes back
 _MOST_THREADS = 16
 _MOST_REASON = 150  # characters, which take up to 12 bytes each
 _LOOPBACK = "127.0.0.1"
@@ -76,7 +77,7 @@ class Standby:
             own.open(token, self.size)
         self._missed: set[int] = set()  # by this rank
         self._ended: set[int] = set()  # processes
-        self._stopped: dict[int, float] = {}  # and when they are asked again
+        self._stopped: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
         self._attempts = 0
 
     @classmethod
@@ -239,7 +240,7 @@ class Standby:
     def _meet(self, host: int, attempt: int, awaited: set[int], timeout: float) -> list[int]:
         decided, end = f"members/{attempt}", time.monotonic() + timeout
         while True:
-            board = self._pin(host, f"here/{attempt}/{self.rank}", [])
+            board = self._pin_patiently(host, f"here/{attempt}/{self.rank}", [])
             if decided in board:
                 return board[decided]
             self._require_not_in(board.get(LOST, ()))
@@ -247,7 +248,7 @@ class Standby:
             found = self._ask_all(awaited.difference(here)).values()
             if awaited <= {*here, *self._ended} or time.monotonic() > end:
                 if self._are_enough(here):
-                    return self._pin(host, decided, here).get(decided, here)
+                    return self._pin_patiently(host, decided, here).get(decided, here)
                 for notes in found:
                     self._require_not_in(notes.get(LOST, ()))
                 raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
@@ -273,18 +274,34 @@ class Standby:
             assert self._own is not None
             return self._own.pin(self._token, key, list(note))
         try:
-            return boards.ask(self._addresses[rank], self._token, self.size, key, list(note))
+            notes = boards.ask(self._addresses[rank], self._token, self.size, key, list(note))
         except Gone:
             self._ended.add(rank)
             raise
         except Stopped:
-            self._stopped[rank] = time.monotonic() + _SILENT_SECONDS
+            unanswered = self._stopped.get(rank, (0, 0.0))[0] + 1
+            self._stopped[rank] = unanswered, time.monotonic() + _SILENT_SECONDS * (unanswered > 1)
             raise
+        self._stopped.pop(rank, None)
+        return notes
+
+    def _pin_patiently(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
+        """The same, though an answer may fail to come now and then."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return self._pin(rank, key, note)
+            except Unanswered as error:
+                if isinstance(error, Gone) or time.monotonic() > end:
+                    raise
+            time.sleep(LOOK_SECONDS)
 
     def _ask_all(self, ranks: Iterable[int]) -> dict[int, Notes]:
         """The boards of those that answer, in ascending rank; who has ended is known then."""
         now = time.monotonic()
-        asked = [rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._stopped.get(rank, 0.0) <= now]
+        asked = [
+            rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._stopped.get(rank, (0, 0.0))[1] <= now
+        ]
 
         def ask(rank: int) -> Notes | None:
             try:
@@ -330,10 +347,10 @@ class Meeting:
             store = dist.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
             )
-            standby._pin(self._host, key, [port])
+            standby._pin_patiently(self._host, key, [port])
             return endless_in_children(store)
         end = time.monotonic() + self._timeout
-        while not (told := standby._pin(self._host).get(key)):
+        while not (told := standby._pin_patiently(self._host).get(key)):
             if time.monotonic() > end:
                 raise Unanswered(f"rank {self.members[0]} has made no store")
             time.sleep(LOOK_SECONDS)
@@ -344,7 +361,7 @@ class Meeting:
         standby, outcome, end = self._standby, f"outcome/{self._attempt}", time.monotonic() + self._timeout
         key = f"made/{self._attempt}"
         try:
-            board = standby._pin(self._host, f"{key}/{standby.rank}" if made else "")
+            board = standby._pin_patiently(self._host, f"{key}/{standby.rank}" if made else "")
             while made and outcome not in board and time.monotonic() < end:
                 missing = {rank for rank in self.members if f"{key}/{rank}" not in board}
                 standby._ask_all(missing)
@@ -352,11 +369,11 @@ class Meeting:
                     made = not missing
                     break
                 time.sleep(LOOK_SECONDS)
-                board = standby._pin(self._host)
+                board = standby._pin_patiently(self._host)
             else:
                 made = False
             # Who is to go on is in the note: all, or nobody.
-            return bool(standby._pin(self._host, outcome, self.members if made else []).get(outcome))
+            return bool(standby._pin_patiently(self._host, outcome, self.members if made else []).get(outcome))
         except Unanswered:
             return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -299,6 +300,7 @@ def test_a_process_that_is_stopped_holds_nobody_up() -> None:
     try:
         rank_0 = Address("127.0.0.1", int(process.stdout.readline()), "")
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         own = [Boards("127.0.0.1") for _ in range(2)]
         addresses = [rank_0, *(board.address for board in own)]
         rank_1, rank_2 = (Standby(rank, addresses, "token", own[rank - 1], 5.0) for rank in (1, 2))
