@@ -49,7 +49,7 @@ def section() -> str:
         f"{of.get('wrong', 0)} gave a wrong result.",
         f"Random programs of all calls, with backward of all and of parts, interrupts, and rounds that a rank leaves "
         f"open or out: {programs['programs']} programs, {sum(programs['calls'].values())} calls on rank 0; "
-        f"{programs['failed']} differed from plain torch, or gave another error than is documented.",
+        f"{len(programs['failed'])} differed from plain torch, or gave another error than is documented.",
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
         f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",
