@@ -85,7 +85,7 @@ def test_every_macro_is_known_and_every_variant_is_checked(path: Path) -> None:
 
 
 # Such as: triton_kernels/cpu/signal.py publish
-_REFERENCE = re.compile(r"((?:fused|moe|triton_kernels)/[\w/]+\.py) (\w+)")
+_REFERENCE = re.compile(r"((?:comm|fused|moe|triton_kernels)/[\w/]+\.py) (\w+)")
 
 
 def _references() -> list[tuple[str, str]]:

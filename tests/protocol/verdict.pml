@@ -1,4 +1,6 @@
-/* Who is lost, as ranks agree at their boards (thinwire/comm/standby.py), while links are cut and come back.
+/* Who is lost, as ranks agree at their boards, while links are cut and come back. The steps are those of
+comm/standby.py _vote, comm/standby.py _settle, comm/standby.py _meet and comm/standby.py confirm; a board keeps what
+comm/boards.py _pin says.
 
 A rank reports whom it misses on the board of the lowest rank that it reaches, and may make a verdict there once enough
 have reported: time may be up at any moment, so a rank that sleeps and wakes late is one that takes its steps late. It
