@@ -2,8 +2,8 @@
 
 Each communicator has a board in each of its processes: notes, which are lists of ranks under a key. A request is one
 line of JSON, `[name of the board, key, note]`: the note is pinned there, or nothing is where the key is empty, and the
-answer is the whole board. What was pinned under a key stays, but for a verdict, key `LOST`, which a stronger one takes
-the place of, and for whom a rank has missed, where the newest counts.
+answer is the whole board. A note stays as it was first pinned; but of verdicts, key `LOST`, the stronger stays, and of
+reports whom a rank misses the newest.
 
 Requests come over TCP, where a thread of this process answers them. Nobody needs to be there to take in a *letter*, the
 same line in a datagram at the same port: it waits in the kernel while the process is stopped, also when who sent it has
@@ -93,6 +93,8 @@ class Boards:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_MOST_AT_ONCE):
                     letter = self._letters.recv(_MOST_BYTES)
+                    if letter[2:].partition(b'"')[0].decode(errors="replace") not in self._boards:
+                        continue  # reading it whole takes long
                     with contextlib.suppress(ThinwireError, KeyError):
                         self._pin(*decode(letter, _REQUEST, "a letter"))
             return dict(self._pin(name, key, note or []))
@@ -130,6 +132,7 @@ class Boards:
                         time.sleep(0.01)
                     else:
                         connection.setblocking(False)
+                        _sockets_of_rank.add(connection)
                         connections[connection] = bytearray()
                         selector.register(connection, selectors.EVENT_READ)
                     while len(connections) > _MOST_CONNECTIONS:

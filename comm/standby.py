@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 
 QUORUMS = ("any", "majority")
 
+_MORE_SECONDS = 5.0  # at most, for a vote whose time is up while ranks still come
 _SILENT_SECONDS = 1.0  # until a process is asked again that has left several requests unanswered
 _PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or behind a link that comes back
 _MOST_THREADS = 16
@@ -76,9 +77,9 @@ class Standby:
         if own is not None:
             own.open(token, self.size)
         self._missed: set[int] = set()  # by this rank
+        self._told: set[int] = set()  # who was lost by verdicts so far
         self._ended: set[int] = set()  # processes
         self._stopped: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
-        self._attempts = 0
 
     @classmethod
     def open(
@@ -91,7 +92,7 @@ class Standby:
         try:
             own = _serve(_LOOPBACK if shared else _facing_address())
             address = own.address
-        except (OSError, RuntimeError, Unanswered) as error:
+        except (OSError, RuntimeError, ValueError, Unanswered) as error:
             address = Address("", 0, str(error)[:_MOST_REASON])
         told = [Address(*entry) for entry in gather(list(address), (str, int, str))]
         checked = [_checked(peer, entry) for peer, entry in enumerate(told)]
@@ -114,13 +115,18 @@ class Standby:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. Without any suspects
-        this rank says that it is there, and waits for nobody. The first verdict holds for all that come later, unless a
-        stronger one was made where they could not see it.
+        this rank says that it is there, and concludes nothing. The first verdict holds for all that come later, unless
+        a stronger one was made where they could not see it.
         """
         if not self.can_agree:
             return Verdict((), f"who is lost is not known, as {self._reason()}")
         self._missed |= {*suspects}
-        lost = self._settle(self._timeout if self._missed else 0.0)
+        if self._missed:
+            lost = self._settle(self._timeout)
+        else:
+            self._report(range(self.size))
+            lost = self._known()
+        self._told |= {*(lost or ())}
         return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
 
     def _settle(self, limit: float) -> tuple[int, ...] | None:
@@ -162,12 +168,15 @@ class Standby:
             if known is not None and (self.rank not in known or len(among) == self.size):
                 return known
             is_over = report_time.is_over((host, len(reports)))
+            if time.monotonic() > end + _MORE_SECONDS:  # links that come and go would begin it anew for ever
+                return known
             if is_over or len(reports.keys() | self._ended) == self.size:
                 missed = {rank for report in reports.values() for rank in report}
                 lost = sorted((missed | self._ended) - reports.keys())
                 if self._are_enough(reports) and (known is None or len(lost) < len(known)):
                     with contextlib.suppress(Unanswered):  # it has ended just now
-                        return tuple(self._pin(host, LOST, lost).get(LOST, lost))
+                        if all(f"missed/{rank}" not in self._pin(host) for rank in lost):  # nor while others were asked
+                            return tuple(self._pin(host, LOST, lost).get(LOST, lost))
                 elif is_over and time.monotonic() > end:
                     return known
             time.sleep(LOOK_SECONDS)
@@ -175,12 +184,11 @@ class Standby:
     def _report(self, among: Collection[int]) -> tuple[int, Notes]:
         """The lowest of some ranks that answers, and its board, where this rank's report is then."""
         key, missed = f"missed/{self.rank}", sorted(self._missed)
-        lower = [rank for rank in sorted(among) if rank < self.rank][:_MOST_THREADS]
-        for rank in self._ask_all(lower):
-            try:
-                return rank, self._pin(rank, key, missed)
-            except Unanswered:
-                continue  # it has ended just now
+        lower = [rank for rank in sorted(among) if rank < self.rank and rank not in self._ended]
+        for first in range(0, len(lower), _MOST_THREADS):
+            for rank in self._ask_all(lower[first : first + _MOST_THREADS]):
+                with contextlib.suppress(Unanswered):  # it has ended just now
+                    return rank, self._pin(rank, key, missed)
         return self.rank, self._pin(self.rank, key, missed)
 
     def _known(self) -> tuple[int, ...] | None:
@@ -210,49 +218,57 @@ class Standby:
         """
         if not self.can_agree:
             raise PeerTimeout(f"rank {self.rank} of {self.size}: the ranks cannot meet, as {self._reason()}")
-        self._require_not_in(lost)  # before a verdict, which is for good
-        self._missed |= {*lost}
+        own = {*lost} - self._told  # others may have changed with a stronger verdict
+        self._require_not_in(own)  # before a verdict, which is for good
+        self._missed |= own
         verdict = self._settle(timeout)
         if verdict is None:
             raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
         self._require_not_in(verdict)
-        attempt, self._attempts = self._attempts, self._attempts + 1
-        awaited = {*range(self.size)} - {*lost, *verdict}
+        awaited = {*range(self.size)} - {*own, *verdict}
         failures = []
         for host in range(self.size):
             if host in verdict or host in self._ended:
                 continue
             try:
-                members = self._meet(host, attempt, awaited, timeout)
+                attempt, members = self._meet(host, awaited, timeout)
             except Unanswered as error:
                 failures.append(f"rank {host}: {error}")
                 continue
-            if self.rank not in members:
-                raise ThinwireError(
-                    f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came "
-                    "too late"
-                )
+            self._require_in(members)
             return Meeting(self, host, attempt, members, timeout)
         raise PeerTimeout(
             f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby answers ({'; '.join(failures)})"
         )
 
-    def _meet(self, host: int, attempt: int, awaited: set[int], timeout: float) -> list[int]:
-        decided, end = f"members/{attempt}", time.monotonic() + timeout
+    def _meet(self, host: int, awaited: set[int], timeout: float) -> tuple[int, list[int]]:
+        """Which attempt to meet at a host this is, by its board, and who is in it."""
+        attempt, end = 0, time.monotonic() + timeout
         while True:
-            board = self._pin_patiently(host, f"here/{attempt}/{self.rank}", [])
+            for notes in (self._pin(self.rank), board := self._pin_patiently(host)):
+                for key in [key for key in notes if key.startswith("outcome/") and notes[key]]:
+                    self._require_in(notes[key])
+            while f"outcome/{attempt}" in board:
+                attempt += 1
+            board = self._pin_patiently(host, f"here/{attempt}/{self.rank}")
+            decided = f"members/{attempt}"
             if decided in board:
-                return board[decided]
+                return attempt, board[decided]
             self._require_not_in(board.get(LOST, ()))
             here = [rank for rank in sorted(awaited) if f"here/{attempt}/{rank}" in board]
-            found = self._ask_all(awaited.difference(here)).values()
+            self._ask_all(awaited.difference(here))
             if awaited <= {*here, *self._ended} or time.monotonic() > end:
                 if self._are_enough(here):
-                    return self._pin_patiently(host, decided, here).get(decided, here)
-                for notes in found:
-                    self._require_not_in(notes.get(LOST, ()))
+                    return attempt, self._pin_patiently(host, decided, here).get(decided, here)
                 raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
             time.sleep(LOOK_SECONDS)
+
+    def _require_in(self, members: Collection[int]) -> None:
+        if self.rank not in members:
+            raise ThinwireError(
+                f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came too "
+                "late"
+            )
 
     def _require_not_in(self, lost: Collection[int]) -> None:
         if self.rank in lost:
@@ -309,10 +325,10 @@ class Standby:
             except Unanswered:
                 return None
 
-        if len(asked) > 1:
-            with ThreadPoolExecutor(min(len(asked), _MOST_THREADS)) as pool:
+        try:
+            with ThreadPoolExecutor(min(len(asked), _MOST_THREADS) or 1) as pool:
                 answers = [*pool.map(ask, asked)]
-        else:
+        except RuntimeError:  # no more threads are to be had
             answers = [ask(rank) for rank in asked]
         return {rank: notes for rank, notes in zip(asked, answers, strict=True) if notes is not None}
 
@@ -362,18 +378,19 @@ class Meeting:
         key = f"made/{self._attempt}"
         try:
             board = standby._pin_patiently(self._host, f"{key}/{standby.rank}" if made else "")
-            while made and outcome not in board and time.monotonic() < end:
+            while made and outcome not in board:
                 missing = {rank for rank in self.members if f"{key}/{rank}" not in board}
                 standby._ask_all(missing)
-                if missing <= standby._ended:
+                if missing <= standby._ended or time.monotonic() > end:
                     made = not missing
                     break
                 time.sleep(LOOK_SECONDS)
                 board = standby._pin_patiently(self._host)
-            else:
-                made = False
             # Who is to go on is in the note: all, or nobody.
-            return bool(standby._pin_patiently(self._host, outcome, self.members if made else []).get(outcome))
+            members = standby._pin_patiently(self._host, outcome, self.members if made else [])[outcome]
+            for rank in {*range(standby.size)} - {*members} if members else ():  # whoever comes when all have ended
+                boards.leave(standby._addresses[rank], standby._token, outcome, members)
+            return bool(members)
         except Unanswered:
             return False
 

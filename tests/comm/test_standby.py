@@ -174,6 +174,20 @@ def meet(ranks: Iterable[Linked], timeout: float = 2.0) -> list[list[int] | str]
         return [*pool.map(come, ranks)]
 
 
+def meet_and_confirm(ranks: Iterable[Linked], timeout: float = 2.0) -> list[list[int] | str]:
+    """The same, and those who come to one go on."""
+
+    def come(rank: Linked) -> list[int] | str:
+        try:
+            meeting = rank.meet(rank.agree([]).ranks, timeout)
+        except ThinwireError as error:
+            return str(error)
+        return meeting.members if meeting.confirm(True) else "not confirmed"
+
+    with ThreadPoolExecutor(8) as pool:
+        return [*pool.map(come, ranks)]
+
+
 @pytest.fixture
 def no_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network that loses them."""
@@ -232,6 +246,46 @@ def test_most_ranks_are_not_ended_by_a_letter_of_few() -> None:
     assert vote(ranks[2:], [[0], [1], [0, 1]]) == [(0, 1)] * 3
     cut_between(ranks)
     assert vote(ranks, [[]] * 5) == [(0, 1)] * 5
+
+
+def test_many_lost_ranks_below_do_not_keep_the_others_apart() -> None:
+    ranks = Linked.several(19)
+    for rank in ranks[:17]:
+        end(rank)
+    assert vote(ranks[17:], [[0], [1]]) == [tuple(range(17))] * 2
+    assert meet_and_confirm(ranks[17:]) == [[17, 18]] * 2
+
+
+def test_ranks_that_have_tried_in_vain_meet_in_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = ranks = Linked.several(3, timeout=0.2)
+    end(third)
+    assert vote(ranks[:2], [[2], [2]]) == [(2,)] * 2
+    monkeypatch.setattr(first, "_are_enough", lambda present: len(present) > 1)
+    for _ in range(2):
+        assert "none goes on alone" in str(meet([first], 0.2)[0])
+    assert not second.meet([], 0.2).confirm(True), "the first was here, and has gone again"
+    assert meet_and_confirm(ranks[:2]) == [[0, 1]] * 2
+
+
+def test_a_rank_that_the_others_have_left_out_is_told_when_they_have_ended() -> None:
+    ranks = Linked.several(4)
+    assert vote(ranks, [[1], [0], [0], [0]]) == [()] * 4
+    assert meet_and_confirm(ranks[:3], 0.5) == [[0, 1, 2]] * 3
+    for rank in ranks[:3]:
+        end(rank)
+    assert "rank 3 of 4 is not among those that go on, ranks 0, 1, 2: it came too late" in str(meet([ranks[3]])[0])
+
+
+def test_a_rank_that_few_have_named_goes_on_with_more_that_outvote_them(no_letters: None) -> None:
+    ranks = Linked.several(5)
+    cut_between(ranks, [0, 1], [2, 3, 4])
+    assert vote(ranks[:2], [[2, 3, 4]] * 2) == [(2, 3, 4)] * 2
+    cut_between(ranks, [0, 1, 2], [3, 4])
+    assert ranks[2].agree([0]).ranks == (2, 3, 4)
+    cut_between(ranks, [0, 1], [2, 3, 4])
+    vote(ranks[3:], [[0, 1]] * 2)
+    cut_between(ranks)
+    assert meet_and_confirm(ranks)[2:] == [[2, 3, 4]] * 3
 
 
 def test_with_a_majority_as_quorum_no_half_goes_on() -> None:
