@@ -371,8 +371,10 @@ def be_killed_at(comm, moment, folder):
             allocate(comm, 10_000)
     assert caught.value.ranks == (1,), caught.value
     gc.collect()
-    (Path(folder) / str(comm.rank)).write_text(repr((held() == before, held()[1])))
     deadline = time.monotonic() + 20
+    while held() != before and time.monotonic() < deadline - 10:  # the other may still ask this one's board
+        time.sleep(0.01)
+    (Path(folder) / str(comm.rank)).write_text(repr((held() == before, held()[1])))
     while len(os.listdir(folder)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
