@@ -121,11 +121,7 @@ class Standby:
         if not self.can_agree:
             return Verdict((), f"who is lost is not known, as {self._reason()}")
         self._missed |= {*suspects}
-        if self._missed:
-            lost = self._settle(self._timeout)
-        else:
-            self._report(range(self.size))
-            lost = self._known()
+        lost = self._settle(self._timeout if self._missed else 0.0)
         self._told |= {*(lost or ())}
         return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
 
@@ -173,7 +169,8 @@ class Standby:
             if is_over or len(reports.keys() | self._ended) == self.size:
                 missed = {rank for report in reports.values() for rank in report}
                 lost = sorted((missed | self._ended) - reports.keys())
-                if self._are_enough(reports) and (known is None or len(lost) < len(known)):
+                may_conclude = self._are_enough(reports) and (self._missed or limit > 0)
+                if may_conclude and (known is None or len(lost) < len(known)):
                     with contextlib.suppress(Unanswered):  # it has ended just now
                         if all(f"missed/{rank}" not in self._pin(host) for rank in lost):  # nor while others were asked
                             return tuple(self._pin(host, LOST, lost).get(LOST, lost))
