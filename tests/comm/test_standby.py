@@ -314,6 +314,14 @@ def test_who_has_given_up_and_misses_nobody_waits_for_nobody() -> None:
     assert vote(others, [[0], [0]]) == [()] * 2, "it has said that it is there"
 
 
+def test_who_has_given_up_and_misses_nobody_makes_no_verdict() -> None:
+    """It would be the strongest, and hold when this rank has ended."""
+    first, second = Linked.several(2)
+    assert first.agree([]).ranks == ()
+    end(first)
+    assert second.agree([0]).ranks == (0,)
+
+
 def test_a_quorum_is_one_of_two() -> None:
     with pytest.raises(ArgumentError, match="quorum is 'half', expected None, 'any' or 'majority'"):
         standby.resolve_quorum("half")
