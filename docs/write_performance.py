@@ -16,10 +16,10 @@ _HEAD = """\
 # Performance
 
 Every figure on this page comes from a file in `benchmarks/results`, which names its command, commit and machine. All
-that is measured is of CPUs: **nothing has been measured on a GPU yet**, and [the speed of light](#the-speed-of-light)
-is reckoned. What is compared ran in the same processes, in turn, round after round; ratios are medians of those within
-rounds, and above 1 means that thinwire was faster. Two cores share all ranks, their memory and, over links, the work of
-the network: read ratios, not times.
+that is measured is of CPUs, but for the kernels of a round on [one GPU](#kernels-on-one-h200): **nothing has been
+measured between GPUs yet**, and [the speed of light](#the-speed-of-light) is reckoned. What is compared ran in the same
+processes, in turn, round after round; ratios are medians of those within rounds, and above 1 means that thinwire was
+faster. Two cores share all ranks, their memory and, over links, the work of the network: read ratios, not times.
 
 `thinwire bench` measures on your machine.
 """
@@ -49,7 +49,7 @@ call can take less than either of the last two (`python -m benchmarks.bench_link
 
 def page() -> str:
     """The whole page."""
-    rest = _codec(), _collective_accuracy(), _safety(), _machine_code(), _speed_of_light(), _not_shown()
+    rest = _codec(), _collective_accuracy(), _safety(), _one_gpu(), _machine_code(), _speed_of_light(), _not_shown()
     parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
 
@@ -378,6 +378,41 @@ def _speed_of_light() -> str:
     )
 
 
+def _one_gpu() -> str:
+    found = json.loads((RESULTS.parent / "h200" / "kernels.json").read_text())
+    machine, figures = found["machine"], {(f["tokens"], f["wire"], f["what"]): f for f in found["figures"]}
+    whats = [what for what in dict.fromkeys(what for _, _, what in figures) if what != "copy"]
+    tokens = list(dict.fromkeys(number for number, _, _ in figures))
+    rows = [
+        [what if what.endswith("threads") else f"`{what}`" if what != "round" else "round"]
+        + [_of_kernel(figures[number, wire, what]) for number in tokens for wire in ("int8", "none")]
+        for what in whats
+    ]
+    copies = sorted(figure["GB/s"] for figure in figures.values() if figure["what"] == "copy")
+    return "\n".join(
+        (
+            f"## Kernels on one {machine['gpu'].removeprefix('NVIDIA ')}\n",
+            _wrapped(
+                "Measured, without a link: one thread plays eight ranks on one GPU, kernel by kernel in CUDA graphs. "
+                "In us of a rank, and in brackets the share of a plain copy's bandwidth, counting only what a kernel "
+                f"cannot but read and write; the copy moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s. 7168 elements, "
+                "8 of 256 experts, bfloat16 tokens. `route` reads little: its time is that of its launches. "
+                '"Round" is all nine launches of dispatch, gather and combine. "2 threads" and "8 threads" are rounds '
+                "of ranks that run at once on that GPU, signals and waits included. They share its memory and "
+                "multiprocessors, so with many tokens N ranks take about N times as long as one."
+            ),
+            _table(["", *(f"{number} tokens, {wire}" for number in tokens for wire in ("int8", "none"))], rows),
+            f"*Source: `python -m benchmarks.gpu_kernels`, {machine['gpu']}, torch {machine['torch']}, Triton "
+            f"{machine['triton']}: [kernels.json](../benchmarks/results/h200/kernels.json).*\n",
+        )
+    )
+
+
+def _of_kernel(figure: dict[str, Any]) -> str:
+    share = f" ({figure['share']:.2f})" if figure["share"] >= 0.005 else ""
+    return f"{figure['us']:,.1f}{share}"
+
+
 def _machine_code() -> str:
     folder = RESULTS.parent / "machine_code"
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))
@@ -415,9 +450,9 @@ def _not_shown() -> str:
     return """\
 ## What these figures do not show
 
-GPUs, NVLink, NCCL, real networks, more ranks than two cores can hold without sharing. What the published figures of
-others say, and what a model of latency and bandwidth predicts for thinwire, is in [Plan](planning.md): predicted, not
-measured.
+Several GPUs, NVLink, NCCL, real networks, more ranks than two cores can hold without sharing. What the published
+figures of others say, and what a model of latency and bandwidth predicts for thinwire, is in [Plan](planning.md):
+predicted, not measured.
 """
 
 

@@ -160,7 +160,7 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False, there=True):
-    """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and nothing.
+    """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and zero.
 
     `base` points, as int8, to where the record begins. What is past the row's end is zero, and all of it where the
     record is not `there`, which is not read then. ONCE: all that uses a scale uses one and the same load of it. A load
@@ -170,7 +170,7 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = Fal
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), None
+        return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), 0
     else:
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]

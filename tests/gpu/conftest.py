@@ -23,14 +23,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run may be cut off, and must have told what failed until then; not when it ends, as pytest does."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed:\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
-    """By several processes at once; a test that needs others compiles them by itself."""
     if request.config.pluginmanager.has_plugin("tests.ptx.standin"):
         return  # which compiles what it runs
-    from tests.gpu.warm import configurations
-    from thinwire.progress import Report
-    from thinwire.warmup.compile import compile_ahead
-    from thinwire.warmup.target import archs_here
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # several would compile the same
+    from tests.gpu.warm import compile_all
 
-    compile_ahead([*configurations()], archs_here(), len(os.sched_getaffinity(0)), Report(None))
+    compile_all()

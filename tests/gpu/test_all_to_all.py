@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -15,6 +14,7 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 from tests.gpu.capture import capture
+from tests.gpu.sharing import run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
@@ -23,28 +23,11 @@ from thinwire.errors import CountsError, PeerTimeout
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
-from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
-#: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
-SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 #: Small enough that segments of a few hundred rows go several times round their rings.
 PIECE_BYTES = 32768
-
-
-def _on_the_gpu(comm: Communicator, fn: Callable[..., object], *args: object) -> object:
-    """Runs `fn` with a communicator whose tensors live on the one GPU that these processes share."""
-    with Communicator(comm.group, device="cuda:0", timeout=comm.timeout) as on_gpu:
-        return fn(on_gpu, *args)
-
-
-def _everywhere(fn: Callable[..., object], *args: object) -> list[list[object]]:
-    """The results of `fn` on 8 ranks that are threads, and on 4 ranks that are processes, of one GPU."""
-    return [
-        run_ranks(fn, 8, *args, mode="thread", device="cuda", timeout=300),
-        run_ranks(_on_the_gpu, 4, fn, *args, env=SHARED_GPU, timeout=300),
-    ]
 
 
 def _channel(comm: Communicator, piece_bytes: int | None = PIECE_BYTES) -> DeviceChannel:
@@ -116,8 +99,9 @@ def _every_wire(comm: Communicator) -> None:
     channel.check()
 
 
-def test_rows_of_every_wire_and_dtype_arrive_where_they_belong() -> None:
-    _everywhere(_every_wire)
+@sharing
+def test_rows_of_every_wire_and_dtype_arrive_where_they_belong(mode: str) -> None:
+    run_on_one_gpu(mode, _every_wire)
 
 
 def _flat(comm: Communicator) -> None:
@@ -142,8 +126,9 @@ def _flat(comm: Communicator) -> None:
     channel.check()
 
 
-def test_segments_of_a_flat_tensor_end_anywhere_in_a_row() -> None:
-    _everywhere(_flat)
+@sharing
+def test_segments_of_a_flat_tensor_end_anywhere_in_a_row(mode: str) -> None:
+    run_on_one_gpu(mode, _flat)
 
 
 def _many_calls(comm: Communicator) -> None:
@@ -171,8 +156,9 @@ def _many_calls(comm: Communicator) -> None:
         assert torch.equal(expected, got.cpu())
 
 
-def test_many_calls_in_a_row_through_small_rings() -> None:
-    _everywhere(_many_calls)
+@sharing
+def test_many_calls_in_a_row_through_small_rings(mode: str) -> None:
+    run_on_one_gpu(mode, _many_calls)
 
 
 def _two_under_way(comm: Communicator) -> None:
@@ -193,8 +179,9 @@ def _two_under_way(comm: Communicator) -> None:
     channel.check()
 
 
-def test_a_later_call_ends_the_one_under_way_on_whatever_stream() -> None:
-    _everywhere(_two_under_way)
+@sharing
+def test_a_later_call_ends_the_one_under_way_on_whatever_stream(mode: str) -> None:
+    run_on_one_gpu(mode, _two_under_way)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,8 +230,9 @@ def _graphs(comm: Communicator) -> None:
     channel.check()
 
 
-def test_graphs_replay_with_other_rows() -> None:
-    _everywhere(_graphs)
+@sharing
+def test_graphs_replay_with_other_rows(mode: str) -> None:
+    run_on_one_gpu(mode, _graphs)
 
 
 def _no_synchronisation(comm: Communicator) -> None:
@@ -267,8 +255,9 @@ def _no_synchronisation(comm: Communicator) -> None:
     channel.check()
 
 
-def test_calls_with_receive_counts_never_wait_for_the_device() -> None:
-    _everywhere(_no_synchronisation)
+@sharing
+def test_calls_with_receive_counts_never_wait_for_the_device(mode: str) -> None:
+    run_on_one_gpu(mode, _no_synchronisation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,10 +289,11 @@ def _a_silent_rank(comm: Communicator) -> tuple[tuple[int, ...], float]:
     return blamed, waited
 
 
-def test_survivors_name_a_rank_that_never_comes() -> None:
-    for results in _everywhere(_a_silent_rank):
-        for blamed, waited in results[:-1]:  # type: ignore[misc]
-            assert blamed == (len(results) - 1,) and waited < 5.0
+@sharing
+def test_survivors_name_a_rank_that_never_comes(mode: str) -> None:
+    results = run_on_one_gpu(mode, _a_silent_rank)
+    for blamed, waited in results[:-1]:  # type: ignore[misc]
+        assert blamed == (len(results) - 1,) and waited < 5.0
 
 
 def _a_wrong_count(comm: Communicator) -> str:
@@ -324,8 +314,9 @@ def _a_wrong_count(comm: Communicator) -> str:
     return str(caught.value)
 
 
-def test_a_count_that_differs_ends_the_channel_and_nobody_hangs() -> None:
-    for told in _everywhere(_a_wrong_count):
-        assert told[1] == "in call 2: rank 0 sends rank 1 80 rows, but rank 1 expects 81 from rank 0"
-        for text in (told[0], *told[2:]):
-            assert re.search(r"\b1\b[^;]* gave up too", str(text)), text
+@sharing
+def test_a_count_that_differs_ends_the_channel_and_nobody_hangs(mode: str) -> None:
+    told = run_on_one_gpu(mode, _a_wrong_count)
+    assert told[1] == "in call 2: rank 0 sends rank 1 80 rows, but rank 1 expects 81 from rank 0"
+    for text in (told[0], *told[2:]):
+        assert re.search(r"\b1\b[^;]* gave up too", str(text)), text

@@ -13,6 +13,7 @@ import torch
 
 import thinwire as tw
 from tests.gpu.capture import capture
+from tests.gpu.sharing import run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
@@ -20,35 +21,19 @@ from thinwire.errors import ConfigMismatch, PeerTimeout
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.testing import run_ranks
 
-#: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
-SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 #: Small enough that calls of some ten thousand elements a rank are several epochs.
 SLOT_BYTES = 32768
 
 
-def _on_the_gpu(comm: Communicator, fn: Callable[..., object], *args: object) -> object:
-    """Runs `fn` with a communicator whose tensors live on the one GPU that these processes share."""
-    with Communicator(comm.group, device="cuda:0", timeout=comm.timeout) as on_gpu:
-        return fn(on_gpu, *args)
-
-
-def _everywhere(fn: Callable[..., object], *args: object) -> list[list[object]]:
-    """The results of `fn` on 8 ranks that are threads, and on 4 ranks that are processes, of one GPU."""
-    return [
-        run_ranks(fn, 8, *args, mode="thread", device="cuda", timeout=600),
-        run_ranks(_on_the_gpu, 4, fn, *args, env=SHARED_GPU, timeout=600),
-    ]
-
-
-def _as_on_the_cpu(fn: Callable[..., list[tuple[str, torch.Tensor]]]) -> None:
+def _as_on_the_cpu(mode: str, fn: Callable[..., list[tuple[str, torch.Tensor]]]) -> None:
     """Compares what `fn` gives on the GPU, name by name, with what it gives on as many ranks of the CPU."""
-    for results in _everywhere(fn):
-        expected = run_ranks(fn, len(results), mode="thread", timeout=600)
-        for rank, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-            assert isinstance(ours, list) and len(ours) == len(theirs) > 0
-            for (name, got), (same_name, wanted) in zip(ours, theirs, strict=True):
-                assert name == same_name
-                assert_same_bits(f"{name}, rank {rank} of {len(results)}", wanted, got)
+    results = run_on_one_gpu(mode, fn)
+    expected = run_ranks(fn, len(results), mode="thread", timeout=600)
+    for rank, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        assert isinstance(ours, list) and len(ours) == len(theirs) > 0
+        for (name, got), (same_name, wanted) in zip(ours, theirs, strict=True):
+            assert name == same_name
+            assert_same_bits(f"{name}, rank {rank} of {len(results)}", wanted, got)
 
 
 def _collectives(comm: Communicator, slot_bytes: int | None = SLOT_BYTES) -> DirectCollectives | None:
@@ -90,8 +75,9 @@ def _every_wire(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
     return results
 
 
-def test_every_wire_gives_the_bits_of_the_cpu() -> None:
-    _as_on_the_cpu(_every_wire)
+@sharing
+def test_every_wire_gives_the_bits_of_the_cpu(mode: str) -> None:
+    _as_on_the_cpu(mode, _every_wire)
 
 
 def _many_calls(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
@@ -114,8 +100,9 @@ def _many_calls(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
     return [(name, out.cpu()) for name, out in results]
 
 
-def test_many_calls_of_all_kinds_through_small_slots() -> None:
-    _as_on_the_cpu(_many_calls)
+@sharing
+def test_many_calls_of_all_kinds_through_small_slots(mode: str) -> None:
+    _as_on_the_cpu(mode, _many_calls)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,8 +145,9 @@ def _graphs(comm: Communicator) -> None:
     collectives.check()
 
 
-def test_graphs_replay_with_other_data() -> None:
-    _everywhere(_graphs)
+@sharing
+def test_graphs_replay_with_other_data(mode: str) -> None:
+    run_on_one_gpu(mode, _graphs)
 
 
 def _no_synchronisation(comm: Communicator) -> None:
@@ -180,8 +168,9 @@ def _no_synchronisation(comm: Communicator) -> None:
     collectives.check()
 
 
-def test_calls_never_wait_for_the_device() -> None:
-    _everywhere(_no_synchronisation)
+@sharing
+def test_calls_never_wait_for_the_device(mode: str) -> None:
+    run_on_one_gpu(mode, _no_synchronisation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,11 +202,12 @@ def _a_silent_rank(comm: Communicator, op: str) -> tuple[tuple[int, ...], float]
     return blamed, waited
 
 
+@sharing
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_survivors_name_a_rank_that_never_comes(op: str) -> None:
-    for results in _everywhere(_a_silent_rank, op):
-        for blamed, waited in results[:-1]:  # type: ignore[misc]
-            assert blamed == (len(results) - 1,) and waited < 5.0
+def test_survivors_name_a_rank_that_never_comes(mode: str, op: str) -> None:
+    results = run_on_one_gpu(mode, _a_silent_rank, op)
+    for blamed, waited in results[:-1]:  # type: ignore[misc]
+        assert blamed == (len(results) - 1,) and waited < 5.0
 
 
 def _disagree(comm: Communicator) -> str:
@@ -238,8 +228,9 @@ def _disagree(comm: Communicator) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_are_all_told_in_that_call() -> None:
-    for results in _everywhere(_disagree):
-        for rank, told in enumerate(results):
-            assert isinstance(told, str) and "rank 1: all_gather" in told
-            assert (f"rank {rank}: all_reduce" in told) == (rank != 1)
+@sharing
+def test_ranks_that_disagree_are_all_told_in_that_call(mode: str) -> None:
+    results = run_on_one_gpu(mode, _disagree)
+    for rank, told in enumerate(results):
+        assert isinstance(told, str) and "rank 1: all_gather" in told
+        assert (f"rank {rank}: all_reduce" in told) == (rank != 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +11,7 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 from tests.gpu.capture import capture
+from tests.gpu.sharing import run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
 from tests.moe.test_rounds_direct import (
     HIDDEN,
@@ -31,9 +31,6 @@ from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
-
-#: Processes that share a GPU find each other through gloo; torch wants to be told that they share it.
-SHARED_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 def _rounds(
@@ -83,28 +80,10 @@ def test_kernels_equal_plain_torch_for_every_shape(
     _rounds("int8", world, num_experts, top_k, hidden, counts, torch.bfloat16, align=8, first_epoch=2**31 - 2)
 
 
-def _on_the_gpu(comm: Communicator, fn: Callable[..., object], *args: object) -> object:
-    """Runs `fn` with a communicator whose tensors live on the one GPU that these processes share."""
-    with Communicator(comm.group, device="cuda:0", timeout=comm.timeout) as on_gpu:
-        return fn(on_gpu, *args)
-
-
-def _everywhere(fn: Callable[..., object], *args: object) -> list[list[object]]:
-    """The results of `fn` on 8 ranks that are threads, and on 4 ranks that are processes, of one GPU."""
-    return [
-        run_ranks(fn, 8, *args, mode="thread", device="cuda", timeout=300),
-        run_ranks(_on_the_gpu, 4, fn, *args, env=SHARED_GPU, timeout=300),
-    ]
-
-
-@pytest.mark.parametrize(("world", "mode"), [(8, "thread"), (4, "process")])
-def test_ranks_that_share_a_gpu_give_what_the_cpu_gives(world: int, mode: str) -> None:
-    expected = run_ranks(transcript, world, "staged", False, 4, mode="thread", timeout=300)
-    if mode == "thread":
-        got = run_ranks(transcript, world, "direct", True, 4, mode="thread", device="cuda", timeout=300)
-    else:
-        got = run_ranks(_on_the_gpu, world, transcript, "direct", True, 4, env=SHARED_GPU, timeout=300)
-    assert_same(mode, expected, got)
+@sharing
+def test_ranks_that_share_a_gpu_give_what_the_cpu_gives(mode: str) -> None:
+    got = run_on_one_gpu(mode, transcript, "direct", True, 4)
+    assert_same(mode, run_ranks(transcript, len(got), "staged", False, 4, mode="thread", timeout=300), got)
 
 
 def _graphs(comm: Communicator) -> None:
@@ -140,8 +119,9 @@ def _graphs(comm: Communicator) -> None:
         ep.check()
 
 
-def test_graphs_replay_with_routing_that_changes() -> None:
-    _everywhere(_graphs)
+@sharing
+def test_graphs_replay_with_routing_that_changes(mode: str) -> None:
+    run_on_one_gpu(mode, _graphs)
 
 
 def _no_synchronisation(comm: Communicator) -> None:
@@ -161,8 +141,9 @@ def _no_synchronisation(comm: Communicator) -> None:
         ep.check()
 
 
-def test_the_hot_path_never_waits_for_the_device() -> None:
-    _everywhere(_no_synchronisation)
+@sharing
+def test_the_hot_path_never_waits_for_the_device(mode: str) -> None:
+    run_on_one_gpu(mode, _no_synchronisation)
 
 
 def _a_silent_rank(comm: Communicator) -> tuple[tuple[int, ...], float]:
@@ -194,11 +175,12 @@ def _a_silent_rank(comm: Communicator) -> tuple[tuple[int, ...], float]:
     return blamed, waited
 
 
-def test_waits_end_and_all_name_the_same_rank() -> None:
-    for results in _everywhere(_a_silent_rank):
-        world = len(results)
-        for blamed, waited in results[:-1]:  # type: ignore[misc]
-            assert blamed == (world - 1,) and waited < 4.0
+@sharing
+def test_waits_end_and_all_name_the_same_rank(mode: str) -> None:
+    results = run_on_one_gpu(mode, _a_silent_rank)
+    world = len(results)
+    for blamed, waited in results[:-1]:  # type: ignore[misc]
+        assert blamed == (world - 1,) and waited < 4.0
 
 
 def _bad_ids(comm: Communicator) -> None:

@@ -1,7 +1,11 @@
-"""What the tests here launch most, for which kernels are compiled by all cores before the first of them."""
+"""What the tests here launch most, for which kernels are compiled by all cores before the first of them.
+
+`python -m tests.gpu.warm` does so before several processes of pytest begin.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +17,10 @@ from tests.gpu.test_experts import NUM_EXPERTS as EXPERTS
 from tests.gpu.test_experts import TOP_K as EXPERTS_TOP_K
 from tests.moe.test_rounds_direct import DTYPES, HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K
 from thinwire.moe.config import ParallelSettings
+from thinwire.progress import Report
+from thinwire.warmup.compile import compile_ahead
 from thinwire.warmup.configuration import Configuration
+from thinwire.warmup.target import archs_here
 
 WORLDS = (4, 8)  # of processes and of threads that share a GPU
 
@@ -28,8 +35,17 @@ def configurations() -> Iterator[Configuration]:
     yield Configuration(settings, WORLDS[0], torch.bfloat16, int8_experts=FF)
 
 
+def compile_all() -> None:
+    """By several processes at once; a test that needs others compiles them by itself."""
+    compile_ahead([*configurations()], archs_here(), len(os.sched_getaffinity(0)), Report(None))
+
+
 def _settings(num_experts: int, top_k: int, hidden: int, max_tokens: int, dtype: torch.dtype) -> ParallelSettings:
     return ParallelSettings.of(
         num_experts, top_k, hidden, max_tokens, wire="int8", combine_wire=None, grad_wire=None, transport="direct",
         lanes=1, align=1, num_programs=None, timeout=None, dtype=dtype,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime import JITFunction
 
+import tests.gpu.sharing
 from tests.ptx.device import Device
 from thinwire.comm.symmetric import SymmetricMemory
 from thinwire.testing import run_ranks
@@ -44,7 +45,7 @@ CANNOT = {
     "test_doctor": "it asks CUDA for its GPUs",
     "test_symmetric": "memory of CUDA, its streams, and processes",
     "whatever_stream": "streams",
-    "4-process": "processes, each of which would have a device of its own",
+    "processes": "processes, each of which would have a device of its own",
     "survivors_name": _AT_ONCE,
     "waits_end": _AT_ONCE,
     "told_later": _AT_ONCE,
@@ -70,9 +71,6 @@ class _OnTheCpu(TorchFunctionMode):
 
 def _threads_on_the_cpu(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """`run_ranks` with ranks that are threads of this process, and fewer than a GPU would have."""
-    if args and callable(args[0]) and fn.__name__ == "_on_the_gpu":
-        fn, *args = args  # type: ignore[assignment]
-        world_size -= 2
     return run_ranks(fn, min(world_size, _MOST_RANKS), *args, mode="thread", timeout=options.get("timeout", 60.0))
 
 
@@ -119,8 +117,9 @@ def stand_in() -> Iterator[Device]:
 
 @pytest.fixture(autouse=True)
 def _in_place_of_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if hasattr(request.module, "run_ranks"):
-        monkeypatch.setattr(request.module, "run_ranks", _threads_on_the_cpu)
+    for module in (request.module, tests.gpu.sharing):
+        if hasattr(module, "run_ranks"):
+            monkeypatch.setattr(module, "run_ranks", _threads_on_the_cpu)
     with stand_in(), _OnTheCpu():
         yield
 
