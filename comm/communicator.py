@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from thinwire.comm.clocks import clock_name
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.environment import environment_problem, require_usable
+from thinwire.comm.environment import AUTO_VARIABLE, auto_bytes, environment_problem, require_usable
 from thinwire.comm.exchange import PeerExchange, name_ranks
 from thinwire.comm.flight_files import VARIABLE
 from thinwire.comm.flight_recorder import RecorderOff
@@ -78,11 +78,14 @@ class Communicator(Collectives):
             known to have ended, so that the halves of a network that is cut do not both go on. "any", which None means:
             any two, or one alone if no more than one other may be alive. Of no effect on ranks that are threads.
 
+    Attributes:
+        auto_bytes: from how many bytes on `wire="auto"` quantises: THINWIRE_AUTO_BYTES, else 262,144.
+
     Raises:
         ArgumentError: on every rank, when one cannot use a variable of thinwire's in its environment, with that rank;
             `quorum` is none of these.
         ConfigMismatch: on every rank, when ranks passed different values of `integrity` or `quorum`, or have another
-            version of the library or of its wire formats.
+            THINWIRE_AUTO_BYTES, or another version of the library or of its wire formats.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -124,7 +127,11 @@ class Communicator(Collectives):
             self._give_back.atexit = False
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
-        own = {"integrity": mode, "quorum": self.quorum, "thinwire": VERSION, "wire_version": WIRE_VERSION}
+        self.auto_bytes = 0 if problem else auto_bytes()
+        own = {
+            "integrity": mode, "quorum": self.quorum, AUTO_VARIABLE: self.auto_bytes, "thinwire": VERSION,
+            "wire_version": WIRE_VERSION,
+        }  # fmt: skip
         settings = {name: repr(value) for name, value in own.items()}
         own_clock, traced = clock_name(), self._recorder.trace is not None
 
@@ -194,7 +201,7 @@ class Communicator(Collectives):
         communicators = []
         for rank in range(world.size):
             comm = cls.__new__(cls)
-            comm.quorum = resolve_quorum(quorum)
+            comm.quorum, comm.auto_bytes = resolve_quorum(quorum), auto_bytes()
             exchange = ThreadExchange(world, rank, timeout, chosen)
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)

@@ -7,13 +7,29 @@ from collections.abc import Sequence
 
 from thinwire.comm.cpu_share import cpu_share
 from thinwire.comm.integrity import resolve_integrity
+from thinwire.comm.tensors import read_int
 from thinwire.comm.trace_events import current_trace
 from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.log import follow_environment
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS
 from thinwire.wire import WIRE_VARIABLE, WireFormat
 
+AUTO_VARIABLE = "THINWIRE_AUTO_BYTES"
+_AUTO_BYTES = 1 << 18
 _MOST_TEXT = 300  # characters, of a message that peers are told unannounced
+
+
+def auto_bytes() -> int:
+    """From how many bytes of a rank's tensor on `wire="auto"` quantises.
+
+    Raises:
+        ArgumentError: THINWIRE_AUTO_BYTES is no such number.
+    """
+    wanted = os.environ.get(AUTO_VARIABLE) or str(_AUTO_BYTES)
+    found = read_int(wanted)
+    if found is None:
+        raise ArgumentError(f"{AUTO_VARIABLE} is {wanted[:40]!r} in the environment, expected a number of bytes")
+    return found
 
 
 def environment_problem() -> str | None:
@@ -23,6 +39,7 @@ def environment_problem() -> str | None:
         resolve_integrity(None)
         cpu_share(None)
         current_trace()
+        auto_bytes()
         name = os.environ.get(BACKEND_VARIABLE)
         if name and name not in BACKENDS:
             raise ArgumentError(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: {', '.join(BACKENDS)}")

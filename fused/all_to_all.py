@@ -40,7 +40,7 @@ from thinwire.fused.direct import open_channel, send_rows
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.size_switch import AUTO, is_auto, resolve_wires
+from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Refusal, check_transport, choose
 from thinwire.octets import as_bytes
@@ -147,10 +147,9 @@ def all_to_all_v(
         recorder = comm._recorder
         begun = recorder.begun
         try:
-            if isinstance(wire, str) and wire == AUTO:
-                check_transport(transport)
+            if is_auto(wire):
                 comm.check_device("x", x)
-                (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
+                (wire,) = resolve_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
             # A small call takes microseconds: what `send_plainly` needs comes before all that tells errors apart.
             if (
                 send_displs is None
@@ -197,7 +196,7 @@ def _thoroughly(
     check_transport(transport)
     if is_auto(wire):
         comm.check_device("x", x)
-        (wire,) = resolve_wires(comm, all_to_all_v, x, [wire], transport, alike=send_counts is None)
+        (wire,) = resolve_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
     wire = resolve_wire(wire)
     if wants_gradient(x):
         require_linear("all_to_all_v", out, async_op)

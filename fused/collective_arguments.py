@@ -67,7 +67,7 @@ class Call:
         what = function.__name__
         if op is not _NONE and any(map(is_auto, wires)) and Reduction.of(op, x.dtype).name != "sum":
             wires = ["none" if is_auto(wire) else wire for wire in wires]  # only sums are quantised
-        resolved = resolve_wires(comm, function, x, wires, transport, alike)
+        resolved = resolve_wires(comm, what, x, wires, alike)
         check_input(what, x, resolved, comm)
         exactly = op is not _NONE and _reduces_exactly(what, op, x, resolved)
         return cls(what, x, resolved, comm, transport, async_op, exactly)

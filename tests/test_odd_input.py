@@ -4,7 +4,6 @@ accepted. Where a docstring states TypeError or ValueError, that may come out, t
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from tests.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.plain import decode, unique_keys
 from thinwire.comm.rank_table import RankTable
-from thinwire.fused.size_switch import _read
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.routing import load_balancing_loss, top_k_route
@@ -451,46 +449,6 @@ def test_rank_tables_that_are_passed() -> None:
     for rank in ("0", None, 1.0, True, 2**70):
         with pytest.raises(tw.RankTableError, match="has no rank"):
             table.entry(rank)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [NESTED, "[]", "3", '{"a": 1}', '{"m": {"k": 1}, "m": {"k": 2}}', "{", "\x00", '{"m": {"k": %s}}' % ("9" * 5000)],
-)
-def test_what_a_cache_file_holds_is_no_error(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "size_switch.json"
-    path.write_text(text)
-    assert _read(path) in ({}, {"m": {"k": 1}})
-
-
-@pytest.mark.parametrize(
-    "entry", ["{}", '{"threshold": true}', '{"threshold": -1}', '{"threshold": "1"}', "[]", '{"threshold": 1.5}']
-)
-def test_a_cached_threshold_that_no_measurement_gives_is_measured_anew(
-    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from thinwire.fused import size_switch
-
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(size_switch, "SIZES", (64, 128))
-    with tw.init() as comm:
-        x = torch.ones(8)
-        tw.all_reduce(x, wire="auto", comm=comm)
-        path = tmp_path / "size_switch.json"
-        content = json.loads(path.read_text())
-        (machine,) = content
-        content[machine] = dict.fromkeys(content[machine], json.loads(entry))
-        path.write_text(json.dumps(content))
-    with tw.init() as comm:
-        tw.all_reduce(x, wire="auto", comm=comm)
-        assert "kept in" in comm.explain()
-
-
-@pytest.mark.parametrize("forced", ["²", "-1", "1.5", "9" * 5000, "many"])
-def test_a_forced_threshold_is_a_number(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_AUTO_BYTES", forced)
-    with tw.init() as comm, pytest.raises(tw.ThinwireError, match="expected a number of bytes"):
-        tw.all_reduce(torch.ones(8), wire="auto", comm=comm)
 
 
 def test_settings_that_travel_have_each_key_once() -> None:

@@ -121,10 +121,6 @@ def _all_reduce(world: Communicator) -> None:
     tw.all_reduce(torch.ones(64), comm=world)
 
 
-def _all_reduce_auto(world: Communicator) -> None:
-    tw.all_reduce(torch.ones(64), wire="auto", comm=world)
-
-
 def _all_to_all_v(world: Communicator) -> None:
     tw.all_to_all_v(torch.ones(2, 4), [1, 1], [1, 1], comm=world)
 
@@ -163,8 +159,6 @@ def _cases() -> dict[str, tuple[Callable[[Communicator], None], tuple[Step, ...]
         "generations": (_rebuild, (*INIT, _settings)),
         "counts": (_compared_all_to_all_v, INIT),
         "scales": (_compared_scales, INIT),
-        "hosts": (_all_reduce_auto, INIT),
-        "threshold on file": (_all_reduce_auto, (*INIT, _gather, _settings)),
     }
     for number, step in enumerate(DIRECT):
         before = (*INIT, *DIRECT[:number], *((_other_settings,) if step is _settings else ()))

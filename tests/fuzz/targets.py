@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -39,7 +38,6 @@ from thinwire.errors import ArgumentError, CheckpointError, RankTableError, Thin
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
 from thinwire.flight_report import report
 from thinwire.fused.codec import WireRows, dequantize
-from thinwire.fused.size_switch import CACHE_VARIABLE, SizeSwitch
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.layer import MoELayer
 from thinwire.triton_kernels.codec import dequantize_reference
@@ -286,21 +284,6 @@ def checkpoint(data: bytes) -> bool:
     return True
 
 
-def thresholds(data: bytes) -> bool:
-    """The file of measured thresholds, at rank 0: what it says, and that it can be added to."""
-    switch = SizeSwitch.__new__(SizeSwitch)
-    switch._comm, switch._machine = SimpleNamespace(rank=0), "machine"  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {CACHE_VARIABLE: folder}):
-        (Path(folder) / "size_switch.json").write_bytes(data)
-        found = switch._load("all_reduce")
-        assert found == [] or found == [None] or (len(found) == 1 and 0 <= found[0] < 2**63)  # type: ignore[operator]
-        told = switch._store("all_gather", {4096: (1.0, 2.0), 16384: (3.0, 1.0)})
-        assert "kept in" in told and os.listdir(folder) == ["size_switch.json"], told
-        assert switch._load("all_gather") == [16384]
-        assert switch._load("all_reduce") == found
-    return bool(found)
-
-
 def flight(data: bytes) -> bool:
     """A line for each rank's file, of what their flight recorders wrote."""
     flights = []
@@ -330,6 +313,5 @@ TARGETS: dict[str, Target] = {
     "rank_table": Target(rank_table, json_behind(0)),
     "checkpoint": Target(checkpoint, safetensors_header),
     "pretrained": Target(pretrained, change_file),
-    "thresholds": Target(thresholds, json_behind(0)),
     "flight": Target(flight, json_in_lines),
 }
