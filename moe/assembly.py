@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import MOST_TOKENS, NeedsRoom, Rounds, Started
+from thinwire.moe.dispatched import Rounds, Started
 from thinwire.moe.gradients import MOST_LAYERS
 from thinwire.moe.staged import StagedRounds
 from thinwire.triton_kernels.round_layout import LEFT_OPEN
@@ -109,7 +108,7 @@ class Assembly:
     @property
     def max_tokens(self) -> int:
         """Tokens that a rank may dispatch at once without more room being made, as `ensure_capacity` does."""
-        return MOST_TOKENS if self._config.grows and self.transport == "staged" else self._config.max_tokens
+        return self._config.max_tokens
 
     @property
     def memory_bytes(self) -> int:
@@ -157,14 +156,6 @@ class Assembly:
             raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
         with self.comm._settled_recorder().begin("ensure_capacity"):
             self._make_room(max_tokens)
-
-    def _grow(self, need: int) -> None:
-        """As ensure_capacity, of all ranks that found in a dispatch that one of them has so many tokens.
-
-        What each rank then tells first on its lane is this dispatch once more, or that it has it no more.
-        """
-        with self.comm._settled_recorder().begin("growth"):
-            self._make_room(1 << (need - 1).bit_length() if need < 1 << 30 else need)
 
     def _make_room(self, need: int) -> None:
         """The same. All that peers store into the old lanes is stored when they come here."""
@@ -263,7 +254,7 @@ class Assembly:
                     raise ThinwireError(f"rank {rank} has room for {room} tokens, expected 0 to 2**31 - 1")
             self.close()
             # Some ranks may have more room: those of another group, or those at which ensure_capacity came through.
-            most = 1 if self._config.grows else max(room for _, room in told)
+            most = max(room for _, room in told)
             config = replace(self._config, comm=comm, max_tokens=most)
             self._assemble(config, max(generation for generation, _ in told) + 1)
         self._closed = False
@@ -319,23 +310,18 @@ class Assembly:
             try:
                 with recorder.begin("finish", transport=self.transport, details=rounds.place(lane), numbered=False):
                     started.end()
-            except NeedsRoom as need:
-                with contextlib.suppress(CapacityError, LaneError):  # all ranks find these, and go on
-                    self._grow(need.tokens)
-                    error = LaneError("this dispatch, for which room was made, was started and not finished")
-                    self._tell_refusal(lane, error, lost=True)
             except RoutingError:
                 pass  # of a leg that nobody asks for any more
         return recorder
 
-    def _tell_refusal(self, lane: int, error: Exception, lost: bool = False) -> None:
+    def _tell_refusal(self, lane: int, error: Exception) -> None:
         """In place of a dispatch. `error` is what the flight recorder says of it."""
         rounds = self._rounds
         rounds.open_rounds[lane] = None
         self._close_round(lane)
         place = rounds.place(lane, 1)
         with self.comm._recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=place) as entry:
-            rounds.refuse(lane, lost)
+            rounds.refuse(lane)
             self.comm._recorder.failed(entry, error)
 
     def _close_round(self, lane: int) -> None:

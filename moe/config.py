@@ -47,7 +47,6 @@ class ParallelSettings:
     num_programs: int | None
     timeout: float | None
     dtype: torch.dtype | None
-    grows: bool = False  # max_tokens is what there is room for by now
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
@@ -78,7 +77,7 @@ class ParallelSettings:
         num_experts: int,
         top_k: int,
         hidden_size: int,
-        max_tokens: int | None,
+        max_tokens: int,
         *,
         wire: str | WireFormat | None,
         combine_wire: str | WireFormat | None,
@@ -91,11 +90,10 @@ class ParallelSettings:
             num_experts=num_experts,
             top_k=top_k,
             hidden_size=hidden_size,
-            max_tokens=1 if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             wire=wire,
             combine_wire=wire if combine_wire is None else resolve_wire(combine_wire),
             grad_wire=resolve_wire(grad_wire or "none"),
-            grows=max_tokens is None,
             **rest,
         )
 
@@ -210,7 +208,7 @@ class ParallelConfig(ParallelSettings):
 
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
-        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "grows", "lanes", "align", "transport")
+        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "transport")
         return {name: getattr(self, name) for name in names} | {
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,

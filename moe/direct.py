@@ -18,7 +18,7 @@ from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.transport import compiled_for
-from thinwire.moe.direct_lanes import LOST, DirectLanes
+from thinwire.moe.direct_lanes import DirectLanes
 from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
@@ -27,7 +27,6 @@ from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
     DTYPE_CODES,
-    REFUSED,
     Lane,
 )
 
@@ -54,10 +53,7 @@ class DirectRounds(DirectLanes):
         self._wait_for_due(lane)
         recorder.phase("quantise and store")
         self.rounds_begun[lane] += 1
-        if x.shape[0] > tensors.layout.MAX_TOKENS:
-            self.kernels.refuse(tensors, x.dtype, -x.shape[0], tag)
-        else:
-            self.kernels.send_tokens(tensors, *sends, tag)
+        self.kernels.send_tokens(tensors, *sends, tag)
         self._open[lane] = True
 
         def end() -> Dispatched:
@@ -86,12 +82,12 @@ class DirectRounds(DirectLanes):
     def is_open(self, lane: int) -> bool:
         return self._open[lane] and self._due[lane] is None
 
-    def refuse(self, lane: int, lost: bool = False) -> None:
+    def refuse(self, lane: int) -> None:
         """All ranks find a mismatch; what is left of the round is due before the next leg on the lane."""
         self.raise_failure(lane)
         self._wait_for_due(lane)
         self.rounds_begun[lane] += 1
-        self.kernels.refuse(self.lanes[lane], *((torch.bfloat16, REFUSED, LOST) if lost else ()))
+        self.kernels.refuse(self.lanes[lane])
         self._open[lane], self._due[lane] = True, DISPATCH
 
     def close_round(self, lane: int, end: int) -> None:

@@ -10,7 +10,7 @@ from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport, voters
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import NeedsRoom, Rounds, left_open
+from thinwire.moe.dispatched import Rounds, left_open
 from thinwire.moe.gradients import describe_tag
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
@@ -34,8 +34,6 @@ from thinwire.triton_kernels.round_layout import (
     Lane,
     RoundLayout,
 )
-
-LOST = 1  # tag of a refusal: the rank has no more what it dispatched before room was made
 
 
 def lanes_bytes(layout: RoundLayout, lanes: int, rank: int, align: int, heap: str) -> int:
@@ -234,13 +232,6 @@ class DirectLanes(DirectTransport, Rounds):
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         lines = self._lines(lane, layout.SIGNALS)
         refused = lines[:, SIGNAL_TOKENS] == REFUSED
-        losing = (refused & (lines[:, SIGNAL_DTYPE] >> DTYPE_BITS == LOST)).nonzero()[:, 0].tolist()
-        if losing:
-            return RoutingError(
-                f"lane {lane}: room was made for this dispatch, and {name_ranks(losing)} cannot send it again: an "
-                "exception ended it there, or it was started there and not finished; no rank's tokens were taken, and "
-                "all ranks may go on"
-            )
         refusing = refused.nonzero()[:, 0].tolist()
         if refusing:
             return RoutingError(
@@ -248,16 +239,11 @@ class DirectLanes(DirectTransport, Rounds):
                 "tokens were taken, and all ranks may go on"
             )
         told = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
-        if self.config.grows and len({word for _, word in told}) == 1 and any(tokens < 0 for tokens, _ in told):
-            # What a rank asks room for is told as a negative number, which no kernel takes for tokens.
-            need = max(-tokens for tokens, _ in told)
-            if need > layout.MAX_TOKENS >= max(tokens for tokens, _ in told):
-                return NeedsRoom(lane, need)
         described = []
         for rank, (tokens, word) in enumerate(told):
             dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
             wanted = describe_tag(word >> DTYPE_BITS, self.tagged_by)
-            described.append(f"rank {rank} {abs(tokens)} tokens of {dtype} with {wanted}")
+            described.append(f"rank {rank} {tokens} tokens of {dtype} with {wanted}")
         return RoutingError(
             f"lane {lane}: all ranks of a round need the same dtype and {self.tagged_by}, at most {layout.MAX_TOKENS} "
             "tokens, and must want the same gradients, those without tokens too; they dispatched: "

@@ -21,7 +21,6 @@ from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Received
 from thinwire.triton_kernels.round_layout import ABANDONED
 
-MOST_TOKENS = 2**31 - 1
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
 _STRIDED = torch.strided
 #: What experts give back.
@@ -200,14 +199,6 @@ class Dispatched(Received):
             )
 
 
-class NeedsRoom(RoutingError):
-    """Some rank has more tokens than lanes have room for, as all ranks know now; no rank's were taken."""
-
-    def __init__(self, lane: int, tokens: int) -> None:
-        super().__init__(f"lane {lane}: a rank dispatches {tokens} tokens, for which room has to be made")
-        self.lane, self.tokens = lane, tokens
-
-
 class Started:
     """A leg of which this rank has sent its part, until it is finished or a later dispatch takes the lane."""
 
@@ -223,8 +214,6 @@ class StartedDispatch(Started):
 
     d: Dispatched  # at the end
     wants: Wants
-    layer: int
-    again: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what is sent again, if room has to be made
     gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
     link: Link | None = None  # to autograd's graph; compiled code has its own
     graph: tuple[torch.Tensor, torch.Tensor]
@@ -262,11 +251,8 @@ class Rounds:
         """
         raise NotImplementedError
 
-    def refuse(self, lane: int, lost: bool = False) -> None:
-        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused.
-
-        `lost`: that it has no more what it dispatched before room was made.
-        """
+    def refuse(self, lane: int) -> None:
+        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
         raise NotImplementedError
 
     def is_open(self, lane: int) -> bool:
@@ -341,12 +327,11 @@ class Rounds:
         if x.dtype not in dtypes or len(given) != 2 or given[1] != config.hidden_size:
             accepted = config.describe_dtypes() if config.dtype is None else config.dtype
             raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
-        grows, tokens = config.grows and not self.on_gpu, given[0]
-        if tokens > (MOST_TOKENS if grows else config.max_tokens):
-            hint = "; on CUDA lanes do not grow by themselves: ensure_capacity makes room" if config.grows else ""
+        tokens = given[0]
+        if tokens > config.max_tokens:
             raise CapacityError(
-                f"{tokens} tokens were passed; this ExpertParallel was made for "
-                f"{MOST_TOKENS if grows else config.max_tokens}{hint}"
+                f"{tokens} tokens were passed; this ExpertParallel has room for {config.max_tokens}: ensure_capacity "
+                "makes more"
             )
         shape = (tokens, config.top_k)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:

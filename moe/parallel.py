@@ -26,7 +26,7 @@ from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, ExpertRows, NeedsRoom, Started, StartedCombine, StartedDispatch
+from thinwire.moe.dispatched import Dispatched, ExpertRows, Started, StartedCombine, StartedDispatch
 from thinwire.moe.gradients import MOST_LAYERS, GradientPlan, Link, RoundGradients, Wants
 from thinwire.moe.shared import shared
 from thinwire.moe.staged import StagedPlan, StagedRound
@@ -50,10 +50,8 @@ class ExpertParallel(Assembly):
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
         top_k: experts a token may name, at most 32.
         hidden_size: elements of a token.
-        max_tokens: the most tokens a rank dispatches at once; the same on every rank. None: as many as it likes. Then
-            the direct transport begins with room for one, and the dispatch in which some rank has more than there is
-            room for makes room for the next power of two, on all ranks; no other lane may be in use then. On CUDA
-            `ensure_capacity` has to be called before. The staged transport needs no room.
+        max_tokens: the most tokens a rank dispatches at once; the same on every rank. `ensure_capacity` makes room for
+            more.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
         combine_wire: the combine leg's; None means `wire`.
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
@@ -91,7 +89,7 @@ class ExpertParallel(Assembly):
         num_experts: int,
         top_k: int,
         hidden_size: int,
-        max_tokens: int | None,
+        max_tokens: int,
         *,
         wire: str | WireFormat | None = None,
         combine_wire: str | WireFormat | None = None,
@@ -145,13 +143,11 @@ class ExpertParallel(Assembly):
         Raises:
             RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes or layers, or
                 that want different gradients (on all of them). On the CPU also, what another rank refused: that rank
-                raises what is wrong, the others are told its number, nothing was taken, and all may go on. So it is
-                where lanes grow for a dispatch that a rank has started and not finished.
+                raises what is wrong, the others name it, nothing was taken, and all may go on.
             ArgumentError: what is no dense tensor with values of its own.
             TransportUnavailable: tensors on another kind of device than the communicator's.
-            CapacityError: more than max_tokens tokens; with None, no memory for them, or CUDA's lanes have no room.
-            LaneError: no such lane, or closed; with max_tokens None, room has to be made and another lane is in use,
-                which is raised on all ranks: nothing was taken, and all may go on.
+            CapacityError: more than max_tokens tokens.
+            LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
@@ -167,11 +163,7 @@ class ExpertParallel(Assembly):
         wants: Wants | None = None,
     ) -> tuple[Dispatched, RoundGradients | None]:
         """`dispatch`; with `wants` of compiled code, whose tensors do not know it any more, but for the graph."""
-        try:
-            started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
-        except NeedsRoom as error:
-            self._grow(error.tokens)
-            started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
+        started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
         return self._opened(started, started.d), started.gradients
 
     @functools.partial(opaque, find_recorder=_recorder_of)
@@ -199,13 +191,7 @@ class ExpertParallel(Assembly):
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
             RoutingError, PeerTimeout, IntegrityError: as `dispatch`. It is over then.
         """
-        try:
-            d = self._finish(started, StartedDispatch, "dispatch")
-        except NeedsRoom as error:
-            assert started.again is not None  # lanes grow
-            self._grow(error.tokens)
-            d = self._begin_round(*started.again, started.lane, started.layer, whole=True, wants=started.wants).d
-        return self._opened(started, d)
+        return self._opened(started, self._finish(started, StartedDispatch, "dispatch"))
 
     def _begin_round(
         self,
@@ -243,9 +229,7 @@ class ExpertParallel(Assembly):
         recorder, rounds = self._settle(lane), self._rounds  # which may be others after that
         rounds.open_rounds[lane] = None
         started = StartedDispatch(rounds, lane)
-        started.wants, started.layer = wants, layer
-        if not whole and self._config.grows and rounds.name == "direct" and not x.is_cuda:
-            started.again = x.detach().clone(), topk_ids.clone(), topk_weights.detach().clone()
+        started.wants = wants
         # Where nothing wants a gradient there is none to keep from being recorded.
         with torch.no_grad() if wanted or compiled else _AS_IT_IS:
             self._close_round(lane)

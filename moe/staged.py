@@ -11,7 +11,7 @@ from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
-from thinwire.moe.dispatched import MOST_TOKENS, Dispatched, Rounds, Traffic, left_open
+from thinwire.moe.dispatched import Dispatched, Rounds, Traffic, left_open
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
@@ -108,7 +108,7 @@ class StagedRounds(Rounds):
 
         return wait
 
-    def refuse(self, lane: int, lost: bool = False) -> None:
+    def refuse(self, lane: int) -> None:
         """All ranks hear of it with the counts."""
         self.rounds_begun[lane] += 1
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
@@ -137,9 +137,10 @@ class StagedRounds(Rounds):
                     f"{describe_tag(value % kinds // dtypes, 'layer')}; all ranks of a round must be in the same layer "
                     "and want the same, those without tokens too"
                 )
-            most = MOST_TOKENS if config.grows else config.max_tokens
-            if value // kinds > most:
-                raise RoutingError(f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {most}")
+            if value // kinds > config.max_tokens:
+                raise RoutingError(
+                    f"rank {peer} says that it sends {value // kinds} tokens; accepted: at most {config.max_tokens}"
+                )
         return [value // kinds for value in received]
 
     def describe(self) -> str:

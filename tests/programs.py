@@ -350,10 +350,10 @@ class Ground:
         graph = Graph({"y": ((y * targets[me]).sum(), plain_loss)}, {"x": (x, [xs[me]], slice(None))})
         self._backward_later(name, kind, graph)
 
-    def make_trainer(self, name: str, of: str, seed: int, lanes: int, transport: str, grows: bool) -> None:
+    def make_trainer(self, name: str, of: str, seed: int, lanes: int, transport: str) -> None:
         hidden = 3 + seed % 30
         self.trainers[name] = ExpertParallel(
-            self.comms[of], 1 + seed % 7, 1 + seed % 3, hidden, None if grows else 40, wire="none",
+            self.comms[of], 1 + seed % 7, 1 + seed % 3, hidden, 40, wire="none",
             transport=transport, lanes=lanes, timeout=self.timeout,
         ), seed  # fmt: skip
 
@@ -607,7 +607,7 @@ def draw_program(seed: int, world: int, interrupted: bool = False) -> list[str]:
     comms, lines, pending = ["world"], list[str](), list[str]()
     rounds, eps, trainers = dict[tuple[str, int], str](), dict[str, int](), dict[str, int]()
     if interrupted:
-        lines.append(f"g.make_trainer('trainer', 'world', {seed}, 2, {rng.choice(('direct', 'staged'))!r}, True)")
+        lines.append(f"g.make_trainer('trainer', 'world', {seed}, 2, {rng.choice(('direct', 'staged'))!r})")
         trainers["trainer"] = 2
     for number in range(rng.randint(2, 5) if interrupted else rng.randint(6, 16)):
         if pending and rng.random() < 0.35:
@@ -680,8 +680,8 @@ def draw_program(seed: int, world: int, interrupted: bool = False) -> list[str]:
             lines.append(f"g.backward({name!r}, {what!r}, {draw}, {of!r}, {transport!r})")
             pending.append(name)
         elif kind == "trainer" and len(trainers) < 2:
-            lanes, grows = rng.choice((1, 2)), rng.random() < 0.6
-            lines.append(f"g.make_trainer({name!r}, {of!r}, {draw}, {lanes}, {transport!r}, {grows})")
+            lanes = rng.choice((1, 2))
+            lines.append(f"g.make_trainer({name!r}, {of!r}, {draw}, {lanes}, {transport!r})")
             trainers[name] = lanes
         elif kind == "train" and trainers:
             trainer = rng.choice(list(trainers))

@@ -39,7 +39,7 @@ CALLS = {
 @pytest.mark.parametrize("ranks", exhaustive_but(["3 threads"], WORLDS))
 def test_programs_give_what_plain_torch_gives(ranks: str) -> None:
     world, mode = int(ranks[0]), "thread" if "threads" in ranks else "process"
-    seen = run_ranks(run_programs, world, list(range(20)), mode=mode, timeout=240)
+    seen = run_ranks(run_programs, world, list(range(15, 35)), mode=mode, timeout=240)
     # Few programs have rows that are many enough, exact, and go to a tensor of tw.empty: those of 3 ranks do.
     wanted = CALLS | {"segments stored straight"} if world == 3 else CALLS
     assert not wanted - {name for counted in seen for name in +counted}
@@ -61,7 +61,7 @@ def test_a_wrong_element_shows_and_the_script_has_the_programs_lines() -> None:
     assert all(line in text for line in draw_program(5, 2))
 
 
-TRAINS = ["g.make_trainer('trainer', 'world', 5, 1, 'direct', True)", "g.train('train', 'trainer', 0, 7, False, {})"]
+TRAINS = ["g.make_trainer('trainer', 'world', 5, 1, 'direct')", "g.train('train', 'trainer', 0, 7, False, {})"]
 PARTS = ["g.part('train', 'y', ['scales'])", "g.part('train', 'd.tokens', ['weights'])", "g.wait('train')"]
 
 

@@ -307,16 +307,11 @@ def send_tokens(
     _send_tokens(lane, x, topk_ids, topk_weights, x.shape[0], num_programs, tag)
 
 
-def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
-    """Begins a round in which this rank has nothing that it could send: all ranks find that their lines differ.
-
-    Args:
-        dtype, tag: of its tokens, where it has some, but no room for them.
-        tokens: what it says of their number; negative.
-    """
-    x = torch.empty(1, lane.layout.HIDDEN, dtype=dtype or torch.bfloat16, device=lane.buffer.device)
+def refuse(lane: Lane) -> None:
+    """Begins a round in which this rank has nothing that it could send: all ranks find that their lines differ."""
+    x = torch.empty(1, lane.layout.HIDDEN, dtype=torch.bfloat16, device=lane.buffer.device)
     ids = torch.empty(1, lane.layout.TOP_K, dtype=torch.int64, device=x.device)
-    _send_tokens(lane, x, ids, ids.float(), tokens, 1, tag)
+    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1, 0)
 
 
 def _send_tokens(

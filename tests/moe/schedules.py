@@ -60,7 +60,6 @@ class Schedule:
             "own": each rank, whenever it likes, overwrites what is its own at that moment. "none".
         lanes: rounds that may be open at once.
         interpreted: with Triton's kernels under its interpreter, of which a round takes long.
-        grows: what `tests.moe.growing` runs, on lanes that grow.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Schedule:
     poison: str
     lanes: int = 2
     interpreted: bool = False
-    grows: bool = False
 
     def rounds_of(self, rounds: int) -> int:
         """How many rounds it runs where others run `rounds`."""
@@ -83,9 +81,6 @@ SCHEDULES = (
     Schedule("6 threads, poisoned at any time", 6, "thread", "own"),
     Schedule("4 threads, poisoned between barriers", 4, "thread", "barriers"),
     Schedule("2 threads, one lane, poisoned at any time", 2, "thread", "own", lanes=1),
-    Schedule("2 threads, growing", 2, "thread", "none", grows=True),
-    Schedule("3 threads, growing", 3, "thread", "none", lanes=3, grows=True),
-    Schedule("3 processes, growing", 3, "process", "none", grows=True),
     Schedule("2 processes, interpreted, poisoned between barriers", 2, "process", "barriers", interpreted=True),
     Schedule("2 processes, interpreted, poisoned at any time", 2, "process", "own", interpreted=True),
 )
@@ -604,12 +599,9 @@ def run(schedule: Schedule, rounds: int, seed: int, timeout: float) -> Counter[s
     Raises:
         RankError, RanksTimeout: a rank found a difference, or did not come to its end.
     """
-    from tests.moe import growing  # which draws its rounds with what is here
-
     env = _INTERPRETED if schedule.interpreted else None
-    one_rank = growing.run_rank if schedule.grows else run_rank
     results = run_ranks(
-        one_rank, schedule.world, schedule, seed, schedule.rounds_of(rounds), mode=schedule.mode, timeout=timeout,
+        run_rank, schedule.world, schedule, seed, schedule.rounds_of(rounds), mode=schedule.mode, timeout=timeout,
         env=env,
     )  # fmt: skip
     of_one = Counter({name: results[0][name] for name in ("rounds", "eps")})

@@ -236,7 +236,7 @@ def _bad_tokens(comm: Communicator, transport: str) -> None:
         (
             (torch.zeros(5, HIDDEN), ids, weights),
             CapacityError,
-            "5 tokens were passed; this ExpertParallel was made for 4",
+            "5 tokens were passed; this ExpertParallel has room for 4",
         ),
         ((x, ids[:, :2], weights), RoutingError, "topk_ids is torch.int32 [4, 2]"),
         ((x, ids.float(), weights), RoutingError, "topk_ids is torch.float32"),

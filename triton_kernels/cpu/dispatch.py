@@ -284,11 +284,11 @@ def send_tokens(
     send_tokens_kernel(*memory, *rows, stored, tag)
 
 
-def refuse(lane: Lane, dtype: torch.dtype | None = None, tokens: int = REFUSED, tag: int = 0) -> None:
+def refuse(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
-    numbers = numbers_of(lane, dtype)
+    numbers = numbers_of(lane)
     memory = addresses(lane, *_SENDING)
-    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, tokens, 0, tag)
+    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, REFUSED, 0, 0)
 
 
 @device

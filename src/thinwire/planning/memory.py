@@ -48,7 +48,7 @@ def plan_memory(
     num_experts: int,
     top_k: int,
     hidden_size: int,
-    max_tokens: int | None,
+    max_tokens: int,
     *,
     rank: int = 0,
     heap: str = "cuda",
