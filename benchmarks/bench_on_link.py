@@ -18,13 +18,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks import link, timing
-from thinwire.bench.launch import content_of, print_end
-from thinwire.bench.machine import in_words
-from thinwire.bench.options import Settings
-from thinwire.bench.session import Results, run_session
-from thinwire.bench.sizes import parse_rate
 from thinwire.comm import Communicator
-from thinwire.commands import bench
+from thinwire.tools.bench.launch import content_of, print_end
+from thinwire.tools.bench.machine import in_words
+from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.session import Results, run_session
+from thinwire.tools.bench.sizes import parse_rate
+from thinwire.tools.commands import bench
 
 
 def measure(comm: Communicator, arguments: Sequence[str]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
-from thinwire.cli import main
-from thinwire.demo import WireScore, format_table
+from thinwire.tools.cli import main
+from thinwire.tools.demo import WireScore, format_table
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "cpu" / "demo.json"

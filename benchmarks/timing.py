@@ -1,6 +1,6 @@
 """What the scripts here share: their command line, their tables and the files that they write.
 
-How times are taken is `thinwire.bench.timing`'s, and on what machine `thinwire.bench.machine`'s.
+How times are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.machine`'s.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from thinwire.bench.machine import commit, machine
-from thinwire.bench.timing import Laps, Times, captured, interleaved, interleaved_over_ranks, median_ratio
 from thinwire.testing import run_ranks
+from thinwire.tools.bench.machine import commit, machine
+from thinwire.tools.bench.timing import Laps, Times, captured, interleaved, interleaved_over_ranks, median_ratio
 
 __all__ = [
     "Laps",

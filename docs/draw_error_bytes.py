@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from thinwire.bench.error_bytes import draw_error_bytes, measure
-from thinwire.bench.style import png
+from thinwire.tools.bench.error_bytes import draw_error_bytes, measure
+from thinwire.tools.bench.style import png
 from thinwire.version import VERSION
 
 ROOT = Path(__file__).parents[1]

@@ -89,7 +89,7 @@ def _command_line() -> str:
     """`--help` of every command."""
     sys.path.insert(0, str(ROOT / "src"))
     try:
-        parser: argparse.ArgumentParser = importlib.import_module("thinwire.cli").make_parser()
+        parser: argparse.ArgumentParser = importlib.import_module("thinwire.tools.cli").make_parser()
     finally:
         sys.path.pop(0)
     parts = ["# Command line", f"```text\n{parser.format_help()}```"]

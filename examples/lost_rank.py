@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import thinwire as tw
-from thinwire.cli import main
+from thinwire.tools.cli import main
 
 
 def work(comm: tw.Communicator) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.commands import demo
+from thinwire.tools.cli import main
+from thinwire.tools.commands import demo
 
 
 def _held_out(size: int) -> bytes:
@@ -65,7 +65,7 @@ def test_arguments_are_checked_without_torch() -> None:
     code = """
 import sys
 sys.modules['torch'] = None
-from thinwire.cli import main
+from thinwire.tools.cli import main
 for arguments in (["--ranks", "9"], ["--wire", "int9"], ["--text", "/nonexistent"], ["--timeout", "0"]):
     assert main(["demo", *arguments]) == 2
 """

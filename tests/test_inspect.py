@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from thinwire.cli import main
 from thinwire.errors import ThinwireError
 from thinwire.files import MOST_BYTES
 from thinwire.flight import FORMAT, VERSION, Flight, parse_flight, read_flight
-from thinwire.flight_report import report
+from thinwire.tools.cli import main
+from thinwire.tools.flight_report import report
 
 
 def operation(number: int | None, name: str = "barrier", /, **fields: Any) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def test_the_documented_output_is_what_the_example_prints() -> None:
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content(size=1, operations=barriers(1))))
-    code = f"import sys; sys.modules['torch'] = None; from thinwire.cli import main; main(['inspect', {str(file)!r}])"
+    code = "import sys; sys.modules['torch'] = None; from thinwire.tools.cli import main; "
+    code += f"main(['inspect', {str(file)!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("no rank stopped: all came to the end of operation 1\n"), done.stderr
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from thinwire import progress
-from thinwire.progress import Progress, Report
 from thinwire.testing import run_ranks
+from thinwire.tools import progress
+from thinwire.tools.progress import Progress, Report
 
 
 class _Terminal(io.StringIO):

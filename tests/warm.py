@@ -23,7 +23,7 @@ import hypothesis.strategies  # noqa: F401
 import pytest  # noqa: F401
 
 import thinwire
-from thinwire.warmup.cpu import cpu_kernels
+from thinwire.tools.warmup.cpu import cpu_kernels
 
 __all__ = ["load_kernels", "loaded_kernels", "run_in_new_process"]
 
@@ -87,7 +87,7 @@ def _warm_up() -> None:
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if load_kernels():
-            run_in_new_process("from thinwire.warmup.cpu import call_every_kernel as call; call()")
+            run_in_new_process("from thinwire.tools.warmup.cpu import call_every_kernel as call; call()")
             load_kernels()
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from thinwire.moe.experts import GroupedExperts as GroupedExperts
     from thinwire.moe.int8_experts import Int8Experts as Int8Experts
     from thinwire.moe.layer import MoELayer as MoELayer
+    from thinwire.moe.memory import plan_memory as plan_memory
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
-    from thinwire.planning.memory import plan_memory as plan_memory
     from thinwire.tracing import trace as trace
     from thinwire.wire import WireFormat as WireFormat
 
@@ -59,9 +59,9 @@ _MODULES = {
     "moe.experts": "GroupedExperts",
     "moe.int8_experts": "Int8Experts",
     "moe.layer": "MoELayer",
+    "moe.memory": "plan_memory",
     "moe.parallel": "ExpertParallel",
     "moe.pretrained": "load_moe_layer save_moe_layers",
-    "planning.memory": "plan_memory",
     "tracing": "trace",
     "wire": "WireFormat",
 }

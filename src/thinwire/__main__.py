@@ -2,6 +2,6 @@
 
 import sys
 
-from thinwire.cli import main
+from thinwire.tools.cli import main
 
 sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.bench.results import COLLECTIVES, EXPERT_OPERATIONS, FORMAT, VERSION
+from thinwire.tools.bench.results import COLLECTIVES, EXPERT_OPERATIONS, FORMAT, VERSION
 
 SERIES = (
     ("thinwire", "int8", "direct"),

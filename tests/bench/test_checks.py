@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.bench import checks
-from thinwire.bench.problems import moved_bound, values
-from thinwire.bench.separate import SeparateInt8
 from thinwire.fused.codec import dequantize, quantize
+from thinwire.tools.bench import checks
+from thinwire.tools.bench.problems import moved_bound, values
+from thinwire.tools.bench.separate import SeparateInt8
 from thinwire.wire import WireFormat
 
 WIRES = ["int8", "int8:64", "int8:row", "int4", "fp8"]

@@ -14,9 +14,9 @@ import torch
 
 from tests.bench.test_plots import require_legible
 from tests.bench.test_report import in_browser, measured
-from thinwire.bench.error_bytes import GAUSSIAN, MODEL, OUTLIERS, WIRES, Cost, draw_error_bytes, measure
-from thinwire.bench.error_bytes import model_activations as activations
 from thinwire.moe.tiny import load_tiny_moe
+from thinwire.tools.bench.error_bytes import GAUSSIAN, MODEL, OUTLIERS, WIRES, Cost, draw_error_bytes, measure
+from thinwire.tools.bench.error_bytes import model_activations as activations
 from thinwire.wire import WireFormat
 
 ROOT = Path(__file__).parents[2]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from thinwire.bench import table
-from thinwire.bench.checks import Verdict
-from thinwire.bench.contender import Contender
-from thinwire.bench.figures import Sizes, figures_of
-from thinwire.bench.measure import Measured
+from thinwire.tools.bench import table
+from thinwire.tools.bench.checks import Verdict
+from thinwire.tools.bench.contender import Contender
+from thinwire.tools.bench.figures import Sizes, figures_of
+from thinwire.tools.bench.measure import Measured
 
 SIZES = {"all_gather": Sizes(4, 4000, 3000.0, None, None)}
 

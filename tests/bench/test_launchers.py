@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.bench.options import COLLECTIVES, OPERATIONS
+from thinwire.tools.bench.options import COLLECTIVES, OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 FEW = (

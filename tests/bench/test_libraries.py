@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from tests.bench import fake_deep_ep, fake_flashinfer
-from thinwire.bench import deepep, flashinfer, session
-from thinwire.bench.contender import NotHere
-from thinwire.bench.expert_problem import Round
-from thinwire.bench.installed import on_all_ranks, why_absent
-from thinwire.bench.options import ROUND, Routing, Settings
-from thinwire.bench.session import Results, run_session
-from thinwire.bench.timing import Laps
-from thinwire.bench.traffic import expert_ids
 from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
+from thinwire.tools.bench import deepep, flashinfer, session
+from thinwire.tools.bench.contender import NotHere
+from thinwire.tools.bench.expert_problem import Round
+from thinwire.tools.bench.installed import on_all_ranks, why_absent
+from thinwire.tools.bench.options import ROUND, Routing, Settings
+from thinwire.tools.bench.session import Results, run_session
+from thinwire.tools.bench.timing import Laps
+from thinwire.tools.bench.traffic import expert_ids
 
 RANKS, HIDDEN = 4, 256
 FEW = Settings(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.bench.options import Settings
-from thinwire.bench.sizes import sweep
-from thinwire.cli import main
+from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.sizes import sweep
+from thinwire.tools.cli import main
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_unusable_options_are_one_line_of_error(
 
 
 def test_a_typo_is_found_without_torch() -> None:
-    code = "import sys; from thinwire.cli import main; main(['bench', 'typo']); print('torch' in sys.modules)"
+    code = "import sys; from thinwire.tools.cli import main; main(['bench', 'typo']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n" and "operation typo" in done.stderr
 

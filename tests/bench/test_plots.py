@@ -13,9 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.bench.synthetic import SERIES, figure, odd_runs, results, whole_run
-from thinwire.bench.plots import Picture, draw
-from thinwire.bench.results import parse_results
-from thinwire.bench.style import COLOURS, MARKERS, WIDTH, WIRE_COLOURS, Series, Styles, binary_ticks, decimal_ticks
+from thinwire.tools.bench.plots import Picture, draw
+from thinwire.tools.bench.results import parse_results
+from thinwire.tools.bench.style import (
+    COLOURS,
+    MARKERS,
+    WIDTH,
+    WIRE_COLOURS,
+    Series,
+    Styles,
+    binary_ticks,
+    decimal_ticks,
+)
 
 #: Pixels of a page 800 wide that are left for a picture, which is drawn for 100 an inch.
 SHOWN_WIDTH = 752

@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
 from tests.bench.synthetic import figure, odd_runs, results, whole_run
-from thinwire.bench.report import write_report
-from thinwire.cli import main
 from thinwire.errors import ThinwireError
+from thinwire.tools.bench.report import write_report
+from thinwire.tools.cli import main
 
 CHROMIUM = shutil.which("chromium")
 
@@ -154,7 +154,9 @@ def test_a_dict_that_is_no_run_is_refused_before_anything_is_written(tmp_path: P
 def test_it_needs_matplotlib_and_no_torch(module: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(results([figure()])))
     options = ["report", str(tmp_path / "a.json"), "--output", str(tmp_path / "output")]
-    code = f"import sys; sys.modules[{module!r}] = None; from thinwire.cli import main; sys.exit(main({options!r}))"
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from thinwire.tools.cli import main; sys.exit(main({options!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "output").exists() == (status == 0)

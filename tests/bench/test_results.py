@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.bench.synthetic import figure, results, whole_run
-from thinwire.bench.results import parse_results, read_results
 from thinwire.errors import ThinwireError
+from thinwire.tools.bench.results import parse_results, read_results
 
 NO_NUMBERS: list[Any] = ["1", -1, float("nan"), float("inf"), True, [], 1e30]
 ODD: dict[str, list[Any]] = {

@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
-from thinwire.bench import launch, memory, operations
-from thinwire.bench.checks import Verdict
-from thinwire.bench.expert_problem import Round
-from thinwire.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
-from thinwire.bench.session import Results, run_session
-from thinwire.cli import main
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
+from thinwire.tools.bench import launch, memory, operations
+from thinwire.tools.bench.checks import Verdict
+from thinwire.tools.bench.expert_problem import Round
+from thinwire.tools.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
+from thinwire.tools.bench.session import Results, run_session
+from thinwire.tools.cli import main
 from thinwire.wire import WireFormat
 
 RANKS, HIDDEN = 3, 96

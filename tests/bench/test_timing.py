@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from thinwire.bench import timing
 from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
+from thinwire.tools.bench import timing
 
 
 class _Clock:

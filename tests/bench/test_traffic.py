@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.bench.options import Routing
-from thinwire.bench.traffic import expert_ids, expert_load, row_counts, rows_between, skew_of
 from thinwire.errors import ArgumentError
+from thinwire.tools.bench.options import Routing
+from thinwire.tools.bench.traffic import expert_ids, expert_load, row_counts, rows_between, skew_of
 
 EXPERTS, TOP_K, RANKS = 12, 4, 3
 

@@ -10,8 +10,8 @@ from thinwire.comm import cpu_share as module
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
 from thinwire.comm.threads import ThreadWorld
-from thinwire.doctor.host import processors
 from thinwire.errors import ThinwireError
+from thinwire.tools.doctor.host import processors
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ from thinwire.comm.flight_files import VARIABLE, write_file
 from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff
 from thinwire.errors import ArgumentError, PeerTimeout, RoutingError, ThinwireError
 from thinwire.flight import DONE, FAILED, INTERRUPTED, POSTED, RING, UNDER_WAY, Flight, read_flight
-from thinwire.flight_report import report
 from thinwire.testing import run_ranks
+from thinwire.tools.flight_report import report
 
 #: Seconds that a rank waits for its peers.
 TIMEOUT = 0.5

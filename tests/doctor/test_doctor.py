@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.cli import main
-from thinwire.doctor import examine, isolated, one_rank, posix, probe, ranks
-from thinwire.doctor.finding import MARKS, Finding
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
+from thinwire.tools.cli import main
+from thinwire.tools.doctor import examine, isolated, one_rank, posix, probe, ranks
+from thinwire.tools.doctor.finding import MARKS, Finding
 
 # Each ends in a process in which shared memory between processes cannot be had, and runs `argv` there.
 _SECCOMP = """
@@ -58,7 +58,7 @@ def run_broken(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_step_that_fails_is_named_with_its_cause(how: str) -> None:
     if how == "seccomp" and platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("the number of memfd_create is not known here")
-    done = run_broken(how, "thinwire.doctor.posix")
+    done = run_broken(how, "thinwire.tools.doctor.posix")
     cause, advice = posix.explain(posix.Failure(**json.loads(done.stdout)))
     assert cause.startswith(_CAUSE[how]) and advice
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thinwire.doctor import gpus
+from thinwire.tools.doctor import gpus
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ from thinwire.comm.plain import OneOf, decode, encode
 from thinwire.comm.rank_table import RankTable
 from thinwire.errors import ArgumentError, CheckpointError, RankTableError, ThinwireError, WireFormatError
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
-from thinwire.flight_report import report
 from thinwire.fused.codec import WireRows, dequantize
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.layer import MoELayer
+from thinwire.tools.flight_report import report
 from thinwire.triton_kernels.codec import dequantize_reference
 from thinwire.triton_kernels.cpu.pack import unpack_rows
 from thinwire.wire import WireFormat

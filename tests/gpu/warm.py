@@ -17,10 +17,10 @@ from tests.gpu.test_experts import NUM_EXPERTS as EXPERTS
 from tests.gpu.test_experts import TOP_K as EXPERTS_TOP_K
 from tests.moe.test_rounds_direct import DTYPES, HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K
 from thinwire.moe.config import ParallelSettings
-from thinwire.progress import Report
-from thinwire.warmup.compile import compile_ahead
-from thinwire.warmup.configuration import Configuration
-from thinwire.warmup.target import archs_here
+from thinwire.tools.progress import Report
+from thinwire.tools.warmup.compile import compile_ahead
+from thinwire.tools.warmup.configuration import Configuration
+from thinwire.tools.warmup.target import archs_here
 
 WORLDS = (4, 8)  # of processes and of threads that share a GPU
 

@@ -12,7 +12,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
-from thinwire.planning.memory import plan_memory
+from thinwire.moe.memory import plan_memory
 from thinwire.testing import run_ranks
 
 WIRES = ("none", "int8", "int8:row", "int8:32", "int4", "fp8")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.planning.test_fit import content
-from thinwire.cli import main
-from thinwire.planning import published
-from thinwire.planning.memory import plan_memory
-from thinwire.planning.model import LINKS, chosen_model
-from thinwire.planning.traffic import Leg
+from thinwire.moe.memory import plan_memory
+from thinwire.tools.cli import main
+from thinwire.tools.planning import published
+from thinwire.tools.planning.model import LINKS, chosen_model
+from thinwire.tools.planning.traffic import Leg
 
 SIZES = "--ranks 8 --experts 256 --top-k 8 --hidden 7168 --max-tokens 4096".split()
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
 
 def test_the_page_shows_the_table_of_published_figures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    assert published.table() in page, "print it anew: python -m thinwire.planning.published"
+    assert published.table() in page, "print it anew: python -m thinwire.tools.planning.published"
 
 
 def test_the_models_constants_are_what_published_kernels_reach() -> None:
@@ -114,7 +114,7 @@ def test_the_models_constants_are_what_published_kernels_reach() -> None:
 
 def test_options_are_refused_before_torch_is_imported() -> None:
     call = f"main(['plan', *{SIZES}, '--link', 'x'])"
-    code = f"import sys; from thinwire.cli import main; {call}; print('torch' in sys.modules)"
+    code = f"import sys; from thinwire.tools.cli import main; {call}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

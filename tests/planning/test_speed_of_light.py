@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="recording launches needs Triton")
 from benchmarks import model
 from tests.rounds import make_lanes
 from thinwire.errors import ArgumentError
-from thinwire.planning.published import DECODE, PREFILL
-from thinwire.planning.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
+from thinwire.tools.planning.published import DECODE, PREFILL
+from thinwire.tools.planning.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
 
 ROOT = Path(model.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,8 +13,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.routing import expert_range
-from thinwire.planning.traffic import plan_traffic, reach
 from thinwire.testing import run_ranks
+from thinwire.tools.planning.traffic import plan_traffic, reach
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(7, 3, 3), (5, 1, 4), (6, 6, 2), (3, 2, 5), (8, 2, 1)])

@@ -1,0 +1,1 @@
+"""What the commands run; nothing that a program calls imports it."""

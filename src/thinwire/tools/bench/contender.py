@@ -1,0 +1,74 @@
+"""What is compared: one implementation of an operation at one size, ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from thinwire.tools.bench.checks import Verdict
+
+
+class NotHere(Exception):
+    """An implementation cannot take part; the message says why."""
+
+
+@dataclass
+class Contender:
+    """One implementation, on one rank.
+
+    Attributes:
+        implementation: its name in results.
+        wire: the format, or the dtype where it is not the tensors' own.
+        transport: thinwire's, else None.
+        call: does it all once; gives the output of each operation that it is measured as.
+        judge: compares the output of an operation with the exact one.
+        wire_bytes: bytes that it sends from this rank, by operation.
+        poisoned: memory that `call` fills in place; set to NaN before a check.
+        inputs: what `call` reads; negated in the call before a checked one, so that rows left from it are found out.
+        close: gives its memory back.
+    """
+
+    implementation: str
+    wire: str
+    transport: str | None
+    call: Callable[[], Mapping[str, torch.Tensor]]
+    judge: Callable[[str, torch.Tensor], Verdict]
+    wire_bytes: Mapping[str, float]
+    poisoned: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
+    close: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.implementation, self.wire, self.transport)
+
+    def poison(self) -> None:
+        """So that a call which leaves memory untouched, wherever its own is, is found out. Collective."""
+        for tensor in self.inputs:
+            tensor.neg_()
+        if self.inputs:
+            self.call()
+        for tensor in self.inputs:
+            tensor.neg_()
+        for tensor in self.poisoned:
+            tensor.fill_(float("nan"))
+
+
+def label_of(implementation: str, wire: str, transport: str | None) -> str:
+    """A name that no two contenders share."""
+    return "/".join(part for part in (implementation, wire, transport) if part)
+
+
+@dataclass
+class Candidate:
+    """A contender that is not made yet: making it may allocate, meet peers, or find that something is missing.
+
+    `make` raises NotHere or TransportUnavailable, alike on all ranks.
+    """
+
+    implementation: str
+    wire: str
+    transport: str | None
+    make: Callable[[], Contender]

@@ -1,0 +1,252 @@
+"""What each rank does: every operation, size and routing in turn; rank 0 prints."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.tools.bench import baselines, deepep, flashinfer, memory, mpi, symmetric_memory, table
+from thinwire.tools.bench.contender import Candidate, NotHere
+from thinwire.tools.bench.expert_problem import Round
+from thinwire.tools.bench.figures import Sizes, figures_of
+from thinwire.tools.bench.installed import why_absent
+from thinwire.tools.bench.measure import measure
+from thinwire.tools.bench.mpi import OpenMPI
+from thinwire.tools.bench.operations import collective, expert_round, straight
+from thinwire.tools.bench.options import COLLECTIVES, ROUND, Routing, Settings
+from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
+from thinwire.tools.bench.routed_rows import group_exchange, routed_rows
+from thinwire.tools.bench.timing import Laps
+from thinwire.tools.bench.traffic import expert_ids, row_counts, skew_of
+from thinwire.wire import WireFormat
+
+#: Of a rank on the CPU, for everything that is compared.
+THREADS = 1
+#: Option, name and package.
+_LIBRARIES = (("deepep", deepep.NAME, deepep.PACKAGE), ("flashinfer", flashinfer.NAME, flashinfer.PACKAGE))
+
+
+@dataclass
+class Results:
+    """What a run has found; the same on all ranks."""
+
+    hosts: int
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    traffic: list[list[int]] | None = None
+    expert_load: list[int] | None = None
+    copy_bandwidth: float | None = None
+
+    @property
+    def wrong(self) -> int:
+        """Elements outside their bounds, of all figures."""
+        return sum(figure["wrong"] or 0 for figure in self.figures)
+
+
+class Session:
+    """One rank's part of a run.
+
+    Args:
+        comm: the ranks.
+        settings: the same on all of them.
+    """
+
+    def __init__(self, comm: Communicator, settings: Settings) -> None:
+        self.comm, self.settings = comm, settings
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.laps = Laps(comm.device)
+        self.group = baselines.group_name(comm)
+        #: Whose time speed-ups are of.
+        self.reference = self.group or baselines.COPY
+        hosts = comm.all_gather_object(socket.gethostname())
+        self.results = Results(len(set(hosts)))
+        #: Ranks that have one memory.
+        self._sharing = 1 if comm.device.type == "cuda" and self.group else hosts.count(socket.gethostname())
+        self._most_copied = 0
+        self._mpi: OpenMPI | None = None
+        self._libraries: set[str] = set()
+        self._look_for_baselines()
+
+    def _look_for_baselines(self) -> None:
+        chosen = self.settings.baselines
+        if "mpi" in chosen:
+            try:
+                self._mpi = OpenMPI(self.comm)
+            except NotHere as reason:
+                self._skip(mpi.NAME, str(reason))
+        for option, name, package in _LIBRARIES:
+            if option in chosen:
+                against = why_absent(package, self.comm)
+                if against is None:
+                    self._libraries.add(option)
+                else:
+                    self._skip(name, against)
+        if self.group is None:
+            for option in ("group", "quantize"):
+                if option in chosen:
+                    self._skip(option, "ranks that are threads have no process group")
+        self._has_symmetric_memory = self.comm.device.type == "cuda" and self.group is not None
+        if "symmetric_memory" in chosen and not self._has_symmetric_memory:
+            self._skip(symmetric_memory.NAME, "it is for processes with a GPU each")
+
+    def _skip(self, implementation: str, reason: str, **where: object) -> None:
+        entry = {"implementation": implementation, "reason": reason, **where}
+        if entry not in self.results.skipped:
+            self.results.skipped.append(entry)
+
+    def run(self) -> Results:
+        """Measures everything that was asked for."""
+        for operation in COLLECTIVES:
+            if operation in self.settings.operations:
+                # What all ranks share equally has no routing.
+                for routing in self.settings.routings if operation == "all_to_all_v" else (None,):
+                    for number, size in enumerate(self.settings.sizes):
+                        if self._fits(f"{operation} of {size} bytes", memory.of_collective(size)):
+                            self._collective(self._problem(operation, size, routing), routing, first=number == 0)
+        legs = [operation for operation in ROUND if operation in self.settings.operations]
+        if legs:
+            for routing in self.settings.routings:
+                for number, tokens in enumerate(self.settings.tokens):
+                    needed = memory.of_round(
+                        tokens, self.settings.hidden, self.settings.top_k, self.comm.size, self.dtype.itemsize
+                    )
+                    if self._fits(f"a round of {tokens} tokens", needed):
+                        self._round(legs, tokens, routing, first=number == 0)
+        return self.results
+
+    def _fits(self, what: str, needed: int) -> bool:
+        """Whether all ranks have memory for it; if one has not, all leave it out."""
+        reasons = self.comm.all_gather_object(memory.why_too_large(needed, self._sharing, self.comm.device))
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            self._skip(what, reason)
+        return reason is None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Collectives
+
+    def _problem(self, operation: str, size: int, routing: Routing | None) -> Problem:
+        comm, dtype = self.comm, self.dtype
+        if routing is None:
+            kinds: dict[str, Callable[..., Problem]] = {
+                "all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce
+            }  # fmt: skip
+            return kinds[operation](comm, dtype, size)
+        elements = max(1, size // dtype.itemsize)
+        width = max(1, min(self.settings.hidden, elements // comm.size))
+        counts = row_counts(routing, elements // width, comm.size)
+        return AllToAll(comm, dtype, counts, width, skew_of(counts.sum(0).tolist()))
+
+    def _collective(self, problem: Problem, routing: Routing | None, first: bool) -> None:
+        candidates = list(self._collective_baselines(problem))
+        for transport in self.settings.transports:
+            candidates += [collective(problem, wire, transport) for wire in self.settings.wires]
+            if transport == "direct" and "none" in self.settings.wires and isinstance(problem, AllToAll | AllGather):
+                candidates.append(straight(problem))
+        rows = max(self.comm.all_gather_object(problem.rows))
+        name = None if routing is None else str(routing)
+        sizes = Sizes(rows, problem.size_bytes, self._mean(problem.logical_bytes), name, problem.skew)
+        self._measure(candidates, {problem.operation: sizes}, None, first, problem.size_bytes)
+
+    def _collective_baselines(self, problem: Problem) -> Iterator[Candidate]:
+        chosen = self.settings.baselines
+        if "group" in chosen and self.group is not None:
+            yield baselines.of_group(problem, self.group)
+        if self._mpi is not None:
+            yield baselines.of_mpi(problem, self._mpi)
+        if "quantize" in chosen and self.group is not None:
+            for wire in self._quantized_wires():
+                yield baselines.quantized_by_hand(problem, wire, self.group)
+        if "symmetric_memory" in chosen and self._has_symmetric_memory:
+            yield symmetric_memory.of_symmetric_memory(problem)
+        if "copy" in chosen:
+            source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
+            yield baselines.copy(source, torch.empty_like(source), (problem.operation,))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rounds
+
+    def _round(self, legs: Sequence[str], tokens: int, routing: Routing, first: bool) -> None:
+        settings = self.settings
+        ids = expert_ids(routing, tokens, settings.experts, settings.top_k, self.comm.size)
+        problem = Round(self.comm, self.dtype, settings.hidden, ids, settings.experts)
+        self.results.traffic = problem.between.tolist()
+        self.results.expert_load = problem.load.tolist()
+        candidates = list(self._round_baselines(problem))
+        for transport in settings.transports:
+            candidates += [expert_round(problem, wire, transport, self.laps) for wire in settings.wires]
+        sizes = {
+            leg: Sizes(tokens, problem.size_bytes, self._mean(problem.logical_bytes[leg]), str(routing), problem.skew)
+            for leg in legs
+        }
+        self._measure(candidates, sizes, self.laps, first, self._copied_rows(problem) * problem.x[:1].nbytes)
+
+    @staticmethod
+    def _copied_rows(problem: Round) -> int:
+        """A leg reads tokens and writes experts' rows, or the other way round; a copy reads as much as it writes."""
+        return max(1, (problem.tokens + problem.expert_rows) // 2)
+
+    def _round_baselines(self, problem: Round) -> Iterator[Candidate]:
+        chosen = self.settings.baselines
+        if self.group is not None:
+            exchange = group_exchange(self.comm)
+            if "group" in chosen:
+                yield routed_rows(problem, self.group, "none", exchange, self.laps)
+            if "quantize" in chosen:
+                for wire in self._quantized_wires():
+                    yield routed_rows(problem, f"quantize, {self.group}", wire, exchange, self.laps)
+        if self._mpi is not None:
+            yield routed_rows(problem, mpi.NAME, "none", self._mpi.exchange, self.laps)
+        if "deepep" in self._libraries:
+            for wire in deepep.WIRES:
+                yield deepep.deepep_round(problem, wire, self.laps)
+        if "flashinfer" in self._libraries:
+            yield flashinfer.flashinfer_round(problem, self.laps)
+        if "copy" in chosen:
+            source = problem.x.new_ones(self._copied_rows(problem), problem.hidden)
+            yield baselines.copy(source, torch.empty_like(source), ("dispatch", "combine"))
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _quantized_wires(self) -> list[str]:
+        return [wire for wire in self.settings.wires if WireFormat.parse(wire).quantized]
+
+    def _mean(self, value: float) -> float:
+        return sum(self.comm.all_gather_object(value)) / self.comm.size
+
+    def _measure(
+        self, candidates: list[Candidate], sizes: dict[str, Sizes], laps: Laps | None, first: bool, copied: int
+    ) -> None:
+        found = measure(self.comm, candidates, self.settings, laps)
+        for candidate, reason in found.missing:
+            where = {"operation": "/".join(sizes), "wire": candidate.wire, "transport": candidate.transport}
+            self._skip(candidate.implementation, reason, **where)
+        figures = figures_of(found, sizes, self.reference)
+        self.results.figures += figures
+        for figure in figures:
+            if figure["implementation"] == baselines.COPY and figure["seconds"] and copied > self._most_copied:
+                self._most_copied = copied
+                self.results.copy_bandwidth = 2 * copied / figure["seconds"]["median"]
+        if self.comm.rank:
+            return
+        if first:
+            size = next(iter(sizes.values()))
+            print(table.heading(size.routing, size.skew))
+        for figure in figures:
+            print(table.line(figure), flush=True)
+
+
+def run_session(comm: Communicator, settings: Settings) -> Results:
+    """A whole run on one rank. Collective.
+
+    Raises:
+        ThinwireError: a rank's problem cannot be made, or a peer did not answer.
+    """
+    if comm.device.type == "cpu":
+        torch.set_num_threads(THREADS)
+    return Session(comm, settings).run()

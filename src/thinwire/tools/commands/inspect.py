@@ -1,0 +1,35 @@
+"""`thinwire inspect`: its options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from thinwire.errors import ThinwireError
+
+SUMMARY = "who stopped where, by the flight recorders"
+DESCRIPTION = """\
+Compares the files that the ranks' flight recorders wrote when peers did not answer. The first line says which rank
+stopped at which operation; a table of the last operations follows. A file that cannot be used is told, and left out."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("files", metavar="FILE", nargs="+", help="what one rank's flight recorder wrote")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report of all files that can be used; 2 if one cannot."""
+    from thinwire.flight import read_flight
+    from thinwire.tools.flight_report import report
+
+    flights, status = [], 0
+    for file in dict.fromkeys(options.files):
+        try:
+            flights.append(read_flight(file))
+        except ThinwireError as error:
+            print(f"thinwire: error: {error}", file=sys.stderr)
+            status = 2
+    if flights:
+        print(report(flights))
+    return status

@@ -1,0 +1,86 @@
+"""`thinwire warmup`: its options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from thinwire.errors import ArgumentError, TransportUnavailable
+from thinwire.tools.commands.sizes import add_sizes, check_sizes
+from thinwire.tools.progress import Progress
+
+SUMMARY = "compile all kernels of a configuration ahead of time"
+DESCRIPTION = """\
+Compiles what the ranks of an ExpertParallel will launch into the cache where they look for it, so that no rank compiles
+while others wait for it: Triton's kernels for GPUs, which need not be here, or with --heap posix or threads numba's for
+CPU ranks. The sizes must be those that the ranks will have: kernels know them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    add_sizes(parser)
+    kernels = parser.add_argument_group("the kernels")
+    kernels.add_argument(
+        "--arch", nargs="+", default=[], help="to compile for: sm_90 for an H100 (default: this machine's GPUs)"
+    )
+    kernels.add_argument("--gradients", action="store_true", help="dispatches will want gradients")
+    kernels.add_argument(
+        "--int8-experts", type=int, default=0, metavar="N", help="tw.Int8Experts with N elements between its products"
+    )
+    kernels.add_argument("--collectives", action="store_true", help="all-reduce, reduce-scatter and all-gather, too")
+    kernels.add_argument("--all-to-all-v", action="store_true", help="all-to-all-v of rows as long as tokens, too")
+    kernels.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: one a core)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles, and says what."""
+    check_sizes(options, "jobs")
+    if options.int8_experts < 0:
+        raise ArgumentError(f"int8_experts is {options.int8_experts}, expected an int of at least 0")
+    on_cpu = options.heap in ("posix", "threads")
+    if not on_cpu and options.heap != "cuda":
+        raise ArgumentError(f"heap is {options.heap!r}, expected one of cuda, posix, threads")
+    if on_cpu and options.arch:
+        raise ArgumentError(f"arch is {' '.join(options.arch)} and heap {options.heap}, which is of CPU ranks")
+    if not on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
+        raise ArgumentError("TRITON_INTERPRET is 1, and interpreted kernels are not compiled: unset it")
+    began = time.monotonic()
+    with Progress(sys.stderr, began) as progress:
+        progress.stage("loading torch ...")
+        text = _for_cpu(progress, began) if on_cpu else _for_gpus(options, progress, began)
+    print(text)
+    return 0
+
+
+def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> str:
+    from thinwire.triton_kernels.compat import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
+    from thinwire.tools.warmup.compile import cache_folder, compile_ahead
+    from thinwire.tools.warmup.configuration import Configuration
+    from thinwire.tools.warmup.report import describe
+    from thinwire.tools.warmup.target import archs_here
+
+    configuration = Configuration.of(options)
+    archs = list(dict.fromkeys(options.arch)) or archs_here()
+    compiled = compile_ahead([configuration], archs, options.jobs, progress.report)
+    return describe(configuration, compiled, options.jobs, time.monotonic() - began, cache_folder())
+
+
+def _for_cpu(progress: Progress, began: float) -> str:
+    from thinwire.triton_kernels.cpu import HAS_NUMBA
+
+    if not HAS_NUMBA:
+        raise TransportUnavailable("kernels for CPU ranks need numba: pip install 'thinwire[cpu]'")
+    from thinwire.tools.warmup.cpu import compile_for_cpu
+    from thinwire.tools.warmup.report import describe_cpu
+
+    progress.stage("numba's kernels, by one process")
+    return describe_cpu(compile_for_cpu(), time.monotonic() - began)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

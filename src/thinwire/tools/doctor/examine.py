@@ -1,0 +1,74 @@
+"""All looks in turn, and the report."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from thinwire.files import write_file
+from thinwire.tools.doctor.finding import Finding
+from thinwire.tools.doctor.isolated import look
+from thinwire.tools.doctor.ranks import examine_processes, examine_threads
+from thinwire.version import VERSION
+
+FORMAT, FORMAT_VERSION = "thinwire doctor", 1
+_LOOK_SECONDS, _RANKS_SECONDS = 60.0, 240.0  # kernels that are not in the cache are compiled within the second
+_WIDTH = 120
+
+
+def sections() -> Iterator[tuple[str, list[Finding]]]:
+    """Each section as it is found."""
+    yield "software", look("software", _LOOK_SECONDS)
+    yield "host", look("host", _LOOK_SECONDS)
+    yield "GPUs", (gpus := look("gpus", _LOOK_SECONDS))
+    yield "2 CPU ranks, processes", examine_processes("cpu", 2, _RANKS_SECONDS)
+    yield "2 CPU ranks, threads", examine_threads("cpu", 2, _RANKS_SECONDS)
+    count = sum(finding.name.startswith("cuda:") for finding in gpus)
+    if count:
+        yield "2 ranks on one GPU, threads", examine_threads("cuda", 2, _RANKS_SECONDS)
+    if count > 1:
+        yield f"{count} ranks, a GPU each", examine_processes("cuda", count, _RANKS_SECONDS)
+
+
+def describe(title: str, findings: list[Finding]) -> str:
+    """A section as text."""
+    lines = [title]
+    for finding in findings:
+        indent = " " * 33
+        text = f"  {finding.mark:8} {finding.name:21} {finding.text}"
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent=indent, drop_whitespace=True) or [text]
+        if finding.advice:
+            lines += textwrap.wrap(f"{indent}-> {finding.advice}", _WIDTH, subsequent_indent=f"{indent}   ")
+    return "\n".join(lines)
+
+
+def examine(target: str | None) -> int:
+    """Prints the report as it comes; 1 if there is a problem.
+
+    Args:
+        target: a file that also gets all findings as JSON; "-" prints that and nothing else.
+    """
+    found = []
+    for title, findings in sections():
+        found.append((title, findings))
+        if target != "-":
+            print(describe(title, findings) + "\n", flush=True)
+    counts = {mark: sum(f.mark == mark for _, findings in found for f in findings) for mark in ("problem", "note")}
+    if target != "-":
+        print(", ".join(f"{number} {mark}{'s' * (number != 1)}" for mark, number in counts.items()))
+    if target is not None:
+        content = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "thinwire": VERSION,
+            "problems": counts["problem"],
+            "sections": [{"name": title, "findings": [asdict(f) for f in findings]} for title, findings in found],
+        }
+        text = json.dumps(content, indent=1)
+        if target == "-":
+            print(text)
+        else:
+            write_file(target, f"{text}\n".encode())
+    return 1 if counts["problem"] else 0

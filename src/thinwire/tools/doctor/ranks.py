@@ -1,0 +1,127 @@
+"""Starts ranks and says what worked among them: shared memory, the transport that `auto` picks, a round, a sum."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from thinwire.tools.doctor import posix
+from thinwire.tools.doctor.finding import Finding
+from thinwire.tools.doctor.isolated import read_lines, run_lines
+
+STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
+#: What to do about a message, by words that are in it.
+_BY_WORDS = {
+    "Too many open files": "raise the limit on open files: ulimit -n 65536",
+    "No usable temporary directory": "set TMPDIR to a folder that can be written; a limit on file size (ulimit -f) "
+    "forbids that everywhere",
+    "File too large": "a limit on file size (ulimit -f) hits memory that ranks share, and caches of kernels: lift it",
+    "differ from the exact": "do not trust results of this machine: run it again with THINWIRE_INTEGRITY=checksum, and "
+    "report it",
+    "pip install": "install what the message names",
+    "killed by signal 9": "memory ran out, or somebody ended it: see dmesg, and the control group's limit",
+    "did not come back": "run it again, as kernels that had to be compiled are in the cache then; if it hangs again, "
+    "report it",
+}
+#: The same by what failed.
+_BY_STEP = {
+    "meeting": "ranks of one host meet over the loopback interface: see that it is up, and that nothing keeps "
+    "processes from 127.0.0.1",
+    "shared memory": "the message says what was refused; `auto` takes the staged transport meanwhile, which is slower",
+    "transport": "the message says what is missing; docs/launch.md has a table of causes",
+    "round": "the message says what failed; docs/launch.md has a table of causes",
+    "all-reduce": "the message says what failed; docs/launch.md has a table of causes",
+}
+
+
+def _advice(step: str, text: str) -> str:
+    return next((advice for words, advice in _BY_WORDS.items() if words in text), _BY_STEP[step])
+
+
+def examine_threads(device: str, ranks: int, seconds: float) -> list[Finding]:
+    """Of ranks that are threads of one process."""
+    command = [sys.executable, "-m", "thinwire.tools.doctor.one_rank", device, "threads", str(ranks)]
+    lines, ending = run_lines(command, seconds)
+    return _findings(lines, [f"the process {ending}"] if ending else [], ranks, posix_heap=False)
+
+
+def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
+    """Of ranks that are processes of this host, a GPU each if the device is "cuda"."""
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", 0))
+        except OSError as error:
+            text = f"127.0.0.1 cannot be listened on: {error.strerror}"
+            return [Finding("problem", "meeting", text, _BY_STEP["meeting"])]
+        port = listener.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "THINWIRE_FLIGHT_RECORDER": "off"}
+    processes: list[subprocess.Popen[bytes]] = []
+    lines: list[dict[str, Any]] = []
+    endings = []
+    try:
+        for rank in range(ranks):
+            command = [sys.executable, "-m", "thinwire.tools.doctor.one_rank", device, str(rank), str(ranks)]
+            pipe = subprocess.PIPE
+            processes.append(
+                subprocess.Popen(command, env=os.environ | where, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+            )
+        deadline = time.monotonic() + seconds
+        for rank, process in enumerate(processes):
+            told, ending = read_lines(process, max(0.1, deadline - time.monotonic()))
+            lines += told
+            endings += [f"rank {rank} {ending}"] if ending else []
+    except OSError as error:
+        endings.append(f"rank {len(processes)} could not be started: {error.strerror}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return _findings(lines, endings, ranks, posix_heap=device == "cpu")
+
+
+def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int, posix_heap: bool) -> list[Finding]:
+    """One for each step that any rank told of, and one for those that did not come back."""
+    findings = []
+    for step in STEPS:
+        told = [line for line in lines if line.get("step") == step]
+        failed = [line for line in told if not line["ok"]]
+        if failed:
+            findings.append(_failure(step, failed[0]["text"], posix_heap))
+        elif len(told) == ranks:
+            slowest = max(line["seconds"] for line in told)
+            took = f" ({slowest:.1f} s, kernels loaded or compiled)" if slowest >= 0.1 else ""
+            findings.append(_staged_or_fine(step, told[0]["text"] + took))
+        elif endings:
+            text = f"not over, as {'; '.join(endings)}"
+            findings.append(Finding("problem", step, text, _advice(step, text)))
+            return findings
+    return findings
+
+
+def _failure(step: str, text: str, posix_heap: bool) -> Finding:
+    if step == "shared memory" and "no peer-to-peer access" in text:
+        return Finding("note", step, text, "`auto` takes the staged transport here")
+    cause = posix_cause() if step == "shared memory" and posix_heap else None
+    if cause is None:
+        return Finding("problem", step, text, _advice(step, text))
+    why, advice = cause
+    return Finding("problem", step, f"{text}; {why}", advice)
+
+
+def posix_cause() -> tuple[str, str] | None:
+    """Why processes cannot share memory, if that can be seen without ranks."""
+    lines, ending = run_lines([sys.executable, "-m", "thinwire.tools.doctor.posix"], 60)
+    if ending:
+        return f"the step by step look at it {ending}", _BY_STEP["shared memory"]
+    return posix.explain(posix.Failure(**lines[0])) if lines else None
+
+
+def _staged_or_fine(step: str, text: str) -> Finding:
+    if step == "transport" and text.startswith("staged"):
+        return Finding("note", step, text, "works, and is slower: see why the direct one is not available")
+    return Finding("ok", step, text)

@@ -1,0 +1,152 @@
+"""The parts of a plan put together: memory, bytes and predicted seconds of one ExpertParallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.errors import ArgumentError
+from thinwire.moe.config import ParallelSettings
+from thinwire.moe.memory import MemoryPlan, plan_memory
+from thinwire.tools.bench.results import Results
+from thinwire.tools.planning.fit import Fit, fit_results
+from thinwire.tools.planning.model import Model
+from thinwire.tools.planning.traffic import Leg, plan_traffic, reach
+from thinwire.wire import WireFormat
+
+RANKS_SWEPT = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned; the names are those of ExpertParallel's arguments.
+
+    Attributes:
+        heap: see `plan_memory`.
+        hosts: over which the ranks are spread evenly; over more than one, records travel through the process group.
+        dtype: the tokens'.
+    """
+
+    ranks: int
+    experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    wire: str | None = None
+    combine_wire: str | None = None
+    grad_wire: str = "none"
+    transport: str = "auto"
+    lanes: int = 1
+    align: int = 1
+    heap: str = "cuda"
+    hosts: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    integrity: str = "none"
+
+    def memory(self, rank: int = 0) -> MemoryPlan:
+        """Of a rank."""
+        if self.hosts > 1 and self.transport == "direct":
+            raise ArgumentError(f"transport is 'direct' over {self.hosts} hosts, expected one host, or 'staged'")
+        plan = plan_memory(
+            self.ranks, self.experts, self.top_k, self.hidden, self.max_tokens, rank=rank, heap=self.heap,
+            wire=self.wire, combine_wire=self.combine_wire, grad_wire=self.grad_wire,
+            transport="staged" if self.hosts > 1 else self.transport, lanes=self.lanes, align=self.align,
+            dtype=self.dtype, integrity=self.integrity,
+        )  # fmt: skip
+        spread = f"ranks of {self.hosts} hosts do not share memory"
+        return replace(plan, reason=spread) if self.hosts > 1 else plan
+
+    def legs(self, transport: str, wire: str | WireFormat | None = None) -> tuple[Leg, Leg]:
+        """Dispatch and combine, with `wire` on both in place of their own."""
+        settings = ParallelSettings.of(
+            self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
+            combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,
+            align=self.align, num_programs=None, timeout=None, dtype=self.dtype,
+        )  # fmt: skip
+        return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan.
+
+    Attributes:
+        fan_out: ranks that a token goes to, on average, its own included.
+        plain: the same legs with the wire format `none`.
+        seconds: of each leg and each plain leg, as predicted; None where no model was given for it.
+    """
+
+    request: Request
+    memory: MemoryPlan
+    fan_out: float
+    legs: tuple[Leg, Leg]
+    plain: tuple[Leg, Leg]
+    seconds: tuple[float | None, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        legs = [
+            {name: getattr(leg, name) for name in Leg.__dataclass_fields__}
+            | {"wire_bytes": leg.wire_bytes, "wire_bytes_of_none": plain.wire_bytes, "predicted_seconds": seconds}
+            for leg, plain, seconds in zip(self.legs, self.plain, self.seconds, strict=False)
+        ]
+        memory = vars(self.memory) | {
+            "forward_bytes": self.memory.forward_bytes,
+            "training_bytes": self.memory.training_bytes,
+        }
+        request = vars(self.request) | {"dtype": str(self.request.dtype).removeprefix("torch.")}
+        return {"settings": request, "memory": memory, "fan_out": self.fan_out, "legs": legs}
+
+
+def make_plan(request: Request, model: Model | None, fits: dict[str, Fit] | None = None) -> Planned:
+    """A plan by a model, or by fits of the legs of that name; those of plain legs are then not known.
+
+    Raises:
+        ArgumentError, RoutingError, WireFormatError, TransportUnavailable: what cannot be planned, by name.
+    """
+    memory = request.memory()
+    legs, plain = request.legs(memory.transport), request.legs(memory.transport, "none")
+    seconds: tuple[float | None, ...]
+    if fits is not None:
+        seconds = (*(fits[leg.name].seconds(leg.wire_bytes) for leg in legs), None, None)
+    elif model is not None:
+        seconds = tuple(model.seconds(leg) for leg in (*legs, *plain))
+    else:
+        seconds = (None,) * 4
+    fan_out = sum(reach(request.experts, request.top_k, request.ranks))
+    return Planned(request, memory, fan_out, legs, plain, seconds)
+
+
+def fits_for(request: Request, results: Results) -> dict[str, Fit]:
+    """What says how long the request's legs take: fits of thinwire's, of this wire and transport, uniformly routed.
+
+    Raises:
+        ArgumentError: there is none for a leg; the message says which there are.
+    """
+    fits, memory = fit_results(results), request.memory()
+    found = {}
+    for leg in request.legs(memory.transport):
+        wanted = leg.name, "thinwire", leg.wire, memory.transport, "uniform"
+        if wanted not in fits:
+            there = "; ".join(" ".join(map(str, key)) for key in fits if key[:2] == wanted[:2]) or "nothing of it"
+            raise ArgumentError(f"{results.source}: no two sizes to fit {' '.join(wanted)} by; it has: {there}")
+        found[leg.name] = fits[wanted]
+    return found
+
+
+def sweep(request: Request, model: Model | None) -> list[Planned]:
+    """Plans for other numbers of ranks, as many on a host as in the request; by a model alone, if there is one.
+
+    Raises:
+        ArgumentError: hosts that do not divide the ranks, and a model without a link between hosts.
+    """
+    each = request.ranks // request.hosts
+    plans = []
+    for ranks in RANKS_SWEPT:
+        hosts = max(1, ranks // each) if request.hosts > 1 else 1
+        if ranks <= request.experts and ranks % hosts == 0:
+            of_hosts = model if hosts > 1 or model is None else replace(model, between=None)
+            plans.append(make_plan(replace(request, ranks=ranks, hosts=hosts), of_hosts))
+    return plans

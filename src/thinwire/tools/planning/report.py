@@ -1,0 +1,113 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from thinwire.tools.bench.results import Results
+from thinwire.tools.planning.fit import Fit
+from thinwire.tools.planning.model import Link, Model
+from thinwire.tools.planning.plan import Planned
+
+
+def describe(planned: Planned) -> str:
+    """Memory, and the bytes of each leg."""
+    request, memory = planned.request, planned.memory
+    hosts = f" on {request.hosts} hosts" if request.hosts > 1 else ""
+    lines = [
+        f"{request.ranks} ranks{hosts}, {request.experts} experts, top-{request.top_k}, hidden {request.hidden}, "
+        f"{request.max_tokens} tokens a rank, {str(request.dtype).removeprefix('torch.')}",
+        "",
+        f"memory of rank 0, to the byte ({memory.transport}: {memory.reason})",
+    ]
+    for name, figure in (
+        (f"symmetric, {request.heap} heap", memory.symmetric_bytes),
+        ("bookkeeping", memory.bookkeeping_bytes),
+        ("added with gradients", memory.backward_bytes),
+        ("all, without and", memory.forward_bytes),
+        ("with gradients", memory.training_bytes),
+    ):
+        lines.append(f"  {name:24} {figure:>16,} bytes  {figure / 2**20:>10.1f} MiB")
+    if memory.transport == "staged":
+        lines.append("  nothing is held between calls; messages live as long as a round")
+    lines += [
+        "",
+        f"bytes of the busiest rank, uniform routing: a token goes to {planned.fan_out:.3f} ranks, its own included",
+        "  leg       wire     bytes a record   rows sent  rows that stay      MB sent   MB as none   saved",
+    ]
+    for leg, plain in zip(planned.legs, planned.plain, strict=True):
+        saved = plain.wire_bytes / leg.wire_bytes if leg.wire_bytes else 1.0
+        lines.append(
+            f"  {leg.name:9} {leg.wire:9}{leg.record_bytes:>14,}{leg.rows:>12,.0f}{leg.own_rows:>16,.0f}"
+            f"{leg.wire_bytes / 1e6:>13,.2f}{plain.wire_bytes / 1e6:>13,.2f}{saved:>7.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def describe_times(planned: Planned, model: Model) -> str:
+    """Predicted times, with the model's terms and what it takes for granted."""
+
+    def link(name: str, what: Link) -> str:
+        reached = f"beta {what.beta / 1e9:g} GB/s, efficiency {what.efficiency:g}"
+        return f"  {name}: alpha {1e6 * what.alpha:g} us, {reached} ({what.source})"
+
+    lines = ["time, predicted and not measured: alpha + bytes / (beta x efficiency)", link("link", model.within)]
+    if model.between is not None:
+        lines += [
+            link("link between hosts", model.between),
+            "  both levels work at once: the slower one counts; a token crosses once for each rank of another host",
+        ]
+    lines += [
+        "  assumed: uniform routing, all ranks at once, kernels hidden behind the link, no other traffic",
+    ]
+    for leg, plain, seconds, plainly in zip(
+        planned.legs, planned.plain, planned.seconds[:2], planned.seconds[2:], strict=True
+    ):
+        assert seconds is not None and plainly is not None
+        lines.append(f"  {leg.name:9}{1e6 * seconds:>10.1f} us   as {plain.wire}{1e6 * plainly:>10.1f} us")
+    return "\n".join(lines)
+
+
+def describe_fit(planned: Planned, fits: Mapping[str, Fit], results: Results) -> str:
+    """What was fitted to which points, how well, and the times by it."""
+    lines = [
+        f"time, predicted from {results.source} ({results.ranks} ranks, {results.hosts} hosts): alpha + bytes / beta"
+    ]
+    if (results.ranks, results.hosts) != (planned.request.ranks, planned.request.hosts):
+        lines.append("  taken on another number of ranks or hosts than is planned: expect the prediction to be off")
+    for leg, seconds in zip(planned.legs, planned.seconds, strict=False):
+        fit = fits[leg.name]
+        assert seconds is not None
+        largest = max(fit.residuals, key=abs)
+        lines += [
+            f"  {leg.name} {leg.wire}: alpha {1e6 * fit.alpha:.1f} us, beta {fit.beta / 1e9:.3f} GB/s, "
+            f"R2 {fit.r2:.4f}, largest residual {100 * largest:+.1f} %",
+            "      wire bytes    measured us      fitted us   residual",
+        ]
+        for point, residual in zip(fit.points, fit.residuals, strict=True):
+            lines.append(
+                f"  {point.wire_bytes:>14,.0f}{1e6 * point.seconds:>15.1f}"
+                f"{1e6 * fit.seconds(point.wire_bytes):>15.1f}{100 * residual:>+9.1f} %"
+            )
+        beyond = leg.wire_bytes > 2 * fit.points[-1].wire_bytes or 2 * leg.wire_bytes < fit.points[0].wire_bytes
+        note = ", far outside of what was measured" if beyond else ""
+        lines.append(f"  {leg.name} of {leg.wire_bytes:,.0f} bytes: {1e6 * seconds:.1f} us, predicted{note}")
+    return "\n".join(lines)
+
+
+def describe_sweep(plans: Sequence[Planned]) -> str:
+    """A line for each number of ranks."""
+    lines = [
+        "  ranks  hosts  transport  fan-out  MiB held  dispatch MB  combine MB  dispatch us  combine us  both, none us"
+    ]
+    for planned in plans:
+        dispatch, combine = planned.legs
+        times = ["-" if seconds is None else f"{1e6 * seconds:.1f}" for seconds in planned.seconds]
+        none = planned.seconds[2:]
+        both = "-" if None in none else f"{1e6 * sum(seconds or 0.0 for seconds in none):.1f}"
+        lines.append(
+            f"{planned.request.ranks:>7}{planned.request.hosts:>7}{planned.memory.transport:>11}{planned.fan_out:>9.3f}"
+            f"{planned.memory.forward_bytes / 2**20:>10.1f}{dispatch.wire_bytes / 1e6:>13.2f}"
+            f"{combine.wire_bytes / 1e6:>12.2f}{times[0]:>13}{times[1]:>12}{both:>15}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,125 @@
+"""Kernels of a configuration into Triton's cache, by several processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import TransportUnavailable
+from thinwire.tools.progress import Report
+from thinwire.tools.warmup.configuration import Configuration
+from thinwire.tools.warmup.target import find_target
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one architecture.
+
+    Attributes:
+        name: of the function; a configuration has several of one name.
+        arch: that it was compiled for.
+        key: by which Triton's cache knows it, hashed.
+        cached: whether the cache had it.
+        seconds: that it took.
+        num_bytes: of its files in the cache.
+    """
+
+    name: str
+    arch: str
+    key: str
+    cached: bool
+    seconds: float
+    num_bytes: int
+
+
+def compile_ahead(
+    configurations: Sequence[Configuration], archs: Sequence[str], jobs: int, report: Report
+) -> list[Compiled]:
+    """Compiles what ranks of these configurations will launch, each kernel once, unless the cache has it.
+
+    Args:
+        archs: see `find_target`.
+        jobs: processes.
+        report: is told of the steps.
+
+    Raises:
+        ArgumentError, TransportUnavailable: an arch that cannot be, or does not take what is to be launched there, or
+            a process that was ended.
+        Exception: what a compiler raised; what is under way is then brought to its end.
+    """
+    chosen, done = tuple(configurations), []
+    for arch in archs:
+        for configuration in chosen:
+            configuration.require(find_target(arch))
+    for arch in archs:
+        # New ones for each arch: a process has one target. They import what they need, and share nothing with this one.
+        with _processes(arch, jobs) as pool:
+            report.stage(f"{arch}: what is launched ...")
+            keys = pool.submit(_keys, chosen, arch).result()
+            report.stage(f"{arch}: {len(keys)} kernels", len(keys))
+            for future in as_completed(pool.submit(_compile, chosen, arch, key) for key in keys):
+                done.append(future.result())
+                report.step()
+    return done
+
+
+@contextmanager
+def _processes(arch: str, jobs: int) -> Iterator[ProcessPoolExecutor]:
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+    try:
+        yield pool
+    except BrokenProcessPool as error:
+        raise TransportUnavailable(
+            f"{arch}: a process that compiled was ended, by a compiler that does not know such GPUs, or for want of "
+            "memory: is there such an arch? If so, fewer --jobs need less"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _collected(configurations: tuple[Configuration, ...], arch: str) -> dict[str, Callable[[], Any]]:
+    from thinwire.tools.warmup.collect import collect
+
+    def launch() -> None:
+        for configuration in configurations:
+            configuration.launch()
+
+    return collect(launch, find_target(arch))
+
+
+def _keys(configurations: tuple[Configuration, ...], arch: str) -> list[str]:
+    return list(_collected(configurations, arch))
+
+
+def _compile(configurations: tuple[Configuration, ...], arch: str, key: str) -> Compiled:
+    import triton
+
+    hits: list[bool] = []
+
+    def listen(*, cache_hit: bool, **rest: object) -> None:
+        hits.append(cache_hit)
+
+    work = _collected(configurations, arch)[key]
+    triton.knobs.compilation.listener = listen
+    began = time.monotonic()
+    kernel = work()
+    seconds = time.monotonic() - began
+    num_bytes = sum(os.stat(path).st_size for path in kernel.metadata_group.values())
+    return Compiled(kernel.name, arch, key, hits == [True], seconds, num_bytes)
+
+
+def cache_folder() -> Path:
+    """Triton's cache: TRITON_CACHE_DIR, or one in the user's home."""
+    import triton
+
+    return Path(triton.knobs.cache.dir)
