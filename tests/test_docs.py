@@ -21,7 +21,7 @@ from thinwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: What the site makes of the README and of `--help`.
 MADE = {"index.md", "reference/command-line.md"}
 
