@@ -3,7 +3,7 @@
     python -m benchmarks.bench_flight_recorder --json benchmarks/results/cpu/flight_recorder.json
 
 An entry's cost is the time of the fastest loop that does nothing but record, less that of an empty one; `off` is what
-is left with THINWIRE_FLIGHT_RECORDER=off. The calls run with and without in turn, round after round, in the same
+one costs that keeps nothing. The calls run with and without in turn, round after round, in the same
 processes, and a time is that of the slower rank. Columns:
 
     us off, us on   median time of a call
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff
+from thinwire.comm.flight_recorder import INSIDE, NOT_RECORDED, Entry, FlightRecorder, PendingCall, _Nested
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
@@ -39,6 +39,39 @@ GOAL = 1000
 RANKS = 2
 _LOOP, _LOOPS = 1000, 40  # calls of a loop, and loops for each repeat
 _ELEMENTS = 64  # of a row
+
+
+class RecorderOff(FlightRecorder):
+    """One that keeps nothing."""
+
+    def __init__(self) -> None:
+        self._nothing = [None] * (INSIDE + 1)  # what nobody reads
+        self._current = None
+        self._nested = _Nested(self)
+
+    def begin(self, *arguments: Any, **options: Any) -> Any:
+        if self._current is not None:
+            return self._nested
+        self.begun += 1
+        self._new = self._nothing
+        return self
+
+    def enter(self, recorded: tuple[Any, ...]) -> None:
+        if self._current is None:
+            self.begun += 1
+            self._current = self._nothing
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._current = None
+
+    def failed(self, entry: Entry, error: BaseException) -> None:
+        return
+
+    def posted(self, entry: Entry) -> PendingCall:
+        return NOT_RECORDED
+
+    def describe(self) -> str:
+        return "flight recorder: off"
 
 
 def entry_cost(recorder: FlightRecorder, repeats: int) -> float:

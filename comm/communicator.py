@@ -20,7 +20,6 @@ from thinwire.comm.collectives import Collectives
 from thinwire.comm.environment import AUTO_VARIABLE, auto_bytes, environment_problem, require_usable
 from thinwire.comm.exchange import PeerExchange, name_ranks
 from thinwire.comm.flight_files import VARIABLE
-from thinwire.comm.flight_recorder import RecorderOff
 from thinwire.comm.groups import (
     as_device,
     choose_backend,
@@ -480,7 +479,7 @@ class Communicator(Collectives):
             ThinwireError: THINWIRE_FLIGHT_RECORDER was "off" when the communicator was made.
             OSError: the folder or the file cannot be made.
         """
-        if isinstance(self._recorder, RecorderOff):
+        if not self._recorder.writes:
             raise ThinwireError(f'{VARIABLE} was "off" when this communicator was made; expected a folder, or no value')
         return self._recorder.write("asked for")
 

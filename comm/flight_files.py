@@ -27,7 +27,7 @@ _own_lock = threading.RLock()  # of a thread that a signal handler may interrupt
 
 
 def is_off() -> bool:
-    """Whether nothing is to be recorded."""
+    """Whether no file is to be written."""
     return os.environ.get(VARIABLE) == "off"
 
 

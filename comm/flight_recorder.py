@@ -47,17 +47,7 @@ class Owner(Protocol):
     def end_by(self, error: BaseException) -> None: ...
 
 
-class Recording(Protocol):
-    """What `begin` returns: `with` it the call is made, and gets its entry."""
-
-    def __enter__(self) -> Entry: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class Waiting:
+class PendingCall:
     """What ends an asynchronous call's entry: `with` it the call is waited for. This one is for calls without one."""
 
     def __enter__(self) -> None:
@@ -73,12 +63,15 @@ class Waiting:
 
 
 #: For calls that have no entry.
-NOT_RECORDED = Waiting()
+NOT_RECORDED = PendingCall()
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 class FlightRecorder:
     """The last operations of one communicator at one rank; used by the communicator's own thread, read by any.
+
+    Args:
+        writes: whether it is ever written to a file, and to traces.
 
     Attributes:
         communicator: what all of its ranks know it by, once they have met.
@@ -102,7 +95,9 @@ class FlightRecorder:
         backend: str,
         timeout: float,
         of_world: tuple[int | None, int, int] = (None, 0, 1),
+        writes: bool = True,
     ) -> None:
+        self.writes = writes
         self._described: dict[str, Any] = {"backend": backend, "rank": rank, "size": size, "timeout": timeout}
         self._origin = origin
         # An entry is put in whole, so a signal handler or another thread finds no half of one; and a Work that ends an
@@ -115,8 +110,9 @@ class FlightRecorder:
         self._nested = _Nested(self)
         self._written: Path | None = None  # by the first PeerTimeout
         self._of_world = of_world
-        self.add_to(current_trace())
-        _recorders.add(self)
+        if writes:
+            self.add_to(current_trace())
+            _recorders.add(self)
 
     def add_to(self, trace: Trace | None) -> None:
         """Has calls from now on added to a trace."""
@@ -143,7 +139,7 @@ class FlightRecorder:
         transport: str | None = None,
         details: tuple[Any, ...] = (),
         numbered: bool = True,
-    ) -> Recording:
+    ) -> AbstractContextManager[Entry]:
         """Records a call, once nothing is left that this rank alone would refuse.
 
         Args:
@@ -252,17 +248,17 @@ class FlightRecorder:
         entry[END] = monotonic_ns()
         entry[STATE] = DONE
 
-    def posted(self, entry: Entry) -> Waiting:
+    def posted(self, entry: Entry) -> PendingCall:
         """What ends a call that returns before it is done, for its Work."""
         entry[STATE] = POSTED
-        return _Waiting(self, entry)
+        return _PendingCall(self, entry)
 
     def failed(self, entry: Entry, error: BaseException) -> None:
         """Notes what ended a call."""
         if entry[FAILURE] is None:
             entry[END], entry[FAILURE] = monotonic_ns(), self._failure_of(error)
             entry[STATE] = FAILED if isinstance(error, Exception) else INTERRUPTED
-        if isinstance(error, PeerTimeout):
+        if isinstance(error, PeerTimeout) and self.writes:
             self._tell(error)
 
     def _failure_of(self, error: BaseException) -> tuple[str, int | None, int | None, str | None, tuple[int, ...]]:
@@ -315,6 +311,8 @@ class FlightRecorder:
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
+        if not self.writes:
+            return "flight recorder: off"
         return f"flight recorder: the last {RING} operations, written to {describe_folder()} on PeerTimeout"
 
     def close(self) -> None:
@@ -339,7 +337,7 @@ class _Nested:
         return
 
 
-class _Waiting(Waiting):
+class _PendingCall(PendingCall):
     def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
         self._outer: Entry | None = None
@@ -363,39 +361,6 @@ class _Waiting(Waiting):
 
     def end(self, error: BaseException) -> None:
         self._recorder.failed(self._entry, error)
-
-
-class RecorderOff(FlightRecorder):
-    """What a communicator has where THINWIRE_FLIGHT_RECORDER is "off"."""
-
-    def __init__(self) -> None:
-        self._nothing = [None] * (INSIDE + 1)  # what nobody reads
-        self._current = None
-        self._nested = _Nested(self)
-
-    def begin(self, *arguments: Any, **options: Any) -> Recording:
-        if self._current is not None:
-            return self._nested
-        self.begun += 1
-        self._new = self._nothing
-        return self
-
-    def enter(self, recorded: tuple[Any, ...]) -> None:
-        if self._current is None:
-            self.begun += 1
-            self._current = self._nothing
-
-    def _leave(self, error: BaseException | None) -> None:
-        self._current = None
-
-    def failed(self, entry: Entry, error: BaseException) -> None:
-        return
-
-    def posted(self, entry: Entry) -> Waiting:
-        return NOT_RECORDED
-
-    def describe(self) -> str:
-        return "flight recorder: off"
 
 
 def write_all(reason: str) -> list[Path]:

@@ -21,7 +21,7 @@ from thinwire.comm.clocks import compare_clocks
 from thinwire.comm.cpu_share import CpuShare, cpu_share
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.flight_files import is_off
-from thinwire.comm.flight_recorder import FlightRecorder, RecorderOff
+from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
 from thinwire.comm.plain import MOST_BYTES, decode, encode
@@ -113,11 +113,10 @@ class HostCollectives(ABC):
         self._closed = False
         self._store: dist.Store | None = None  # of a standalone group
         of_world = _place_in_world(exchange)
-        self._recorder: FlightRecorder = RecorderOff()
-        if recorded and not is_off():
-            self._recorder = FlightRecorder(
-                exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world
-            )
+        self._recorder = FlightRecorder(
+            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world,
+            writes=recorded and not is_off(),
+        )  # fmt: skip
         self._attachments: dict[str, Attachment] = {}
         self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.flight_recorder import NOT_RECORDED, Waiting
+from thinwire.comm.flight_recorder import NOT_RECORDED, PendingCall
 from thinwire.compiler import opaque
 from thinwire.errors import ThinwireError
 
@@ -37,7 +37,7 @@ class Work(Generic[_T]):
         steps: Iterable[Step],
         finish: Callable[[], _T],
         device: torch.device | None = None,
-        recorded: Waiting = NOT_RECORDED,
+        recorded: PendingCall = NOT_RECORDED,
     ) -> None:
         self._steps = iter(steps)
         self._finish: Callable[[], _T] | None = finish
@@ -123,6 +123,6 @@ def without_traceback(error: _E) -> _E:
     return kept
 
 
-def deliver(finish: Callable[[], _T], device: torch.device, recorded: Waiting | None) -> _T | Work[_T]:
+def deliver(finish: Callable[[], _T], device: torch.device, recorded: PendingCall | None) -> _T | Work[_T]:
     """What a call returns: a work whose `wait()` finishes it, and its entry; or, for None, the result."""
     return finish() if recorded is None else Work((), finish, device, recorded)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.flight_recorder import TRANSPORT, Recording
+from thinwire.comm.flight_recorder import TRANSPORT, Entry
 from thinwire.comm.p2p import extent
 from thinwire.comm.reductions import Reduction
 from thinwire.comm.tensors import is_dense, overwrite, require_dense
@@ -76,7 +77,7 @@ class Call:
         """As `check_out`."""
         check_out(self.what, self.x, out, shape, place)
 
-    def recorded(self, details: tuple[Any, ...] = ()) -> Recording:
+    def recorded(self, details: tuple[Any, ...] = ()) -> AbstractContextManager[Entry]:
         """The call's entry in the flight recorder, once this rank refuses nothing any more."""
         x, legs = self.x, self.wires[-1:] if self.what.startswith("all_gather") else self.wires
         return self.comm._settled_recorder().begin(self.what, x.shape, x.dtype, legs, self.transport, details)

@@ -8,9 +8,11 @@ With the sums come the gradients of router weights, each stored at its token's h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
-from thinwire.comm.flight_recorder import Recording
+from thinwire.comm.flight_recorder import Entry
 from thinwire.errors import LaneError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
@@ -95,7 +97,7 @@ class DirectPlan(GradientPlan):
             rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, grads)()
         return dx if self.wants.rows else None, grads[1] if self.wants.weights and grads else None
 
-    def _recorded(self, name: str, rows: torch.Tensor) -> Recording:
+    def _recorded(self, name: str, rows: torch.Tensor) -> AbstractContextManager[Entry]:
         rounds = self._rounds
         if rounds.closed:
             raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.flight_recorder import Recording
+from thinwire.comm.flight_recorder import Entry
 from thinwire.comm.tensors import is_transforming, overwrite
 from thinwire.comm.trace_events import Traffic
 from thinwire.compiler import opaque
@@ -185,7 +186,7 @@ class Dispatched(Received):
         if config.comm._recorder.track is not None and not self._rounds.on_gpu:
             config.comm._recorder.sent(self.dispatch_traffic if leg == "dispatch" else self.combine_traffic)
 
-    def _recorded(self, name: str, shape: Sequence[int]) -> Recording:
+    def _recorded(self, name: str, shape: Sequence[int]) -> AbstractContextManager[Entry]:
         """The entry of the round's end in the flight recorder, once the communicator was settled."""
         rounds = self._rounds
         wire, place = rounds.config.combine_wire, rounds.place(self.lane)
