@@ -220,11 +220,10 @@ class Communicator(Collectives):
     ) -> Communicator:
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
-        It has this one's device, timeout, integrity and quorum; what goes wrong in one does not touch the other.
-        `close()` destroys its process group, and over Gloo so does the end of the last reference to it: as torch names
-        some groups by how many there are, ranks do either at the same place of their program. Neither does where this
-        one leaves out ranks of `torch.distributed`'s default group: the group's name would come again with the next
-        split, and its ranks would find the addresses of the old one.
+        It has this one's device, timeout, integrity and quorum; errors in one do not affect the other. `close()`
+        destroys its process group, and over Gloo so does dropping the last reference: torch names some groups by how
+        many there are, so ranks must do either at the same place of their program. If this one leaves out ranks of
+        `torch.distributed`'s default group, the process group is kept: its store keys would be reused by the next split.
         `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
 
         Args:

@@ -35,25 +35,24 @@ _NOT_PLAIN = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: Group | None = None) -> torch.Tensor:
     """A tensor in symmetric memory, zero at first: exact rows that arrive in it are copied once and not twice.
 
-    Peers store straight into it, or into a contiguous part of it, where it is the `out` of an exact (`wire="none"`)
-    `all_to_all_v`, `all_gather` or `all_gather_v` on the direct transport with known receive counts: all of a rank's
-    rows but the first piece (`comm.explain()` says how large a piece is). In all else it is a tensor like any other.
-    Each rank decides for its own output. Collective; blocks the host.
+    As the `out` of an exact (`wire="none"`) `all_to_all_v`, `all_gather` or `all_gather_v` on the direct transport with
+    known receive counts, it, or a contiguous part of it, gets its rows straight from the peers: all but the first piece
+    (`comm.explain()` says how large a piece is). Otherwise it is an ordinary tensor. Each rank decides for its own
+    output. Collective; blocks the host.
 
-    Its memory is held on all ranks until the first call of this function after no rank has it, or a part of it, any
-    more; `comm.memory_bytes` counts it. `close` lets go of the peers' parts, and a rank's own stays for as long as its
-    tensor does, which is then one like any other. It cannot be resized. It is shared, not copied, by `fork`: what the
-    child writes the parent sees, and what peers store both.
+    The memory is freed at the next call of this function after every rank dropped its last reference;
+    `comm.memory_bytes` counts it. `close` gives back the peers' parts; a rank's own part stays as long as its tensor,
+    which is an ordinary one from then on. It cannot be resized. `fork` shares it: the parent sees what the child
+    writes, and both see what peers store.
 
-    Peers may store into the `out` of a call until the call ends. One that KeyboardInterrupt or another exception from
-    outside left goes on until the communicator's next call has ended it. After PeerTimeout, or where `close` cut a call
-    off, what a late peer was storing at that moment may still arrive: at most a piece.
+    Peers may store into `out` until the call ends. After PeerTimeout, or if `close` cut the call off, a late peer's
+    piece may still arrive.
 
     Args:
         shape: ints of at least 0, or one list or tuple of them; the same on all ranks.
         dtype: the same on all ranks; None means torch's default.
-        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made. On
-            others the tensor is one like any other.
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made. With
+            others the tensor is an ordinary one.
 
     Returns:
         A contiguous tensor on the CPU.

@@ -1,7 +1,7 @@
 """Transports: which one an operation takes, alike on all ranks, and what all users of peers' memory have in common.
 
 *Direct*: kernels store into the peers' memory, where every rank can map every peer's. *Staged*: through the process
-group. `choose` decides for every operation, and a `Refusal` remembers why the direct one is not to be had.
+group. `choose` decides for every operation, and a `Refusal` remembers why the direct one is not available.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Refusal(Attachment):
 
     Attributes:
         name: of the operation, for people.
-        no_memory: whether the memory is not to be had, and all else is.
+        no_memory: whether only the memory is not available.
     """
 
     name: str
@@ -112,7 +112,7 @@ def choose(
     Args:
         wires: formats whose rows the staged transport needs a backend for.
         open_: gives what the direct transport works with; collective in its first call.
-        no_memory: what is raised where the direct one was asked for, and only its memory is not to be had; else
+        no_memory: what is raised where the direct one was asked for, and only its memory is not available; else
             TransportUnavailable, as where there is neither.
     """
     check_transport(transport)

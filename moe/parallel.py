@@ -296,7 +296,7 @@ class ExpertParallel(Assembly):
 
         On the CPU their dispatch raises RoutingError with this rank's number, nothing is taken, and all may go on. With
         the direct transport on CUDA nobody is told, as their lanes would be of no use after that; nor by a closed one.
-        What else goes wrong is for the next call to say.
+        Other errors surface in the next call.
 
         Args:
             error: what the flight recorder says of it.
