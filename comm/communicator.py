@@ -223,7 +223,7 @@ class Communicator(Collectives):
         It has this one's device, timeout, integrity and quorum; errors in one do not affect the other. `close()`
         destroys its process group, and over Gloo so does dropping the last reference: torch names some groups by how
         many there are, so ranks must do either at the same place of their program. If this one leaves out ranks of
-        `torch.distributed`'s default group, the process group is kept: its store keys would be reused by the next split.
+        `torch.distributed`'s default group, the process group is kept: the next split would reuse its store keys.
         `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
 
         Args:
