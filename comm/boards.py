@@ -22,7 +22,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from thinwire.comm.plain import decode, encode
+from thinwire.comm.shaped_json import decode, encode
 from thinwire.comm.verdict import stronger
 from thinwire.errors import ThinwireError
 

@@ -19,7 +19,7 @@ class Heap:
     Attributes:
         local: the own buffer, once `create` has run.
         mappings: what keeps the peers' buffers at their addresses.
-        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.plain`.
+        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.shaped_json`.
     """
 
     kind = "threads"

@@ -24,8 +24,8 @@ from thinwire.comm.flight_files import is_off
 from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
-from thinwire.comm.plain import MOST_BYTES, decode, encode
 from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.trace_events import Trace
@@ -342,7 +342,7 @@ class HostCollectives(ABC):
 
         Args:
             value: made of None, bool, int, float, str, lists, tuples, and dicts with str keys; at most 1 MiB as JSON.
-            shape: what every rank's must fit, see `thinwire.comm.plain`.
+            shape: what every rank's must fit, see `thinwire.comm.shaped_json`.
 
         Returns:
             For each rank what it passed, with lists for tuples.

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.comm.plain import unique_keys
+from thinwire.comm.shaped_json import unique_keys
 from thinwire.comm.tensors import is_int
 from thinwire.errors import RankTableError
 from thinwire.files import read_regular

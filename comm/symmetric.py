@@ -10,8 +10,8 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.cuda_heap import CudaHeap
 from thinwire.comm.heap import Heap
-from thinwire.comm.plain import MOST_TEXT, OneOf
 from thinwire.comm.posix_heap import PosixHeap
+from thinwire.comm.shaped_json import MOST_TEXT, OneOf
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 
 #: By kind: "threads" is of ranks that are threads, or of one alone with a GPU.
@@ -178,7 +178,7 @@ def _on_all_ranks(
     """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise.
 
     Args:
-        shape: of a result, see `thinwire.comm.plain`.
+        shape: of a result, see `thinwire.comm.shaped_json`.
         read: what turns that into what is returned; a ValueError for what no rank can have sent.
     """
     result: object = None

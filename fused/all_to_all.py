@@ -17,7 +17,7 @@ import torch
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.flight_recorder import TRANSPORT
 from thinwire.comm.integrity import Rows
-from thinwire.comm.plain import OneOf
+from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.tensors import is_dense, is_transforming, overwrite
 from thinwire.comm.work import Work, deliver
 from thinwire.compiler import nothing_compiles

@@ -28,7 +28,7 @@ from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Tra
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.transport import CLOSED
-from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
 from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
@@ -151,8 +151,8 @@ class HostChannel(Channel):
             "report": self.report.ctypes.data,
             "looks": 1 if crowded else SPINS,
             "halves": layout.HALVES,
-            "sums": layout.SUMS,
-            "slot_sum_bytes": layout.SLOT_ROWS * SUM_BYTES,
+            "checksums": layout.CHECKSUMS,
+            "slot_checksum_bytes": layout.SLOT_ROWS * CHECKSUM_BYTES,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
@@ -200,7 +200,7 @@ class HostChannel(Channel):
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.SLOT_BYTES
-        turn = CHECKED_BYTES if self.layout.SUMS else piece_bytes
+        turn = CHECKED_BYTES if self.layout.CHECKSUMS else piece_bytes
         if not wire.quantized or not row_elements:
             return RowFormat(step, 0, (1, 1, step, piece_bytes, turn, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
@@ -213,7 +213,7 @@ class HostChannel(Channel):
                 record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, turn, 0, *layout, *signature)
             )
         per_piece, code = self.layout.rows_per_slot(record_bytes), dtype_code(dtype)
-        turn = 1 if self.layout.SUMS else per_piece
+        turn = 1 if self.layout.CHECKSUMS else per_piece
         return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, turn, code, *layout, *signature))
 
     def _begin(self, transfer: Transfer, wait: bool) -> None:

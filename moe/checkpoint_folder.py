@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm.plain import parse
+from thinwire.comm.shaped_json import parse
 from thinwire.errors import CheckpointError
 from thinwire.files import open_regular
 from thinwire.moe.safetensors_header import LENGTH_BYTES, MOST_HEADER_BYTES, StoredTensor, parse_header

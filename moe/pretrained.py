@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.comm.plain import MOST_TEXT
+from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.moe.checkpoint_folder import CheckpointFolder

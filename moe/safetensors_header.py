@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm.plain import parse
+from thinwire.comm.shaped_json import parse
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CheckpointError
 

@@ -85,9 +85,9 @@ class Victim:
         layout, parity = self.layout, self.epoch & 1
         memory = self.memory if memory is None else memory
         halves = memory[layout.HALVES : layout.RINGS].view(2, self.world, -1)[parity]
-        slots = memory[layout.RINGS : layout.SUMS].view(self.world, 2, -1)[:, parity]
+        slots = memory[layout.RINGS : layout.CHECKSUMS].view(self.world, 2, -1)[:, parity]
         headers = memory[self._lines :][: self.world * SIGNAL_LINE_BYTES].view(self.world, -1)[:, 4:]
-        sums = memory[layout.SUMS :]
+        sums = memory[layout.CHECKSUMS :]
         return (
             {"rows": halves, "headers": headers, "sums": sums}
             if self.leg == FIRST_LEG

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +67,24 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
         WireFormat.parse("none").row_bytes(128)
     with pytest.raises(WireFormatError, match="alignment 24"):
         WireFormat("int8", 128, 24)
+
+
+def test_an_interrupt_in_the_middle_of_repr_changes_no_later_one() -> None:
+    wire = WireFormat.parse("int8:64")
+    text = "WireFormat(name='int8', group=64, alignment=32)"
+    for at in range(1, 30):
+        seen = 0
+
+        def interrupt(frame: object, event: str, argument: object, at: int = at) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                sys.setprofile(interrupt)
+                repr(wire)
+            finally:
+                sys.setprofile(None)  # which is an event, too, and ends here or by what it raises
+        assert repr(wire) == text, at

@@ -164,7 +164,7 @@ def wait_kernel(
             poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE, LAUNCH)
         else:
             headers = load_headers(base, lines, EXCHANGE, LAUNCH)
-            if FOR == _HEADERS and EXCHANGE.SUMS > 0:
+            if FOR == _HEADERS and EXCHANGE.CHECKSUMS > 0:
                 source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
                 if not fit:
                     note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
@@ -176,7 +176,7 @@ def wait_kernel(
                 wrong = tl.where(headers[1] != expected, 1, wrong)
                 expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
                 wrong = tl.where(headers[0] + 1 != expected, 1, wrong)
-                if EXCHANGE.SUMS > 0:
+                if EXCHANGE.CHECKSUMS > 0:
                     wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
                 if tl.sum(wrong) > 0:
                     tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=known)
@@ -194,7 +194,7 @@ def wait_kernel(
 
 def chunk_bytes(layout: ExchangeLayout) -> int:
     """Bytes of exact rows that a program copies at a time; where there are sums, those that have them together."""
-    return CHECKED_BYTES if layout.SUMS else CHUNK_BYTES
+    return CHECKED_BYTES if layout.CHECKSUMS else CHUNK_BYTES
 
 
 def note(
@@ -304,5 +304,5 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    report = end.report if end.layout.SUMS else None  # and without sums kernels have no such argument
+    report = end.report if end.layout.CHECKSUMS else None  # and without sums kernels have no such argument
     _launch(recv_bytes_kernel, recv_rows_kernel, end, out, step, layout, flat, number, items, report)

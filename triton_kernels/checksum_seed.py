@@ -6,7 +6,7 @@ Source: splitmix64 is Vigna's, from Steele, Lea, Flood, "Fast splittable pseudor
 from __future__ import annotations
 
 #: Bytes of a row's two sums.
-SUM_BYTES = 16
+CHECKSUM_BYTES = 16
 
 
 def _signed(word: int) -> int:

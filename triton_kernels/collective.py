@@ -95,8 +95,8 @@ def send_kernel(
                     x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
                 else:
                     x_row, peer = x_ptr + start, part
-                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT, EXCHANGE.SUMS > 0)
-                if EXCHANGE.SUMS > 0:
+                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT, EXCHANGE.CHECKSUMS > 0)
+                if EXCHANGE.CHECKSUMS > 0:
                     seed = slot_seed(epoch, rank, _FIRST_LEG)
                     put_sums(buffer_ptrs, peer, offset, seed, row, a, b, peers, EXCHANGE)
             item += tl.num_programs(0)
@@ -170,7 +170,7 @@ def reduce_kernel(
                         a, b, sent_a, sent_b = send_sum(
                             record, buffer_ptrs, peer, offset, EXCHANGE, LAYOUT, GATHER, LAUNCH
                         )
-                    if EXCHANGE.SUMS > 0:
+                    if EXCHANGE.CHECKSUMS > 0:
                         base, halves = buffer_ptr.to(tl.int64), half_offset(epoch, 0, EXCHANGE)
                         source, intact = first_unfit(base, halves, epoch, _FIRST_LEG, row, a, b, EXCHANGE, LAUNCH)
                         if intact:
@@ -184,7 +184,7 @@ def reduce_kernel(
                     if not intact:
                         fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
             row += tl.num_programs(0)
-        if GATHER is not None or EXCHANGE.SUMS > 0:
+        if GATHER is not None or EXCHANGE.CHECKSUMS > 0:
             if running:
                 if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH):
                     if GATHER is not None:
@@ -224,7 +224,7 @@ def gather_recv_kernel(
                 EXCHANGE, LAYOUT,
             )  # fmt: skip
         item += tl.num_programs(0)
-    if EXCHANGE.SUMS > 0:
+    if EXCHANGE.CHECKSUMS > 0:
         if running:
             arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH)
 
@@ -330,7 +330,7 @@ def reduce(
     programs = num_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    options |= register_limit(device, options["num_warps"], 1 if end.layout.SUMS else 2)
+    options |= register_limit(device, options["num_warps"], 1 if end.layout.CHECKSUMS else 2)
     _wait(end, job, FIRST_LEG, timeout, grace)
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         reduce_kernel[(programs,)](

@@ -79,11 +79,11 @@ def record_at(buffer_ptrs, peer, offset):
 @triton.jit
 def send_row(
     x_row, length, buffer_ptrs, peer, offset, PEERS: tl.constexpr, WORLD: tl.constexpr, LAYOUT: tl.constexpr,
-    SUMMED: tl.constexpr,
+    CHECKSUMS: tl.constexpr,
 ):  # fmt: skip
     """A row of `length` elements, if more are not there, into the record at `offset` of PEERS ranks from `peer` on.
 
-    It is encoded once. Returns, if SUMMED, the sums of the record's words, without seeds.
+    It is encoded once. Returns, if CHECKSUMS, the sums of the record's words, without seeds.
     """
     a = tl.zeros((), tl.int64)
     b = tl.zeros((), tl.int64)
@@ -97,7 +97,7 @@ def send_row(
         elements = load_row_tile(x_row, there, tile, LAYOUT)
         if LAYOUT.KIND == NONE:
             columns = tile_columns(tile, LAYOUT)
-            if SUMMED:
+            if CHECKSUMS:
                 more_a, more_b = tile_sums(elements, None, tile, LAYOUT)
                 a += more_a
                 b += more_b
@@ -109,7 +109,7 @@ def send_row(
         else:
             x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
-            if SUMMED:
+            if CHECKSUMS:
                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
                 a += more_a
                 b += more_b
@@ -129,15 +129,15 @@ def send_row(
 def sum_tile(first_record, tile, a, b, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
     """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0.
 
-    Returns it with a and b [ranks or more]; with SUMS, what the tile adds to those of each rank's record is added.
+    Returns it with a and b [ranks or more]; with CHECKSUMS, what the tile adds to those of each rank's record is added.
     """
     columns = tile_columns(tile, LAYOUT)
     ranks = tl.arange(0, a.numel)
     total = tl.zeros(columns.shape, tl.float32)
-    unrolled: tl.constexpr = 1 if EXCHANGE.SUMS > 0 else 4  # with sums more at a time would spill
+    unrolled: tl.constexpr = 1 if EXCHANGE.CHECKSUMS > 0 else 4  # with sums more at a time would spill
     for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=unrolled):
         record = tl.multiple_of(first_record + tl.full((), EXCHANGE.SLOT_BYTES, tl.int64) * source, 16)
-        if EXCHANGE.SUMS > 0:
+        if EXCHANGE.CHECKSUMS > 0:
             payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, True)
             more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
             a += tl.where(ranks == source, more_a, 0)
@@ -161,10 +161,10 @@ def send_sum(
 ):  # fmt: skip
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
-    It is encoded once, as GATHER. Returns with SUMS, without seeds, the sums of the ranks' records, two of [BLOCK], and
-    the two of the new one.
+    It is encoded once, as GATHER. Returns with CHECKSUMS, without seeds, those of the ranks' records, two of [BLOCK],
+    and the two of the new one.
     """
-    tl.static_assert(EXCHANGE.SUMS == 0 or not GATHER.TWO_PASSES, "the first pass would read what no sums cover")
+    tl.static_assert(EXCHANGE.CHECKSUMS == 0 or not GATHER.TWO_PASSES, "the first pass would read what no sums cover")
     world: tl.constexpr = EXCHANGE.WORLD
     a, b = tl.full((LAUNCH.BLOCK,), 0, tl.int64), tl.full((LAUNCH.BLOCK,), 0, tl.int64)
     sent_a, sent_b = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
@@ -179,7 +179,7 @@ def send_sum(
         total, a, b = sum_tile(first_record, tile, a, b, EXCHANGE, LAYOUT)
         total = tl.reshape(total, columns.shape)
         if GATHER.KIND == NONE:
-            if EXCHANGE.SUMS > 0:
+            if EXCHANGE.CHECKSUMS > 0:
                 stored = saturated(total, GATHER.DTYPE) if LAYOUT.KIND != NONE else total
                 more_a, more_b = tile_sums(rounded(stored, GATHER.DTYPE), None, tile, GATHER)
                 sent_a += more_a
@@ -191,7 +191,7 @@ def send_sum(
                 target = next_peer(target, world)
         else:
             payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
-            if EXCHANGE.SUMS > 0:
+            if EXCHANGE.CHECKSUMS > 0:
                 more_a, more_b = tile_sums(payload, scale_bits, tile, GATHER)
                 sent_a += more_a
                 sent_b += more_b
@@ -227,8 +227,8 @@ def recv_row(
 ):  # fmt: skip
     """The record at `offset` of the buffer `base` into a row of `length` elements; NaN in poisoned memory.
 
-    With SUMS also where it is not what rank `source` put into its slot in the open epoch, under `number` and as row
-    `row` of the slot. Then rows `first` and so on, `each` of them, are noted.
+    With CHECKSUMS also where it is not what rank `source` put into its slot in the open epoch, under `number` and as
+    row `row` of the slot. Then rows `first` and so on, `each` of them, are noted.
     """
     record = tl.multiple_of((base + offset).to(tl.pointer_type(tl.int8)), 16)
     intact = running
@@ -236,8 +236,8 @@ def recv_row(
         a = tl.full((), 0, tl.int64)
         b = tl.full((), 0, tl.int64)
         for tile in range(LAYOUT.NUM_TILES):
-            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, EXCHANGE.SUMS > 0)
-            if EXCHANGE.SUMS > 0:
+            payload, scale_bits = load_encoded_tile(record, tile, LAYOUT, EXCHANGE.CHECKSUMS > 0)
+            if EXCHANGE.CHECKSUMS > 0:
                 more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
                 a += more_a
                 b += more_b
@@ -246,7 +246,7 @@ def recv_row(
             else:
                 elements = rounded(scaled_tile(payload, scale_bits, LAYOUT), out_row.dtype.element_ty, True)
             store_row_tile(out_row, elements, length, tile, LAYOUT)
-        if EXCHANGE.SUMS > 0:
+        if EXCHANGE.CHECKSUMS > 0:
             seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), source, number)
             intact = fits(base, offset, seed, row, a, b, EXCHANGE)
             if not intact:

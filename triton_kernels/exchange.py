@@ -59,7 +59,7 @@ def publish_header(
     for word in tl.static_range(_SIGNATURE_WORDS):
         place = EXCHANGE.HEADER_SIGNATURE + 2 * word
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, place, signature[word], EXCHANGE, LAUNCH)
-    if EXCHANGE.SUMS > 0:
+    if EXCHANGE.CHECKSUMS > 0:
         put_header_sums(buffer_ptrs, line, rank, epoch, pieces, count, signature, EXCHANGE, LAUNCH)
     publish(buffer_ptrs, line, EXCHANGE.HEADERS, epoch, EXCHANGE, LAUNCH)
 
@@ -107,8 +107,8 @@ def first_misfit(base, lines, headers, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl
     known = peers < EXCHANGE.WORLD
     signature = (headers[2], headers[3], headers[4], headers[5])
     a, b = header_sums(epoch, peers, headers[0], headers[1], signature)
-    wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_SUMS, EXCHANGE, LAUNCH)
-    wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_SUMS + 2, EXCHANGE, LAUNCH))
+    wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_CHECKSUMS, EXCHANGE, LAUNCH)
+    wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_CHECKSUMS + 2, EXCHANGE, LAUNCH))
     first = tl.min(tl.where(wrong & known, peers, LAUNCH.BLOCK))
     return first, first == LAUNCH.BLOCK
 
@@ -154,7 +154,7 @@ def wait_leg(
             if status == EXCHANGE.RUNNING:
                 headers = load_headers(base, lines, EXCHANGE, LAUNCH)
                 wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
-                if EXCHANGE.SUMS > 0:
+                if EXCHANGE.CHECKSUMS > 0:
                     source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
                     if not fit:
                         note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)

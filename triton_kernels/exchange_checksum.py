@@ -1,7 +1,7 @@
 """The sums of an exchange on GPUs: made of what a program has in its registers, and compared where it is read.
 
 `thinwire.triton_kernels.exchange_layout` says what lies where and what seeds are made of; the bytes are those of
-`thinwire.triton_kernels.cpu.exchange_checksum`. All of it is compiled only into kernels of a layout with SUMS.
+`thinwire.triton_kernels.cpu.exchange_checksum`. All of it is compiled only into kernels of a layout with CHECKSUMS.
 
 *What was found is told once.* Several programs of a launch may find something that does not fit. The one that is first
 to set a word of the control block, with an exchange, writes the words of the report, and no other does: they belong
@@ -38,7 +38,7 @@ def slot_seed(epoch, source, number):
 def sums_offset(offset, number, EXCHANGE: tl.constexpr):
     """Where in a buffer the sums lie of row `number` of the slot that is at `offset`, or has something there."""
     slot = (offset - EXCHANGE.HALVES) // EXCHANGE.SLOT_BYTES  # rings follow halves
-    return EXCHANGE.SUMS + (slot * EXCHANGE.SLOT_ROWS + number) * 16
+    return EXCHANGE.CHECKSUMS + (slot * EXCHANGE.SLOT_ROWS + number) * 16
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def put_header_sums(
     peers = tl.arange(0, LAUNCH.BLOCK)
     counts = count + tl.zeros_like(peers).to(tl.int64)
     a, b = header_sums(epoch, rank, pieces + tl.zeros_like(peers), counts, signature)
-    words = peers_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_SUMS, EXCHANGE, LAUNCH)
+    words = peers_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_CHECKSUMS, EXCHANGE, LAUNCH)
     sums = words.to(tl.pointer_type(tl.int64))
     tl.store(sums, a, mask=peers < EXCHANGE.WORLD)
     tl.store(sums + 1, b, mask=peers < EXCHANGE.WORLD)
@@ -151,9 +151,9 @@ def end_exchange(
 def arrive_whole(
     buffer_ptrs, control_ptr, report_ptr, rank, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
 ):  # fmt: skip
-    """`arrive`; with SUMS, if a program has noted something, the last one ends the exchange, and none is the last."""
+    """`arrive`; with CHECKSUMS, if a program has noted something, the last one ends it all, and none is the last."""
     last = arrive(control_ptr, EXCHANGE, LAUNCH)
-    if EXCHANGE.SUMS > 0:
+    if EXCHANGE.CHECKSUMS > 0:
         if last:
             if tl.load(control_ptr + EXCHANGE.FOUND) != 0:
                 epoch = tl.load(control_ptr + EXCHANGE.EPOCH)

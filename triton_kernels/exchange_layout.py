@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
@@ -49,7 +49,7 @@ SENT, TAKEN, DONE = 1, 2, 3
 
 # int32 words of a header, behind its flag: ring pieces that follow, and from here on int64 numbers: the count of rows,
 # so many that say what the source is doing, and with checksums the two sums of all these.
-HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE, HEADER_SUMS = 1, 2, 4, 12
+HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE, HEADER_CHECKSUMS = 1, 2, 4, 12
 SIGNATURE_WORDS = 4
 HEADER_NUMBER = -1  # in the place of the number of what is in a slot
 
@@ -83,12 +83,12 @@ class ExchangeLayout(SignalLayout):
     RINGS: int
     NUM_BYTES: int
     SLOT_ROWS: int  # quantised ones that a slot may hold; with checksums, so many have sums
-    SUMS: int = 0  # a byte offset; 0 without checksums
+    CHECKSUMS: int = 0  # a byte offset; 0 without checksums
     HEADER_PIECES: int = HEADER_PIECES
     HEADER_COUNT: int = HEADER_COUNT
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
     FOUND: int = CONTROL_FOUND
-    HEADER_SUMS: int = HEADER_SUMS
+    HEADER_CHECKSUMS: int = HEADER_CHECKSUMS
     CORRUPTED: int = CORRUPTED
     REPORT_SOURCE: int = REPORT_SOURCE
     REPORT_FIRST: int = REPORT_FIRST
@@ -129,9 +129,9 @@ class ExchangeLayout(SignalLayout):
             HEADS=4 * row,
             HALVES=halves,
             RINGS=rings,
-            NUM_BYTES=sums + (world * (2 + slots) * slot_rows * SUM_BYTES if checksums else 0),
+            NUM_BYTES=sums + (world * (2 + slots) * slot_rows * CHECKSUM_BYTES if checksums else 0),
             SLOT_ROWS=slot_rows,
-            SUMS=sums if checksums else 0,
+            CHECKSUMS=sums if checksums else 0,
         )
 
     @staticmethod

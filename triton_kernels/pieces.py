@@ -49,13 +49,13 @@ def slot_address(base, owner, half, piece, FIRST: tl.constexpr, EXCHANGE: tl.con
 
 @triton.jit
 def copy_words(
-    target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr, SUMMED: tl.constexpr
+    target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr, CHECKSUMS: tl.constexpr
 ):  # fmt: skip
     """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
     step: tl.constexpr = VECTOR * BYTES
     # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; with sums a
     # quarter of them.
-    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (4 if SUMMED else 1)
+    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (4 if CHECKSUMS else 1)
     whole = size // step * VECTOR
     sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
     targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), step)
@@ -66,7 +66,7 @@ def copy_words(
         words = start + tl.arange(0, block)
         values = tl.load(sources + words, mask=words < whole * loaded, other=-1)
         tl.store(targets + words, values, mask=words < whole)
-        if SUMMED:
+        if CHECKSUMS:
             bits = tl.where(words < whole, values.to(tl.int64) & ((1 << (8 * BYTES)) - 1), 0)
             more_a, more_b = element_sums(bits, words * BYTES)
             a += more_a
@@ -78,7 +78,7 @@ def copy_words(
         end = (size - rest).to(tl.int64)
         octets = tl.load((source + end).to(tl.pointer_type(tl.int8)) + places, mask=places < rest * loaded, other=-1)
         tl.store((target + end).to(tl.pointer_type(tl.int8)) + places, octets, mask=places < rest)
-        if SUMMED:
+        if CHECKSUMS:
             bits = tl.where(places < rest, octets.to(tl.int64) & 0xFF, 0)
             more_a, more_b = element_sums(bits, (size - rest) + places)
             a += more_a
@@ -87,21 +87,21 @@ def copy_words(
 
 
 @triton.jit
-def copy_bytes(target, source, size, loaded, SUMMED: tl.constexpr = False):
+def copy_bytes(target, source, size, loaded, CHECKSUMS: tl.constexpr = False):
     """Copies int32 `size` bytes between two addresses, in the widest words that both allow.
 
-    Where `loaded` is 0 nothing is read, and 0xFF is written. Returns, if SUMMED, the sums of their words, without
+    Where `loaded` is 0 nothing is read, and 0xFF is written. Returns, if CHECKSUMS, the sums of their words, without
     seeds.
     """
     bits = source | target
     if bits % 16 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 4, SUMMED)
+        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 4, CHECKSUMS)
     elif bits % 4 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 1, SUMMED)
+        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 1, CHECKSUMS)
     elif bits % 2 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int16, 2, 1, SUMMED)
+        a, b = copy_words(target, source, size, loaded, tl.int16, 2, 1, CHECKSUMS)
     else:
-        a, b = copy_words(target, source, size, loaded, tl.int8, 1, 1, SUMMED)
+        a, b = copy_words(target, source, size, loaded, tl.int8, 1, 1, CHECKSUMS)
     return a, b
 
 
@@ -211,7 +211,7 @@ def send_rows_kernel(
                     x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
                 else:
                     x_row, length = x_ptr + (first + row) * x_row_stride, LAYOUT.HIDDEN
-                summed: tl.constexpr = EXCHANGE.SUMS > 0
+                summed: tl.constexpr = EXCHANGE.CHECKSUMS > 0
                 a, b = send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT, summed)
                 if summed:
                     seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
@@ -269,7 +269,7 @@ def recv_rows_kernel(
                 EXCHANGE, LAYOUT,
             )  # fmt: skip
         item += tl.num_programs(0)
-    if not FIRST or EXCHANGE.SUMS > 0:
+    if not FIRST or EXCHANGE.CHECKSUMS > 0:
         if running:
             if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
                 if not FIRST:
@@ -307,8 +307,8 @@ def send_bytes_kernel(
                 piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
                 slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
                 source = x_ptr.to(tl.int64) + first * wide_step + start
-                a, b = copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1, EXCHANGE.SUMS > 0)
-                if EXCHANGE.SUMS > 0:
+                a, b = copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1, EXCHANGE.CHECKSUMS > 0)
+                if EXCHANGE.CHECKSUMS > 0:
                     seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
                     put_sums(buffer_ptrs, peer, slot - tl.load(buffer_ptrs + peer), seed, unit, a, b, 1, EXCHANGE)
             item += tl.num_programs(0)
@@ -351,8 +351,8 @@ def recv_bytes_kernel(
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
             target = out_ptr.to(tl.int64) + first * wide_step + start
             source = slot + unit.to(tl.int64) * CHUNK
-            a, b = copy_bytes(target, source, size, loaded, EXCHANGE.SUMS > 0)
-            if EXCHANGE.SUMS > 0:
+            a, b = copy_bytes(target, source, size, loaded, EXCHANGE.CHECKSUMS > 0)
+            if EXCHANGE.CHECKSUMS > 0:
                 if loaded > 0:
                     seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), peer, number)
                     if not fits(base, slot - base, seed, unit, a, b, EXCHANGE):
@@ -362,7 +362,7 @@ def recv_bytes_kernel(
                         end_row = (start + size + wide_step - 1) // wide_step
                         note_corruption(control_ptr, report_ptr, peer, row, end_row - row, EXCHANGE)
         item += tl.num_programs(0)
-    if not FIRST or EXCHANGE.SUMS > 0:
+    if not FIRST or EXCHANGE.CHECKSUMS > 0:
         if loaded > 0:
             if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
                 if not FIRST:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
@@ -149,7 +149,7 @@ class RoundLayout(SignalLayout):
                 "SUM_CHECKSUMS": max_tokens * slots,
             }  # fmt: skip
             for name, count in counts.items():
-                places[name], num_bytes = num_bytes, _aligned(num_bytes + count * SUM_BYTES)
+                places[name], num_bytes = num_bytes, _aligned(num_bytes + count * CHECKSUM_BYTES)
         return cls(
             WORLD=world,
             NUM_EXPERTS=num_experts,

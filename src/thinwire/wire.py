@@ -113,6 +113,11 @@ class WireFormat:
             raise WireFormatError(f"wire format {spec!r} has groups of no elements; {_ACCEPTED}")
         return cls(name, int(group))
 
+    def __repr__(self) -> str:
+        # Messages are matched by it. That of dataclasses guards against recursion, and an interrupt in the middle of it
+        # leaves the guard behind: from then on it would be "..." in that thread.
+        return f"WireFormat(name={self.name!r}, group={self.group}, alignment={self.alignment})"
+
     def __str__(self) -> str:
         return self.name if self.group == _DEFAULT_GROUPS[self.name] else f"{self.name}:{self.group or 'row'}"
 

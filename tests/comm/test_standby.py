@@ -17,7 +17,7 @@ import pytest
 
 from thinwire.comm import boards, standby
 from thinwire.comm.boards import LOST, Address, Boards, Notes, Unanswered
-from thinwire.comm.plain import decode
+from thinwire.comm.shaped_json import decode
 from thinwire.comm.standby import Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 

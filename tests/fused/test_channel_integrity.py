@@ -18,7 +18,7 @@ from tests.speeds import exhaustive_but
 from tests.tampering import CHANGES
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.channel import channel_layout
-from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
@@ -80,8 +80,8 @@ class Calls:
         return {
             "headers": self.memory[lines:][: WORLD * SIGNAL_LINE_BYTES].view(WORLD, -1)[:, 4:],
             "half": self.memory[halves:][: WORLD * layout.SLOT_BYTES].view(WORLD, -1),
-            "rings": self.memory[layout.RINGS : layout.SUMS].view(WORLD, -1),
-            "sums": self.memory[layout.SUMS :].view(WORLD * (2 + SLOTS), -1),
+            "rings": self.memory[layout.RINGS : layout.CHECKSUMS].view(WORLD, -1),
+            "sums": self.memory[layout.CHECKSUMS :].view(WORLD * (2 + SLOTS), -1),
         }
 
 
@@ -109,8 +109,8 @@ def test_results_are_the_same_to_the_last_bit(form: str) -> None:
 
 def test_without_checksums_the_layout_is_what_it_was() -> None:
     plain, checked = (channel_layout(3, 640, 2, checksums=checksums) for checksums in (False, True))
-    assert plain.SUMS == 0 and plain.rows_per_slot(32) == 20 and checked.rows_per_slot(32) == 3
-    assert checked.SUMS == plain.NUM_BYTES == checked.NUM_BYTES - 3 * (2 + 2) * 3 * SUM_BYTES
+    assert plain.CHECKSUMS == 0 and plain.rows_per_slot(32) == 20 and checked.rows_per_slot(32) == 3
+    assert checked.CHECKSUMS == plain.NUM_BYTES == checked.NUM_BYTES - 3 * (2 + 2) * 3 * CHECKSUM_BYTES
 
 
 @each_form
@@ -142,7 +142,8 @@ def test_no_result_is_wrong_whatever_happens_to_the_memory(form: str, rounds: in
 
 def exchange_slots(calls: Calls, slots: list[int], others: list[int]) -> None:
     """Swaps slots of the victim's, halves and rings counted in one, with their sums."""
-    for first, stop in ((calls.layout.HALVES, calls.layout.SUMS), (calls.layout.SUMS, calls.layout.NUM_BYTES)):
+    layout = calls.layout
+    for first, stop in ((layout.HALVES, layout.CHECKSUMS), (layout.CHECKSUMS, layout.NUM_BYTES)):
         memory = calls.memory[first:stop].view(WORLD * (2 + SLOTS), -1)
         memory[slots + others] = memory[others + slots].clone()
 
@@ -180,7 +181,7 @@ def test_pieces_of_an_earlier_call_with_their_sums_do_not_fit(form: str, part: s
     def replay(calls: Calls) -> None:
         layout = calls.layout
         chosen = slice(0, 2 * WORLD) if part == "half" else slice(2 * WORLD, None)
-        for begin, end in ((layout.HALVES, layout.SUMS), (layout.SUMS, layout.NUM_BYTES)):
+        for begin, end in ((layout.HALVES, layout.CHECKSUMS), (layout.CHECKSUMS, layout.NUM_BYTES)):
             now, then = (memory[begin:end].view(WORLD * (2 + SLOTS), -1) for memory in (calls.memory, stale))
             now[chosen] = then[chosen]
 

@@ -51,7 +51,7 @@ def test_results_are_the_same_to_the_last_bit(name: str) -> None:
 
 def test_without_checksums_the_layout_is_what_it_was() -> None:
     plain, checked = (collective_layout(3, 4352, checksums=checksums) for checksums in (False, True))
-    assert plain.SUMS == 0 and checked.SUMS == plain.NUM_BYTES < checked.NUM_BYTES
+    assert plain.CHECKSUMS == 0 and checked.CHECKSUMS == plain.NUM_BYTES < checked.NUM_BYTES
 
 
 @each_operation
@@ -84,7 +84,7 @@ def test_rows_of_an_earlier_epoch_or_another_source_with_their_sums_do_not_fit(n
             if not swaps:  # of two epochs before, the same rows
                 memory[layout.HALVES :] = seen[-3]
                 return
-            for begin, end in ((layout.HALVES, layout.SUMS), (layout.SUMS, layout.NUM_BYTES)):
+            for begin, end in ((layout.HALVES, layout.CHECKSUMS), (layout.CHECKSUMS, layout.NUM_BYTES)):
                 slots = memory[begin:end].view(4 * WORLD, -1)
                 slots[: 2 * WORLD] = slots[: 2 * WORLD].view(2, WORLD, -1).flip(1).reshape(2 * WORLD, -1)
                 slots[2 * WORLD :] = slots[2 * WORLD :].view(WORLD, 2, -1).flip(0).reshape(2 * WORLD, -1)

@@ -32,8 +32,8 @@ from tests.guarded import guarded, guarded_copy
 from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm import boards, meeting, standby
 from thinwire.comm.launchers import discover
-from thinwire.comm.plain import OneOf, decode, encode
 from thinwire.comm.rank_table import RankTable
+from thinwire.comm.shaped_json import OneOf, decode, encode
 from thinwire.errors import ArgumentError, CheckpointError, RankTableError, ThinwireError, WireFormatError
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
 from thinwire.fused.codec import WireRows, dequantize

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.fuzz.__main__ import CORPUS, MOST_BYTES, main
 from tests.fuzz.change import changed_bytes
 from tests.fuzz.targets import SHAPES, TARGETS, Target
-from thinwire.comm.plain import OneOf, decode, encode
+from thinwire.comm.shaped_json import OneOf, decode, encode
 
 ALL_ARE_TAKEN = {"meeting_store"}  # in which any bytes are a name
 NAMES = sorted(TARGETS)

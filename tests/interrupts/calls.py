@@ -252,6 +252,8 @@ def judge(outcomes: list[list[str]]) -> str:
     fine = {"right", "KeyboardInterrupt", "Interrupted"}
     if any(outcome.startswith("WRONG") for found in outcomes for outcome in found):
         return str(outcomes)
+    if any(found[0] != "right" for found in outcomes):  # an earlier trial has left something
+        return str(outcomes)
     if all(set(found) <= fine for found in outcomes):
         return "right"
     own, *others = outcomes

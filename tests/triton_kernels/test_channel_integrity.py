@@ -86,9 +86,9 @@ def _corrupted(comm: Communicator, form: str, rounds: int) -> int:
                 change: Any = change, rng: random.Random = rng, half: int = half,
             ) -> None:  # fmt: skip
                 if number == chosen:
-                    spaces = ((half, half + end.layout.SLOT_BYTES), (end.layout.SUMS, end.layout.NUM_BYTES))
+                    spaces = ((half, half + end.layout.SLOT_BYTES), (end.layout.CHECKSUMS, end.layout.NUM_BYTES))
                     if number:
-                        spaces = ((end.layout.RINGS, end.layout.SUMS), spaces[1])
+                        spaces = ((end.layout.RINGS, end.layout.CHECKSUMS), spaces[1])
                     change(*rng.choice(spaces))
                 recv(end, out, step, layout, flat, number, items)
 

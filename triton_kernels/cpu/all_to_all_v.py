@@ -32,6 +32,7 @@ from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece,
 from thinwire.triton_kernels.cpu.pieces import (
     ANSWER,
     BUFFER_PTRS,
+    CHECKSUMS,
     COUNTS_PER_ROW,
     DISCARD,
     END_IN,
@@ -69,7 +70,6 @@ from thinwire.triton_kernels.cpu.pieces import (
     STARTING,
     STATUS,
     STUCK,
-    SUMS,
     TAIL_HERE,
     TAIL_THERE,
     TEAM,
@@ -214,7 +214,7 @@ def send_next(call, peers, peer, draining):
         return True
     line = peers[HEADER_THERE, peer] + half * call[HALF_LINES]
     pieces = np.int32(peers[END_OUT, peer] - 1)
-    count, summed = peers[SEND_COUNT, peer], call[SUMS] != 0
+    count, summed = peers[SEND_COUNT, peer], call[CHECKSUMS] != 0
     publish_header(line, np.int32(call[EPOCH]), call[RANK], pieces, count, call[SIGNATURE:], summed)
     return True
 
@@ -253,7 +253,7 @@ def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     line = header_line(call, peers, peer)
     if not signalled(line, call[EPOCH]):
         return False
-    if call[SUMS] and not header_fits(line, call[EPOCH], peer):
+    if call[CHECKSUMS] and not header_fits(line, call[EPOCH], peer):
         corrupt(call, _PHASE_HEADERS, peer, np.int64(0), np.int64(0))
         return False
     # Each word is read once: what follows from it shall not change with it.

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.checksum_seed import SUM_BYTES
+from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.cpu.codec import (
     LAYOUT_FIELDS,
     dequantize_row,
@@ -90,7 +90,7 @@ _PATIENCE_NS = 1_000_000  # of `whole`; what has to be waited for longer is wort
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
     "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
-    "sums", "slot_sum_bytes",
+    "checksums", "slot_checksum_bytes",
     "seen",  # an address: int64 for each peer, see `peer_stores`
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
@@ -103,8 +103,8 @@ def _numbers(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
     seen: np.ndarray = end.kept.setdefault("seen", np.zeros(layout.WORLD, np.int64))
     return in_memory(
         layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
-        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, layout.SUMS, layout.SLOT_ROWS * SUM_BYTES,
-        seen.ctypes.data, *job.signature,
+        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, layout.CHECKSUMS,
+        layout.SLOT_ROWS * CHECKSUM_BYTES, seen.ctypes.data, *job.signature,
         *record_layout(job.wire, row, job.dtype), *record_layout(job.gather_wire, row, job.dtype),
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def sums_of(buffer_ptrs, job, peer, leg, epoch, source):
     """Address of the sums of such a slot's rows."""
     base = load_int64(buffer_ptrs + 8 * peer)
     slot = slot_of(buffer_ptrs, job, peer, leg, epoch, source) - base - job.halves  # rings follow halves
-    return base + job.sums + slot // job.slot_bytes * job.slot_sum_bytes
+    return base + job.checksums + slot // job.slot_bytes * job.slot_checksum_bytes
 
 
 @device
@@ -206,7 +206,7 @@ def begin_epoch(buffer_ptrs, control, job, epoch):
     for step in range(1, job.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
         line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
-        publish_header(line, epoch, job.rank, 0, 0, signature_of(job), job.sums != 0)
+        publish_header(line, epoch, job.rank, 0, 0, signature_of(job), job.checksums != 0)
 
 
 @device
@@ -236,16 +236,16 @@ def store_at(job, peer, target, source, count):
 @device
 def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
     """Row `number` of what this rank sends itself in a leg, to the peers, with its sums."""
-    if job.sums:
+    if job.checksums:
         put_sums(buffer_ptrs, job, job.rank, leg, epoch, record, job.gather_row_bytes, number)
-        own = sums_of(buffer_ptrs, job, job.rank, leg, epoch, job.rank) + SUM_BYTES * number
+        own = sums_of(buffer_ptrs, job, job.rank, leg, epoch, job.rank) + CHECKSUM_BYTES * number
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
         slot = slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
         store_at(job, peer, slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
-        if job.sums:
-            there = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + SUM_BYTES * number
-            copy_bytes(there, own, SUM_BYTES)
+        if job.checksums:
+            there = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + CHECKSUM_BYTES * number
+            copy_bytes(there, own, CHECKSUM_BYTES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, pa
             pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
                 copy_to_peers(buffer_ptrs, job, np.int64(FIRST_LEG), epoch, record, row - first)
-            elif job.sums:
+            elif job.checksums:
                 put_sums(buffer_ptrs, job, peer, np.int64(FIRST_LEG), epoch, record, layout[5], row - first)
             if aside:
                 store_at(job, peer, there, made, layout[5])
@@ -309,7 +309,7 @@ def reduce_kernel(
     records = slot_of(buffer_ptrs, job, job.rank, FIRST_LEG, epoch, 0)
     own = slot_of(buffer_ptrs, job, job.rank, SECOND_LEG, epoch, job.rank)
     for row in range(first, last):
-        if job.sums:
+        if job.checksums:
             for source in range(job.world):
                 record = records + source * job.slot_bytes
                 leg = np.int64(FIRST_LEG)
@@ -353,7 +353,9 @@ def gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, c
         record = slot_of(buffer_ptrs, job, job.rank, leg, epoch, source)
         for row in range(first, last):
             done = row * job.row
-            if job.sums and not fits(buffer_ptrs, job, leg, epoch, source, record, job.gather_row_bytes, row - first):
+            if job.checksums and not fits(
+                buffer_ptrs, job, leg, epoch, source, record, job.gather_row_bytes, row - first
+            ):
                 corrupt(buffer_ptrs, control, job, report, leg, epoch, source, row, 1)
                 return False
             target = out + (start + done) * size
@@ -375,7 +377,7 @@ def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, limit, fin
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
     ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, limit, report)
     status = TIMED_OUT if ended == GAVE_UP else RUNNING
-    if ended == ARRIVED and leg == FIRST_LEG and job.sums:
+    if ended == ARRIVED and leg == FIRST_LEG and job.checksums:
         for source in range(job.world):
             if not header_fits(signal_line(buffer_ptrs, job.rank, lines, source), epoch, source):
                 corrupt(buffer_ptrs, control, job, report, np.int64(leg), epoch, source, np.int64(0), 0)

@@ -14,16 +14,16 @@ from thinwire.triton_kernels.cpu.ir.checksum import mix
 from thinwire.triton_kernels.cpu.ir.intrinsics import store_int32, store_int64
 from thinwire.triton_kernels.cpu.signal import tell_stuck, write_report
 from thinwire.triton_kernels.exchange_layout import (
+    HEADER_CHECKSUMS,
     HEADER_NUMBER,
     HEADER_PIECES,
-    HEADER_SUMS,
     REPORT_FIRST,
     REPORT_ROWS,
     REPORT_SOURCE,
 )
 from thinwire.triton_kernels.signal import CORRUPTED
 
-_HEADER_BYTES = 4 * (HEADER_SUMS - HEADER_PIECES)
+_HEADER_BYTES = 4 * (HEADER_CHECKSUMS - HEADER_PIECES)
 
 
 @device
@@ -51,14 +51,14 @@ def row_fits(sums, row, num_bytes, seed, number, fingerprint=FINGERPRINT):
 def put_header_sums(line, epoch, source, fingerprint=FINGERPRINT):
     """Writes the sums of a header's words behind them."""
     seed = slot_seed(epoch, source, np.int64(HEADER_NUMBER))
-    put(line + 4 * HEADER_SUMS, row_sums(line + 4 * HEADER_PIECES, _HEADER_BYTES, seed, 0))
+    put(line + 4 * HEADER_CHECKSUMS, row_sums(line + 4 * HEADER_PIECES, _HEADER_BYTES, seed, 0))
 
 
 @kernel
 def header_fits(line, epoch, source, fingerprint=FINGERPRINT):
     """Whether a header fits its sums."""
     seed = slot_seed(epoch, source, np.int64(HEADER_NUMBER))
-    return fits(line + 4 * HEADER_SUMS, row_sums(line + 4 * HEADER_PIECES, _HEADER_BYTES, seed, 0))
+    return fits(line + 4 * HEADER_CHECKSUMS, row_sums(line + 4 * HEADER_PIECES, _HEADER_BYTES, seed, 0))
 
 
 @device

@@ -24,13 +24,13 @@ from thinwire.triton_kernels.cpu.ir.atomics import compare_and_swap, load_acquir
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int32, store_int64
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pieces import (
+    CHECKSUMS,
     EXACT,
     RECORD_BYTES,
     RECV_COUNT,
     SEND_COUNT,
     SEND_DISPL,
     STREAM_BYTES,
-    SUMS,
     TEAM,
     UNITS_PER_PIECE,
     UNITS_PER_TURN,
@@ -46,7 +46,7 @@ _LEAST_SHARED = 32 << 10  # bytes that lie in a slot: they take about as long as
 
 # What is posted: int64 words of the job, and the lowest unit that does not fit its sums, as an int32.
 _PACK, _UNPACK, _STRAIGHT = np.int64(0), np.int64(1), np.int64(2)
-_KIND, _PEER, _NUMBER, _ADDRESS, _SUMS, _WRONG = (JOB + 8 * word for word in range(6))
+_KIND, _PEER, _NUMBER, _ADDRESS, _CHECKSUMS, _WRONG = (JOB + 8 * word for word in range(6))
 _FITS = np.int32(-1)
 
 
@@ -77,7 +77,7 @@ def store_part(call, peers, peer, number, target, begin, end):
 def do_part(call, peers, team, chunk):
     """A part of the piece that was posted last."""
     kind, peer, number = load_int64(team + _KIND), load_int64(team + _PEER), load_int64(team + _NUMBER)
-    address, sums = load_int64(team + _ADDRESS), load_int64(team + _SUMS)
+    address, sums = load_int64(team + _ADDRESS), load_int64(team + _CHECKSUMS)
     count = peers[RECV_COUNT, peer] if kind == _UNPACK else peers[SEND_COUNT, peer]
     begin, end = rows_of_chunk(team, chunk, units_of_piece(call, count, number))
     if kind == _PACK:
@@ -101,9 +101,9 @@ def share_piece(call, peers, kind, peer, number, address, sums, units, fingerpri
     store_int64(team + _PEER, peer)
     store_int64(team + _NUMBER, number)
     store_int64(team + _ADDRESS, address)
-    store_int64(team + _SUMS, sums)
+    store_int64(team + _CHECKSUMS, sums)
     store_int32(team + _WRONG, _FITS)
-    post(team, units, call[UNITS_PER_TURN] if call[EXACT] and call[SUMS] else np.int64(1))
+    post(team, units, call[UNITS_PER_TURN] if call[EXACT] and call[CHECKSUMS] else np.int64(1))
     chunk = claim(team)
     while chunk >= 0:
         do_part(call, peers, team, chunk)

@@ -20,7 +20,7 @@ SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
     "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
     "looks",  # before the first yield of a wait
-    "halves", "sums", "slot_sum_bytes",  # offsets in a buffer, the second 0 without checksums, and bytes of a slot's
+    "halves", "checksums", "slot_checksum_bytes",  # offsets in a buffer, the second 0 without; and bytes of a slot
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     "team",  # the address of that which shares the pieces while a large call runs, else 0
     "starting",  # whether threads are being started for a call that has not begun
@@ -35,7 +35,7 @@ SCALARS = (
     WORLD, RANK, HALF_LINES, HALF_BYTES, SLOT_BYTES, SLOTS,
     TIMEOUT, GRACE, REPORT, BUFFER_PTRS, STUCK, STATUS, EPOCH, GIVE_UP_BY,
     LOOKS,
-    HALVES, SUMS, SLOT_SUM_BYTES,
+    HALVES, CHECKSUMS, SLOT_CHECKSUM_BYTES,
     REGIONS, NUM_REGIONS,
     TEAM,
     STARTING,
@@ -97,11 +97,11 @@ def layout_of(call):
 @device
 def sums_of(call, rank, slot):
     """Where the sums of a slot's rows lie, which is at the address `slot` in the memory of a rank; 0 without any."""
-    if call[SUMS] == 0:
+    if call[CHECKSUMS] == 0:
         return np.int64(0)
     base = load_int64(call[BUFFER_PTRS] + 8 * rank)
     number = (slot - base - call[HALVES]) // call[SLOT_BYTES]  # rings follow halves
-    return base + call[SUMS] + number * call[SLOT_SUM_BYTES]
+    return base + call[CHECKSUMS] + number * call[SLOT_CHECKSUM_BYTES]
 
 
 @kernel

@@ -20,6 +20,7 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
 from thinwire.triton_kernels.cpu.piece_team import store_piece
 from thinwire.triton_kernels.cpu.pieces import (
     BUFFER_PTRS,
+    CHECKSUMS,
     EXACT,
     HEAD_HERE,
     HEAD_THERE,
@@ -37,7 +38,6 @@ from thinwire.triton_kernels.cpu.pieces import (
     STORED,
     STRAIGHT,
     STUCK,
-    SUMS,
     TAIL_HERE,
     TAIL_THERE,
     TOLD,
@@ -73,7 +73,7 @@ def tell_places(call, peers, fingerprint=FINGERPRINT):
     for index in range(call[NUM_REGIONS]):
         region = region_at(call, index)
         offset = call[OUT] - load_int64(region + 8 * (REGION_PTRS + call[RANK]))
-        if call[EXACT] and not call[SUMS] and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
+        if call[EXACT] and not call[CHECKSUMS] and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
             number, before = load_int64(region + 8 * REGION_NUMBER), offset
     for peer in range(call[WORLD]):
         line, count = peers[HEAD_THERE, peer], peers[RECV_COUNT, peer]
@@ -92,7 +92,7 @@ def read_place(call, peers, peer, fingerprint=FINGERPRINT):
     """
     line, size = peers[HEAD_HERE, peer], units_of(call, peers[SEND_COUNT, peer])
     number, offset = load_int64(line + _HEAD_REGION), load_int64(line + _HEAD_OFFSET)
-    if number == 0 or not call[EXACT] or call[SUMS] or load_int64(line + _HEAD_BYTES) != size:
+    if number == 0 or not call[EXACT] or call[CHECKSUMS] or load_int64(line + _HEAD_BYTES) != size:
         return
     for index in range(call[NUM_REGIONS]):
         region = region_at(call, index)

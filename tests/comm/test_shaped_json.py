@@ -13,7 +13,7 @@ import torch
 
 import thinwire
 from thinwire.comm import Communicator
-from thinwire.comm.plain import MOST_BYTES, OneOf, decode, encode
+from thinwire.comm.shaped_json import MOST_BYTES, OneOf, decode, encode
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.testing import run_ranks
 
