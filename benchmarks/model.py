@@ -3,7 +3,7 @@
     python -m benchmarks.model --json benchmarks/results/model.json
 
 The kernels of a round are those that its launchers launch, recorded; their bytes follow from the layouts
-(`thinwire.tools.planning.speed_of_light`), and what their instructions need at least from what
+(`benchmarks.speed_of_light`), and what their instructions need at least from what
 `benchmarks.machine_code` wrote, if it is given. The same comes of the same code on every machine.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks import timing
+from benchmarks.published import DECODE, PREFILL
+from benchmarks.speed_of_light import MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
 from tests.ahead_of_time.harness import record_launches
 from tests.rounds import make_lanes
 from thinwire.tools.planning.model import Model, find_link
 from thinwire.tools.planning.plan import Request
-from thinwire.tools.planning.published import DECODE, PREFILL
-from thinwire.tools.planning.speed_of_light import MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
 from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 

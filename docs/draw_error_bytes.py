@@ -1,6 +1,6 @@
 """Draws docs/error_bytes.png: what each wire format costs in bytes and in error. Measures it first, in seconds.
 
-    python docs/draw_error_bytes.py
+    PYTHONPATH=. python docs/draw_error_bytes.py
 
 The figures are also written to benchmarks/results/cpu/error_bytes.json.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.tools.bench.error_bytes import draw_error_bytes, measure
+from benchmarks.error_bytes import draw_error_bytes, measure
 from thinwire.tools.bench.style import png
 from thinwire.version import VERSION
 

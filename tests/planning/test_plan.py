@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published
 from tests.planning.test_fit import content
 from thinwire.moe.memory import plan_memory
 from thinwire.tools.cli import main
-from thinwire.tools.planning import published
 from thinwire.tools.planning.model import LINKS, chosen_model
 from thinwire.tools.planning.traffic import Leg
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
 
 def test_the_page_shows_the_table_of_published_figures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    assert published.table() in page, "print it anew: python -m thinwire.tools.planning.published"
+    assert published.table() in page, "print it anew: python -m benchmarks.published"
 
 
 def test_the_models_constants_are_what_published_kernels_reach() -> None:

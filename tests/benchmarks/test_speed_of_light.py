@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton", reason="recording launches needs Triton")
 
 from benchmarks import model
+from benchmarks.published import DECODE, PREFILL
+from benchmarks.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
 from tests.rounds import make_lanes
 from thinwire.errors import ArgumentError
-from thinwire.tools.planning.published import DECODE, PREFILL
-from thinwire.tools.planning.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
 
 ROOT = Path(model.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

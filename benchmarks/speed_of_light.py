@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.published import Published
 from thinwire.errors import ArgumentError
 from thinwire.tools.planning.model import find_link
 from thinwire.tools.planning.plan import Request
-from thinwire.tools.planning.published import Published
 
 #: Of a signal, once the last row is stored: the fence before the flag waits until the peer has answered for the rows,
 #: which is one way there and one back, and the flag goes there.

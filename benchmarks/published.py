@@ -1,7 +1,7 @@
 """Published figures of expert-parallel kernels, and what the model of `thinwire plan` says of the same legs.
 
 None of these kernels is thinwire's. Their times are their authors' claims, taken on their machines; where they publish
-a rate, the time is what was sent by that rate. `python -m thinwire.tools.planning.published` prints the table that
+a rate, the time is what was sent by that rate. `python -m benchmarks.published` prints the table that
 docs/planning.md shows.
 """
 

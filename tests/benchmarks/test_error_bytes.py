@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 import torch
 
+from benchmarks.error_bytes import GAUSSIAN, MODEL, OUTLIERS, WIRES, Cost, draw_error_bytes, measure
+from benchmarks.error_bytes import model_activations as activations
 from tests.bench.test_plots import require_legible
 from tests.bench.test_report import in_browser, measured
 from thinwire.moe.tiny import load_tiny_moe
-from thinwire.tools.bench.error_bytes import GAUSSIAN, MODEL, OUTLIERS, WIRES, Cost, draw_error_bytes, measure
-from thinwire.tools.bench.error_bytes import model_activations as activations
 from thinwire.wire import WireFormat
 
 ROOT = Path(__file__).parents[2]
