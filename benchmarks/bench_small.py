@@ -105,7 +105,7 @@ def figures(ranks: int, mode: str, samples: dict[str, timing.Times]) -> list[dic
             "mode": mode,
             "call": name,
             "us": statistics.median(taken) * 1e6,
-            "quartile": statistics.quantiles(taken, n=4)[0] * 1e6,
+            "quartile": statistics.quantiles(taken, n=4, method="inclusive")[0] * 1e6,
             "alone": statistics.median(alone[name]) * 1e6,
             "copies": timing.median_ratio(taken, among[_COPY]),
             "goal": GOALS.get(name) if ranks == 2 else None,
