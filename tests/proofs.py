@@ -39,7 +39,7 @@ def section() -> str:
     refused = f" {', '.join(checked['refused'])} refuse checksums, and were not run." if checked["refused"] else ""
     seen = checked["outcomes"].get("IntegrityError", 0)
     items = (
-        f"Links between three ranks in network namespaces that were cut for .95 to 4 timeouts, of one rank or between "
+        f"Links between three ranks in network namespaces that were cut for 0.95 to 4 timeouts, of one rank or between "
         f"two, in one direction or both: {sum(ends.values())} runs of {len(cuts['cells'])} cells. Three ranks went on "
         f"in {ends['three go on']}, two in {ends['two go on']}, and nobody noticed in {ends['nobody noticed']}; "
         f"{cuts['wrong']} had another outcome. {by_commit(cuts, 'runs')}",

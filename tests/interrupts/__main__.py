@@ -18,6 +18,7 @@ import torch
 
 from tests.interrupts.calls import KINDS, PLACES, judge, trial
 from tests.runs import machine, write_json
+from thinwire import testing
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 
@@ -56,6 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     places = [place.name for place in PLACES if arguments.only in place.name]
+    testing.preload("tests.warm")  # or the first trials of a fresh clone would compile for longer than they may wait
     started, found = time.monotonic(), Counter[str]()
     cells: dict[str, dict[str, int]] = {}
     for place in places:
