@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
@@ -67,6 +68,8 @@ CLOSED = "the communicator was closed while this call was under way"
 BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
 
 _prepare_lock = threading.Lock()
+_GLANCE_SECONDS = 1e-4  # between two looks at how far other threads are
+_CLOSED = -1  # among a rank's calls, which are counted by lane
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=Attachment)
 
@@ -213,6 +216,8 @@ def _open_direct(
             if isinstance(problem, ThinwireError):
                 raise problem
             raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
+    if comm.in_process and isinstance(made, DirectTransport):
+        made.peers_calls = comm.share_objects(made.calls)
     return made, described
 
 
@@ -269,6 +274,8 @@ class DirectTransport(Attachment):
 
     Attributes:
         report: int32, what kernels say of a wait; set by who has it.
+        calls: how many were prepared on each lane, where peers are threads that share the device.
+        peers_calls: all ranks' `calls`, in that case.
     """
 
     #: What a report's phases are called.
@@ -289,6 +296,8 @@ class DirectTransport(Attachment):
         self.closed = False
         if voters is not None:
             voters.add_dependent(self)
+        self.calls: dict[int, int] = {}
+        self.peers_calls: list[dict[int, int]] = []
         self._prepared: set[Hashable] = set()
         self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
@@ -313,7 +322,7 @@ class DirectTransport(Attachment):
         if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
             return last
         stream = torch.cuda.current_stream(self.device)
-        if stream != last and not self.capturing:  # which would take in the other stream
+        if not self.capturing:  # which would take in the other stream
             if last is not None:
                 stream.wait_stream(last)
             self._last_streams[lane] = stream
@@ -322,9 +331,10 @@ class DirectTransport(Attachment):
     def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
 
-        Loading code may wait for the whole device. Where ranks share one, that would be for a rank that waits for this
-        one. The host waits for nothing here: on any stream, one of torch's pool too, there may be a call ahead that
-        waits for a rank that waits for this lock. Each call comes here once, before it launches anything.
+        Loading a kernel waits for all that the device was given to do. Where ranks are threads that share it, that
+        includes kernels which wait for this rank. So a rank that has loaded some lets its peers come as far before its
+        own begin to wait. The host waits for no stream in here: the call ahead of it may wait for a rank that waits for
+        this lock. Each call comes here once, before it launches anything.
 
         Args:
             launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
@@ -336,13 +346,35 @@ class DirectTransport(Attachment):
         if not self.on_gpu:
             return
         self._preparing.discard(lane)
-        if key not in self._prepared:
+        anew = key not in self._prepared
+        if anew:
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
             self._preparing.add(lane)
             with _prepare_lock:
                 launch()
             self._prepared.add(key)
+        if self.peers_calls and not self.capturing:
+            self.calls[lane] = self.calls.get(lane, 0) + 1
+            if anew:
+                self._let_peers_prepare(lane)
+
+    def _let_peers_prepare(self, lane: int) -> None:
+        """Waits for peers to prepare as many calls; one that does not come in time is for the kernels to name."""
+        number, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
+        while any(calls.get(lane, 0) < number and _CLOSED not in calls for calls in self.peers_calls):
+            if time.monotonic() > limit:
+                return
+            time.sleep(_GLANCE_SECONDS)
+
+    def finish_stream(self) -> None:
+        """Waits for what was launched on the current stream.
+
+        To be called before what is there is read: a copy to the host that has to wait keeps all threads of the process
+        from launching anything, among them ranks that share the device, for which the stream may wait.
+        """
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def wait_seconds(self, lane: int = 0) -> float:
         """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be prepared."""
@@ -424,8 +456,7 @@ class DirectTransport(Attachment):
 
     def check(self) -> None:
         """Waits for what was launched on the current stream, and raises what went wrong on the device."""
-        if self.on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()
+        self.finish_stream()
         self.require_usable()
 
     def leave_to_parent(self) -> None:
@@ -439,6 +470,7 @@ class DirectTransport(Attachment):
         """
         if not self.closed:
             self.closed = True
+            self.calls[_CLOSED] = 1
             self.memory.close()
 
 
@@ -472,8 +504,7 @@ class ExchangeTransport(DirectTransport):
         self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self.report = self._end.report.numpy()
-        if self.on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()  # what was zeroed here is used on any stream
+        self.finish_stream()  # what was zeroed here is used on any stream
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
@@ -513,6 +544,7 @@ class ExchangeTransport(DirectTransport):
 
     def headers(self) -> list[list[int]]:
         """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""
+        self.finish_stream()
         epoch, size = self.open_epoch(), self.world * SIGNAL_LINE_BYTES
         first = self.layout.HEADERS + (epoch & 1) * size
         words = self.memory.local[first : first + size].cpu().view(torch.int64).view(self.world, -1)

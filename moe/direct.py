@@ -188,7 +188,7 @@ class DirectRounds(DirectLanes):
         lane = self.lanes[0]
         names = ("control", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
-        local["control"][signal.CONTROL_STATUS] = signal.TIMED_OUT
+        local["control"][signal.CONTROL_STATUS].fill_(signal.TIMED_OUT)  # to assign it would wait for the stream
         return replace(lane, **local)
 
 
@@ -232,7 +232,8 @@ class _DirectRound(Dispatched):
 
     def _read_num_rows(self) -> int:
         if self._rounds.on_gpu:
-            used = int(self.expert_offsets[-1])  # a host synchronisation
+            self._rounds.finish_stream()
+            used = int(self.expert_offsets[-1])
         else:
             kept = self._tensors.kept
             if "offsets" not in kept:

@@ -84,8 +84,7 @@ class DirectLanes(DirectTransport, Rounds):
             )
             for number in range(config.lanes)
         ]
-        if self.on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()  # what was filled here is used on any stream
+        self.finish_stream()  # what was filled here is used on any stream
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner

@@ -7,6 +7,8 @@ say which kernels would be launched when, and what the host would wait for; not 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
+from torch.overrides import TorchFunctionMode
 from triton.runtime import JITFunction
 
 import thinwire as tw
@@ -26,11 +29,13 @@ from thinwire.comm.symmetric import allocate
 from thinwire.errors import ThinwireError
 from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
-from thinwire.fused.collective import DirectCollectives, collective_layout
+from thinwire.fused.collective import DirectCollectives, collective_layout, open_collectives
 from thinwire.fused.device_channel import DeviceChannel
+from thinwire.fused.direct import open_channel
 from thinwire.fused.transport import DirectTransport, compiled_for
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
+from thinwire.testing import run_ranks
 from thinwire.triton_kernels import collective
 from thinwire.triton_kernels.round_layout import ABANDONED
 
@@ -38,8 +43,11 @@ HIDDEN, TOKENS = 96, 40
 TIMEOUT = 30.0
 
 
-class Stream:
-    """A stream that is not there, and what it waited for."""
+class Stream(torch.Stream):
+    """A stream that is not there, and what it waited for. It compares as CUDA's do: it is not unequal to None."""
+
+    def __new__(cls) -> Stream:
+        return super().__new__(cls, device="cpu")
 
     def __init__(self) -> None:
         self.waited: list[Stream] = []
@@ -52,6 +60,15 @@ class Stream:
         pytest.fail("the host waits for a stream")
 
 
+class _NothingWaits(TorchFunctionMode):
+    """Fails where the host would wait for a stream: also an element that is assigned a number is copied from there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.Tensor.__setitem__, torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist)
+        assert function not in waits, f"{function.__name__} waits for the stream"
+        return function(*args, **(kwargs or {}))
+
+
 class Device:
     """A GPU that is not there: what was launched on it, first for preparing, and then for the call itself."""
 
@@ -60,6 +77,7 @@ class Device:
         self.launched: list[Launch] = []
         self.capturing = False
         self.stream = Stream()
+        self.transport: Any = None
         self._into = self.launched
 
     def run(self, kernel: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -71,7 +89,8 @@ class Device:
     def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None], lane: int = 0) -> None:
         def marked() -> None:
             self._into = self.prepared
-            launch()
+            with _NothingWaits():
+                launch()
             self._into = self.launched
 
         _prepare(transport, key, marked, lane)
@@ -139,6 +158,11 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
     yield channel, call
 
 
+def _rounds_of(comm: Communicator) -> object:
+    with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct") as ep:
+        return ep._rounds
+
+
 @contextlib.contextmanager
 def _device_of(transport: DirectTransport) -> Iterator[Device]:
     """A device for a transport whose tensors are the CPU's."""
@@ -158,7 +182,7 @@ def _device_of(transport: DirectTransport) -> Iterator[Device]:
         )
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
         stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
-        transport.on_gpu = True
+        transport.on_gpu, device.transport = True, transport
         yield device
         transport.on_gpu = False
 
@@ -271,6 +295,34 @@ def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins
     for finish in (end, other_end):
         finish()
     assert device.seconds_of_waits() == [rounds.timeout + 120, rounds.timeout]
+
+
+def test_a_rank_that_loaded_kernels_lets_threads_that_share_the_device_come_as_far(on_a_device: Any) -> None:
+    device, call = on_a_device
+    transport = device.transport
+    theirs: dict[int, int] = {}
+    transport.peers_calls = [transport.calls, theirs]
+    waits = threading.Thread(target=call, args=(torch.bfloat16, 0))
+    waits.start()
+    while waits.is_alive() and not transport.calls:
+        time.sleep(0.001)
+    waits.join(0.05)
+    assert waits.is_alive() and device.prepared and not device.launched
+    theirs[0] = 1 << 30
+    waits.join()
+    assert device.launched
+    theirs.clear()
+    call(torch.bfloat16, 0)  # with kernels that were loaded before
+
+
+@pytest.mark.parametrize("open_end", [open_collectives, lambda comm: open_channel(comm, None), _rounds_of])
+def test_a_rank_that_closes_is_not_waited_for(on_a_device: Any, open_end: Callable[[Communicator], Any]) -> None:
+    device, call = on_a_device
+    ends = run_ranks(open_end, 2, mode="thread")
+    assert [id(calls) for calls in ends[0].peers_calls] == [id(end.calls) for end in ends]
+    device.transport.peers_calls = ends[0].peers_calls  # they closed when their ranks ended
+    call(torch.bfloat16, 0)
+    assert device.launched
 
 
 def test_gradients_of_no_tokens_are_prepared_too(lanes_on_a_device: Any) -> None:

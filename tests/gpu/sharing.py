@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
@@ -26,3 +27,10 @@ def run_on_one_gpu(mode: str, fn: Callable[..., object], *args: object) -> list[
     if mode == "threads":
         return run_ranks(fn, 8, *args, mode="thread", device="cuda", timeout=300)
     return run_ranks(on_the_gpu, 4, fn, *args, env=SHARED_GPU, timeout=300)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, made once the stream is done: one that waits keeps other threads, which are ranks, from launching."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor.cpu()

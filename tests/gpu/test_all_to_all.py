@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 from tests.gpu.capture import capture
-from tests.gpu.sharing import run_on_one_gpu, sharing
+from tests.gpu.sharing import on_host, run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
 from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
@@ -81,7 +81,7 @@ def _move(
         send_displs=starts[comm.rank], recv_displs=places, out=out, wire=spec, comm=comm, transport="direct",
     )  # fmt: skip
     assert got is out
-    _same_bytes(f"{spec} {dtype} {hidden} known={known}", expected, out.cpu())
+    _same_bytes(f"{spec} {dtype} {hidden} known={known}", expected, on_host(out))
 
 
 def _every_wire(comm: Communicator) -> None:
@@ -122,7 +122,7 @@ def _flat(comm: Communicator) -> None:
             padded[: sent[comm.rank]] = theirs[start : start + sent[comm.rank]]
             expected.append(_through(padded.view(3, 1024), spec).view(-1)[: sent[comm.rank]])
         assert isinstance(got, torch.Tensor)
-        assert_same_bits(spec, torch.cat(expected), got.cpu())
+        assert_same_bits(spec, torch.cat(expected), on_host(got))
     channel.check()
 
 
@@ -153,7 +153,7 @@ def _many_calls(comm: Communicator) -> None:
         results.append((torch.cat(rows[comm.rank :: comm.size]), got))
     channel.check()
     for expected, got in results:
-        assert torch.equal(expected, got.cpu())
+        assert torch.equal(expected, on_host(got))
 
 
 @sharing
@@ -171,7 +171,7 @@ def _two_under_way(comm: Communicator) -> None:
         torch.cuda.current_stream().wait_stream(own)
         second = all_to_all_v(-x, counts, wire="none", comm=comm, transport="direct")
         assert isinstance(second, torch.Tensor)
-        host = second.cpu()
+        host = on_host(second)
     assert isinstance(first, Work)
     mine = torch.arange(300.0 * comm.rank, 300.0 * (comm.rank + 1))
     expected = torch.cat([mine + 10000 * source for source in range(comm.size)]).view(-1, 1)
@@ -223,10 +223,10 @@ def _graphs(comm: Communicator) -> None:
         replayed = a.clone(), b.clone()
         eager = step()
         for name, expected, got in zip(("quantised", "exact"), eager, replayed, strict=True):
-            assert_same_bits(f"{name}, replay {seed}", expected.cpu(), got.cpu())
+            assert_same_bits(f"{name}, replay {seed}", on_host(expected), on_host(got))
         sent = torch.randn(x.shape, generator=torch.Generator().manual_seed(100 * seed)).bfloat16()
         start = 70 * comm.rank
-        assert_same_bits("from rank 0", _through(sent[start : start + 70], "int8"), replayed[0][:70].cpu())
+        assert_same_bits("from rank 0", _through(sent[start : start + 70], "int8"), on_host(replayed[0][:70]))
     channel.check()
 
 

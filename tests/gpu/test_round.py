@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 from tests.gpu.capture import capture
-from tests.gpu.sharing import run_on_one_gpu, sharing
+from tests.gpu.sharing import on_host, run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
 from tests.moe.test_rounds_direct import (
     HIDDEN,
@@ -114,7 +114,7 @@ def _graphs(comm: Communicator) -> None:
             graph.replay()
             replayed = y.clone()
             eager, _ = step(1)
-            assert_same_bits(f"replay {seed}", eager.cpu(), replayed.cpu())
+            assert_same_bits(f"replay {seed}", on_host(eager), on_host(replayed))
             assert not overflow
         ep.check()
 
