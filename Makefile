@@ -44,21 +44,21 @@ serve-check: $(VLLM_VENV)/ready
 	$(VLLM_VENV)/bin/python -m tests.integrations.serve_check --json benchmarks/results/cpu/vllm.json
 
 soak: $(VENV)/ready
-	$(RUN) -m tests.moe.soak --rounds 100000 --json benchmarks/results/cpu/soak.json
-	$(RUN) -m tests.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
-	$(RUN) -m tests.moe.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
-	$(RUN) -m tests.programs --count 1000 --json benchmarks/results/cpu/programs.json
+	$(RUN) -m verification.soak.rounds --rounds 100000 --json benchmarks/results/cpu/soak.json
+	$(RUN) -m verification.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
+	$(RUN) -m verification.soak.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
+	$(RUN) -m verification.soak.programs --count 1000 --json benchmarks/results/cpu/programs.json
 
 # Corrupted memory for an hour or two, and ten minutes of hostile bytes for each parser.
 fuzz: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
-	$(RUN) -m tests.corruption --rounds 300000 --processes 2 --json benchmarks/results/cpu/fuzz.json
-	$(RUN) -m tests.corruption --rounds 10000 --processes 2 --integrity checksum \
+	$(RUN) -m verification.corruption --rounds 300000 --processes 2 --json benchmarks/results/cpu/fuzz.json
+	$(RUN) -m verification.corruption --rounds 10000 --processes 2 --integrity checksum \
 		--json benchmarks/results/cpu/fuzz_integrity.json
-	$(RUN) -m tests.fuzz --seconds 600 --add --json benchmarks/results/cpu/fuzz_parsers.json
+	$(RUN) -m verification.fuzz --seconds 600 --add --json benchmarks/results/cpu/fuzz_parsers.json
 
 protocol: $(VENV)/ready
-	$(RUN) -m tests.protocol.check
+	$(RUN) -m verification.protocol.check
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
@@ -71,7 +71,7 @@ imports: $(VENV)/ready
 	$(VENV)/bin/lint-imports
 
 ahead-of-time: $(VENV)/ready
-	$(RUN) -m tests.ahead_of_time.matrix
+	$(RUN) -m verification.ahead_of_time.matrix
 
 bench: $(VENV)/ready
 	$(RUN) -m thinwire bench --device cpu

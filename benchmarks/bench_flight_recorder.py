@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.flight_recorder import INSIDE, NOT_RECORDED, Entry, FlightRecorder, PendingCall, _Nested
+from thinwire.comm.recorder.flight_recorder import INSIDE, NOT_RECORDED, Entry, FlightRecorder, PendingCall, _Nested
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v

@@ -3,11 +3,12 @@
     python -m benchmarks.bench_launch --json benchmarks/results/cpu/launch.json
 
 The calls are those of the library, with Triton's own launcher below them, and below that the stub of
-`tests.stub_driver` in place of CUDA's driver, which writes launches down. So this is all that Python and Triton do. The
-driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and what of
-torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing. `Triton's`
-are those of the same calls where each launch asks Triton which compiled kernel it is for, as `kernel[grid](...)` does.
-Both run in turn, 0.3 ms at a time, so that most samples are not interrupted on a busy machine.
+`tests.helpers.stub_driver` in place of CUDA's driver, which writes launches down. So this is all that Python and Triton
+do. The driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and
+what of torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing.
+`Triton's` are those of the same calls where each launch asks Triton which compiled kernel it is for, as
+`kernel[grid](...)` does. Both run in turn, 0.3 ms at a time, so that most samples are not interrupted on a busy
+machine.
 
     launches        of a call
     us              median time of a call
@@ -34,7 +35,7 @@ if not __package__:  # run as a file
 import torch
 
 from benchmarks import timing
-from tests.stub_driver import StubDriver, stub_driver
+from tests.helpers.stub_driver import StubDriver, stub_driver
 from thinwire.comm import Communicator
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks

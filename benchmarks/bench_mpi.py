@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.bootstrap import init
+from thinwire.comm.launch.bootstrap import init
 from thinwire.tools.bench import baselines, operations
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere, label_of
 from thinwire.tools.bench.measure import measure

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.moe.parallel import ExpertParallel
 
 COLUMNS = {

@@ -34,7 +34,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.cpu_share import VARIABLE
+from thinwire.comm.resources.cpu_share import VARIABLE
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.empty import empty
 from thinwire.testing import run_ranks

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks import timing
 from tests.gpu.capture import capture
-from tests.round_kernels import KERNELS
-from tests.rounds import make_lanes
+from tests.helpers.round_kernels import KERNELS
+from tests.helpers.rounds import make_lanes
 from thinwire._rank_thread import require_queues
 from thinwire.comm.communicator import Communicator
 from thinwire.moe.parallel import ExpertParallel

@@ -38,8 +38,9 @@ import numpy as np
 import triton
 
 from benchmarks import timing
-from tests.ahead_of_time.harness import Launch, compile_launch, cuobjdump
-from tests.ahead_of_time.matrix import (
+from thinwire.triton_kernels.record import RecordLayout
+from verification.ahead_of_time.harness import Launch, compile_launch, cuobjdump
+from verification.ahead_of_time.matrix import (
     CODEC_KERNELS,
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
@@ -49,10 +50,9 @@ from tests.ahead_of_time.matrix import (
     Case,
     launch_of,
 )
-from tests.ahead_of_time.sass import Code, Instruction, bytes_moved, instructions_of
-from tests.ptx.device import Device
-from tests.ptx.memory import GlobalMemory
-from thinwire.triton_kernels.record import RecordLayout
+from verification.ahead_of_time.sass import Code, Instruction, bytes_moved, instructions_of
+from verification.ptx.device import Device
+from verification.ptx.memory import GlobalMemory
 
 #: Kernels that move no rows, of which there are figures of the whole alone.
 OTHERS = (*CONTROL_KERNELS, "check_planes", *EXPERT_KERNELS)
@@ -247,7 +247,9 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = timing.parser(__doc__, repeats=None)
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), metavar="KERNEL", help="of tests/ahead_of_time")
+    parser.add_argument(
+        "--kernels", nargs="+", default=list(KERNELS), metavar="KERNEL", help="of verification/ahead_of_time"
+    )
     parser.add_argument("--targets", nargs="+", default=list(GPUS), choices=list(GPUS))
     parser.add_argument("--wires", nargs="+", default=["int8"], metavar="WIRE")
     parser.add_argument("--hidden", nargs="+", type=int, default=[7168], help="of a row; collectives have 4096")

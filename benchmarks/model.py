@@ -21,12 +21,12 @@ import torch
 from benchmarks import timing
 from benchmarks.published import DECODE, PREFILL
 from benchmarks.speed_of_light import MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
-from tests.ahead_of_time.harness import record_launches
-from tests.rounds import make_lanes
+from tests.helpers.rounds import make_lanes
 from thinwire.tools.planning.model import Model, find_link
 from thinwire.tools.planning.plan import Request
 from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+from verification.ahead_of_time.harness import record_launches
 
 TOKENS = (128, 4096)
 #: What the table calls them: the wire formats of dispatch and of combine.

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.clocks import clock_name
-from thinwire.comm.collectives import Collectives
+from thinwire.comm.agreement.meeting import gloo_on_loopback
+from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
 from thinwire.comm.environment import AUTO_VARIABLE, auto_bytes, environment_problem, require_usable
+from thinwire.comm.exact.collectives import Collectives
 from thinwire.comm.exchange import PeerExchange, name_ranks
-from thinwire.comm.flight_files import VARIABLE
 from thinwire.comm.groups import (
     as_device,
     choose_backend,
@@ -34,12 +34,12 @@ from thinwire.comm.groups import (
 )
 from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.integrity import resolve_integrity
-from thinwire.comm.layout import Layout, TensorLayout, resolve_groups
-from thinwire.comm.meeting import gloo_on_loopback
-from thinwire.comm.standby import Standby, join, resolve_quorum
+from thinwire.comm.layouts.layout import Layout, TensorLayout, resolve_groups
+from thinwire.comm.recorder.clocks import clock_name
+from thinwire.comm.recorder.flight_files import VARIABLE
+from thinwire.comm.recorder.trace_file import write_recorder
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
-from thinwire.comm.trace_file import write_recorder
 from thinwire.errors import ArgumentError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.log import LOGGER
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from thinwire.comm.cpu_share import cpu_share
 from thinwire.comm.integrity import resolve_integrity
+from thinwire.comm.recorder.trace_events import current_trace
+from thinwire.comm.resources.cpu_share import cpu_share
 from thinwire.comm.tensors import read_int
-from thinwire.comm.trace_events import current_trace
 from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.log import follow_environment
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS

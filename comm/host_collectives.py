@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.clocks import compare_clocks
-from thinwire.comm.cpu_share import CpuShare, cpu_share
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
-from thinwire.comm.flight_files import is_off
-from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
-from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.recorder.clocks import compare_clocks
+from thinwire.comm.recorder.flight_files import is_off
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.comm.recorder.trace_events import Trace
+from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
+from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.comm.threads import ThreadExchange
-from thinwire.comm.trace_events import Trace
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, verdict_at
 from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
-from thinwire.comm.verdict import LOOK_SECONDS, ReportTime, verdict_at
 from thinwire.errors import PeerTimeout, ThinwireError
 
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.flight_recorder import NOT_RECORDED, PendingCall
+from thinwire.comm.recorder.flight_recorder import NOT_RECORDED, PendingCall
 from thinwire.compiler import opaque
 from thinwire.errors import ThinwireError
 

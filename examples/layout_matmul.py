@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 import thinwire as tw
-from thinwire.comm.layout import Layout
+from thinwire.comm.layouts.layout import Layout
 from thinwire.fused.redistribute import plan_redistribute, redistribute
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group, communicator_or_default
-from thinwire.comm.flight_recorder import DETAILS
+from thinwire.comm.recorder.flight_recorder import DETAILS
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v

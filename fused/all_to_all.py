@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.flight_recorder import TRANSPORT
 from thinwire.comm.integrity import Rows
+from thinwire.comm.recorder.flight_recorder import TRANSPORT
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.tensors import is_dense, is_transforming, overwrite
 from thinwire.comm.work import Work, deliver

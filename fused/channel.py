@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from thinwire.comm.exchange import Exchange
-from thinwire.comm.symmetric import SymmetricMemory
-from thinwire.comm.trace_events import Traffic
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
 from thinwire.fused.transport import CLOSED, ExchangeTransport

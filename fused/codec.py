@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.comm.bootstrap import current_cpu_share
+from thinwire.comm.launch.bootstrap import current_cpu_share
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, WireFormatError

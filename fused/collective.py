@@ -18,9 +18,9 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
-from thinwire.comm.flight_recorder import FlightRecorder
-from thinwire.comm.result_memory import LEAST_BYTES
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.comm.resources.result_memory import LEAST_BYTES
 from thinwire.comm.tensors import is_transforming, overwrite
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend

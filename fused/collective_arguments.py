@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.flight_recorder import TRANSPORT, Entry
-from thinwire.comm.p2p import extent
-from thinwire.comm.reductions import Reduction
+from thinwire.comm.exact.p2p import extent
+from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.recorder.flight_recorder import TRANSPORT, Entry
 from thinwire.comm.tensors import is_dense, overwrite, require_dense
 from thinwire.comm.work import Work, deliver
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.tensors import require_dense
 from thinwire.errors import CapacityError, CountsError
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.comm.exchange import Exchange
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
 from thinwire.fused.counts import Segments

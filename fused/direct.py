@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, Transfer, channel_layout

@@ -19,7 +19,7 @@ import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.host_collectives import Attachment
-from thinwire.comm.symmetric import SymmetricMemory, allocate
+from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel

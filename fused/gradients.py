@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm.reductions import Reduction
+from thinwire.comm.exact.reductions import Reduction
 from thinwire.errors import WireFormatError
 
 Operation = Callable[[torch.Tensor], Any]  # that gives a tensor, as it is waited for

@@ -20,8 +20,8 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
-from thinwire.comm.result_memory import LEAST_BYTES
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.resources.result_memory import LEAST_BYTES
 from thinwire.comm.tensors import overwrite
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, signature_of, traffic_of

@@ -19,8 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, communicator_or_default
-from thinwire.comm.bootstrap import find_communicator
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.launch.bootstrap import find_communicator
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import ThinwireError
 from thinwire.fused.counts import Counts

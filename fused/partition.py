@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.comm.trace_events import Traffic
+from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.fused.channel import describe_wire_word, wire_word
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.wire import WireFormat

@@ -1,8 +1,8 @@
 """Redistribute: the same tensor from one layout over the ranks to another, partial sums made on the way.
 
-`thinwire.comm.layout_plan` chooses the operations; here they are carried out. What several ranks hold of the result is
-the same on all of them to the last bit, on quantised wires too: an operation quantises what a rank keeps as well.
-Parts travel flat, so groups of consecutive elements share a scale, wherever a row of the part ends.
+`thinwire.comm.layouts.layout_plan` chooses the operations; here they are carried out. What several ranks hold of the
+result is the same on all of them to the last bit, on quantised wires too: an operation quantises what a rank keeps as
+well. Parts travel flat, so groups of consecutive elements share a scale, wherever a row of the part ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.layout import TensorLayout, as_tensor_layout
-from thinwire.comm.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
+from thinwire.comm.layouts.layout import TensorLayout, as_tensor_layout
+from thinwire.comm.layouts.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
 from thinwire.comm.shared_split import shared_split
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
@@ -86,7 +86,7 @@ def redistribute(
     no single collective is one all-to-all-v of the parts in which two ranks' shards overlap.
 
     >>> import thinwire as tw
-    >>> from thinwire.comm.layout import Layout
+    >>> from thinwire.comm.layouts.layout import Layout
     >>> layout = Layout((1, 1), ("dp", "mp"))
     >>> with tw.init() as comm:
     ...     redistribute(torch.ones(2, 2), layout("dp", "mp"), layout("mp", "None"), wire="none", comm=comm).shape

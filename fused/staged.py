@@ -18,8 +18,8 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted, Sizes
-from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.integrity import Rows
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.fused.counts import dense_segments
 
 #: Bytes of the first piece of a pair's records, and of the longest. Over Gloo each costs posts, waits and wake-ups,

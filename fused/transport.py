@@ -19,8 +19,8 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange, name_ranks
 from thinwire.comm.host_collectives import Attachment, Setting
+from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.comm.shaped_json import MOST_TEXT
-from thinwire.comm.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import without_traceback
 from thinwire.errors import CapacityError, IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend

@@ -11,9 +11,9 @@ import torch
 
 from thinwire.comm import Communicator, Group
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.flight_recorder import FlightRecorder
 from thinwire.comm.groups import group_of
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable

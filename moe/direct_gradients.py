@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from thinwire.comm.flight_recorder import Entry
+from thinwire.comm.recorder.flight_recorder import Entry
 from thinwire.errors import LaneError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched

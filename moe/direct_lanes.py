@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.symmetric import SymmetricMemory, held_bytes
+from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport, voters

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.flight_recorder import Entry
+from thinwire.comm.recorder.flight_recorder import Entry
+from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.comm.tensors import is_transforming, overwrite
-from thinwire.comm.trace_events import Traffic
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.fused.codec import WireRows

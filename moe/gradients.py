@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions

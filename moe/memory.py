@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.comm.integrity import resolve_integrity
-from thinwire.comm.symmetric import HEAPS, held_bytes
+from thinwire.comm.memory.symmetric import HEAPS, held_bytes
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.moe.config import ParallelSettings

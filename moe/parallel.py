@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable

@@ -19,9 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.rank_table import RankTable
+from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.shaped_json import decode, unique_keys
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.experts import GroupedExperts

@@ -38,7 +38,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "lacks_something.py").write_text("import a_module_that_there_is_not")
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("preloaded_by_a_test")
-    testing.preload("tests.warm")
+    testing.preload("tests.helpers.warm")
     del sys.modules["preloaded_by_a_test"]
 
 
@@ -99,7 +99,7 @@ def test_ranks_of_a_server_end_print_and_time_out_as_others_do(tmp_path, capfd):
 
 
 def loaded(comm):
-    from tests.warm import load_kernels, loaded_kernels
+    from tests.helpers.warm import load_kernels, loaded_kernels
 
     before = loaded_kernels()
     return before, load_kernels(), {"numba", "triton"} <= set(sys.modules)

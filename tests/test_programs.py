@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
 
 
-from tests.programs import draw_program, run_program, run_programs, script
-from tests.speeds import exhaustive_but
-from thinwire.comm.flight_recorder import FlightRecorder
+from tests.helpers.speeds import exhaustive_but
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.fused.staged import StagedExchange
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.gradients import RoundGradients, Wants
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.round_layout import ABANDONED
+from verification.soak.programs import draw_program, run_program, run_programs, script
 
 WORLDS = ("3 threads", "2 threads", "3 processes", "4 processes")
 CALLS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import proofs, runs
-from tests.runs import Runs
+from tests.helpers import proofs, runs
+from tests.helpers.runs import Runs
 
 
 @pytest.fixture
@@ -51,4 +51,6 @@ def test_runs_of_other_settings_or_of_unknown_commits_are_refused(path: Path) ->
 
 def test_the_documentation_says_what_was_run() -> None:
     text = proofs.PAGE.read_text()
-    assert proofs.between(text, proofs.BEGIN, proofs.END, proofs.section()) == text, "run python -m tests.proofs"
+    assert proofs.between(text, proofs.BEGIN, proofs.END, proofs.section()) == text, (
+        "run python -m tests.helpers.proofs"
+    )

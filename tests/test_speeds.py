@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 
 
 def test_all_values_stay_and_those_that_are_not_kept_are_marked() -> None:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.stub_driver import STREAM, Launched, stub_driver
+from tests.helpers.stub_driver import STREAM, Launched, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 

@@ -121,7 +121,7 @@ def fork_server_of_users():
     testing.preload()
     run_ranks(die_on, 1, None, "")
     yield
-    testing.preload("tests.warm")
+    testing.preload("tests.helpers.warm")
 
 
 @pytest.fixture

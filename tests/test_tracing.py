@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import flight_recorder, trace_events, trace_file
-from thinwire.comm.clocks import compare_clocks
-from thinwire.comm.flight_recorder import FlightRecorder, trace_recorders
-from thinwire.comm.trace_events import Trace, Track
+from thinwire.comm.recorder import flight_recorder, trace_events, trace_file
+from thinwire.comm.recorder.clocks import compare_clocks
+from thinwire.comm.recorder.flight_recorder import FlightRecorder, trace_recorders
+from thinwire.comm.recorder.trace_events import Trace, Track
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import RankError, run_ranks
 

@@ -11,7 +11,7 @@ IN_THREADS = "import torch; torch.set_num_threads(2); assert torch.ones(1 << 22)
 
 
 def _beside_threads(comm: Communicator, code: str) -> str:
-    from tests.warm import run_in_new_process
+    from tests.helpers.warm import run_in_new_process
 
     exec(IN_THREADS)  # torch keeps its threads for the next tensor
     try:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.wires import WIRES
+from tests.helpers.wires import WIRES
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.wire import WireFormat
 

@@ -7,8 +7,8 @@
 to set a word of the control block, with an exchange, writes the words of the report, and no other does: they belong
 together. It does so before it arrives, so the last program to arrive has them behind it; that one tells the peers,
 poisons the memory, and sets the report's status last. Nobody changes the status before all programs of the launch have
-arrived, as threads of one program that read it in between would go different ways. `tests/protocol/corruption.pml` is a
-model of it.
+arrived, as threads of one program that read it in between would go different ways.
+`verification/protocol/corruption.pml` is a model of it.
 """
 
 from __future__ import annotations

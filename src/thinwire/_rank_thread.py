@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.bootstrap import rank_thread
+from thinwire.comm.launch.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import PeerTimeout, TransportUnavailable
 from thinwire.log import LOGGER

@@ -1,7 +1,7 @@
 """The file in which a rank's flight recorder leaves its last operations: what it holds, and how it is read.
 
 A file may come from anywhere, and is trusted in nothing: `thinwire.fields` checks it. Reading needs no torch. Files are
-written by `thinwire.comm.flight_recorder`, and compared by `thinwire.tools.flight_report`.
+written by `thinwire.comm.recorder.flight_recorder`, and compared by `thinwire.tools.flight_report`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import torch
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
 from thinwire._rank_server import ServedProcess
 from thinwire._rank_thread import require_queues, run_rank_threads
-from thinwire.comm.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
 from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import ThinwireError, TransportUnavailable
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
-from thinwire.comm.bootstrap import Group, find_communicator
-from thinwire.comm.flight_recorder import trace_recorders
-from thinwire.comm.trace_events import Trace, begin_trace, end_trace
-from thinwire.comm.trace_file import write_trace
+from thinwire.comm.launch.bootstrap import Group, find_communicator
+from thinwire.comm.recorder.flight_recorder import trace_recorders
+from thinwire.comm.recorder.trace_events import Trace, begin_trace, end_trace
+from thinwire.comm.recorder.trace_file import write_trace
 
 
 class trace:

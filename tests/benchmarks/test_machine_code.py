@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
 from benchmarks import machine_code
 from benchmarks.machine_code import GPUS, pipe_cycles, resident_warps
-from tests.ahead_of_time.matrix import Case
-from tests.ahead_of_time.sass import Instruction
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
+from verification.ahead_of_time.matrix import Case
+from verification.ahead_of_time.sass import Instruction
 
 
 def test_it_runs_and_writes_a_figure_for_every_case(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="recording launches needs Triton")
 from benchmarks import model
 from benchmarks.published import DECODE, PREFILL
 from benchmarks.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
-from tests.rounds import make_lanes
+from tests.helpers.rounds import make_lanes
 from thinwire.errors import ArgumentError
 
 ROOT = Path(model.__file__).parents[1]

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.files import open_files
-from thinwire.comm import boards
-from thinwire.comm.boards import LOST, Address, Boards, Gone, Stopped, Unanswered, ask, leave
-from thinwire.comm.standby import _serve
+from tests.helpers.files import open_files
+from thinwire.comm.agreement import boards
+from thinwire.comm.agreement.boards import LOST, Address, Boards, Gone, Stopped, Unanswered, ask, leave
+from thinwire.comm.agreement.standby import _serve
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_an_answer_that_is_no_board_is_none(said: bytes, told: str) -> None:
 
 PROCESS = """
 import os, sys, time
-from thinwire.comm.boards import Boards
+from thinwire.comm.agreement.boards import Boards
 boards = Boards("127.0.0.1")
 boards.open("board", 3)
 if os.fork() == 0:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import RankInfo, bootstrap, default_communicator, discover, init, launchers
+from thinwire.comm import RankInfo, default_communicator, discover, init
+from thinwire.comm.launch import bootstrap, launchers
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 

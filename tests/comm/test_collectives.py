@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
-from thinwire.comm.collectives import Collectives
-from thinwire.comm.p2p import ONE_STEP_BYTES, takes_two_steps
+from thinwire.comm.exact.collectives import Collectives
+from thinwire.comm.exact.p2p import ONE_STEP_BYTES, takes_two_steps
 from thinwire.comm.threads import ThreadWorld
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError, PeerTimeout, ThinwireError

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from thinwire.comm import cpu_share as module
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
+from thinwire.comm.resources import cpu_share as module
+from thinwire.comm.resources.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ThinwireError
 from thinwire.tools.doctor.host import processors

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from tests import mortal
-from tests.speeds import exhaustive_but
+from tests.helpers import mortal
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.flight_files import VARIABLE, write_file
-from thinwire.comm.flight_recorder import FlightRecorder
+from thinwire.comm.recorder.flight_files import VARIABLE, write_file
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.errors import ArgumentError, PeerTimeout, RoutingError, ThinwireError
 from thinwire.flight import DONE, FAILED, INTERRUPTED, POSTED, RING, UNDER_WAY, Flight, read_flight
 from thinwire.testing import run_ranks

@@ -21,8 +21,8 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
-from tests import mortal
-from tests.speeds import exhaustive_but
+from tests.helpers import mortal
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, ThinwireError
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from tests.tampering import Arrival, tamper_with
+from tests.helpers.tampering import Arrival, tamper_with
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.integrity import VARIABLE, Rows
 from thinwire.errors import (

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
+from thinwire.comm.recorder.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
 from thinwire.errors import PeerTimeout, ThinwireError

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.comm import Communicator
-from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
-from thinwire.comm.layout_plan import common_layouts, plan_redistribute
+from thinwire.comm.layouts.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.comm.layouts.layout_plan import common_layouts, plan_redistribute
 from thinwire.errors import LayoutError
 from thinwire.testing import run_ranks
 

@@ -18,7 +18,7 @@ import thinwire as tw
 from tests.comm.test_bootstrap import alone as alone
 from thinwire import testing
 from thinwire.comm import Communicator
-from thinwire.comm.meeting import INTERFACE_VARIABLE, serve, start_store
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, serve, start_store
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 

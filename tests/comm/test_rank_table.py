@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.files import writer_of
-from thinwire.comm import RankTable, bootstrap, discover
+from tests.helpers.files import writer_of
+from thinwire.comm import RankTable, discover
+from thinwire.comm.launch import bootstrap
 from thinwire.errors import RankTableError, ThinwireError
 from thinwire.files import MOST_BYTES
 from thinwire.testing import run_ranks

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from tests.files import open_files
-from tests.mortal import TIMEOUT, die, ranks, tell, wait_for
-from tests.speeds import exhaustive_but
+from tests.helpers.files import open_files
+from tests.helpers.mortal import TIMEOUT, die, ranks, tell, wait_for
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
-from thinwire.comm.standby import Meeting, Standby
+from thinwire.comm.agreement.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 

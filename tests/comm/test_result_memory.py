@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.comm.result_memory import LEAST_BYTES, ResultMemory
+from thinwire.comm.resources.result_memory import LEAST_BYTES, ResultMemory
 
 LIKE = torch.empty(0)
 SHAPE = (LEAST_BYTES // 4 // 1024 + 3, 1024)
@@ -293,7 +293,7 @@ def test_after_close_nothing_is_kept() -> None:
 
 _AT_EXIT = """
 import torch
-from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.resources.result_memory import ResultMemory
 memory = ResultMemory()
 held = memory.new_empty(torch.empty(0), (1 << 20,)).fill_(1.0)
 graph = (torch.ones(1 << 20, requires_grad=True) * memory.new_empty(torch.empty(0), (1 << 20,))).grad_fn
@@ -306,7 +306,7 @@ cycle = [memory.new_empty(torch.empty(0), (1 << 20,)), memory]; cycle.append(cyc
 _FORKED = """
 import os
 import torch
-from thinwire.comm.result_memory import ResultMemory
+from thinwire.comm.resources.result_memory import ResultMemory
 
 torch.set_num_threads(1)
 memory, like = ResultMemory(), torch.empty(0)
@@ -346,6 +346,6 @@ def test_pages_are_private_to_the_process(monkeypatch: pytest.MonkeyPatch) -> No
         flags.append(kwargs["flags"])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr("thinwire.comm.result_memory.mmap.mmap", recording)
+    monkeypatch.setattr("thinwire.comm.resources.result_memory.mmap.mmap", recording)
     new(ResultMemory())
     assert flags == [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS]

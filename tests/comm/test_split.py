@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from thinwire.comm import Communicator
 from thinwire.comm.groups import keeps_order
-from thinwire.comm.layout import Layout
+from thinwire.comm.layouts.layout import Layout
 from thinwire.comm.shared_split import shared_split
 from thinwire.errors import (
     ArgumentError,

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from thinwire.comm import boards, standby
-from thinwire.comm.boards import LOST, Address, Boards, Notes, Unanswered
+from thinwire.comm.agreement import boards, standby
+from thinwire.comm.agreement.boards import LOST, Address, Boards, Notes, Unanswered
+from thinwire.comm.agreement.standby import Standby
 from thinwire.comm.shaped_json import decode
-from thinwire.comm.standby import Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
 
@@ -345,7 +345,7 @@ def test_a_verdict_that_was_left_in_a_letter_is_found_by_who_wakes() -> None:
 
 STOPPED = """
 import sys
-from thinwire.comm.boards import Boards
+from thinwire.comm.agreement.boards import Boards
 boards = Boards("127.0.0.1")
 boards.open("token", 3)
 print(boards.address.port, flush=True)

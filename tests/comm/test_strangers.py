@@ -19,9 +19,9 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.comm.test_meeting import free_port, leave
 from thinwire.comm import Communicator
+from thinwire.comm.agreement.meeting import meet
 from thinwire.comm.exchange import _message_tag
 from thinwire.comm.host_collectives import SHORT
-from thinwire.comm.meeting import meet
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
 

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from tests.files import open_files
-from tests.speeds import exhaustive_but
-from thinwire.comm import Communicator, allocate, available, cuda_heap, posix_heap, symmetric
-from thinwire.comm.cuda_heap import CudaHeap
-from thinwire.comm.posix_heap import PosixHeap
+from tests.helpers.files import open_files
+from tests.helpers.speeds import exhaustive_but
+from thinwire.comm import Communicator, allocate
+from thinwire.comm.memory import cuda_heap, posix_heap, symmetric
+from thinwire.comm.memory.cuda_heap import CudaHeap
+from thinwire.comm.memory.posix_heap import PosixHeap
+from thinwire.comm.resources import available
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import RankError, run_ranks

@@ -12,9 +12,9 @@ import torch
 
 import thinwire as tw
 from tests.comm import test_communicator as of_processes
-from tests.wires import assert_same_bits
+from tests.helpers.wires import assert_same_bits
 from thinwire.comm import Communicator, default_communicator
-from thinwire.comm.bootstrap import rank_thread
+from thinwire.comm.launch.bootstrap import rank_thread
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import run_ranks

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.speeds import exhaustive_but
-from tests.wires import assert_same_bits, relative_error
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError

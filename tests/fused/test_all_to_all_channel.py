@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
-from tests.wires import DTYPES, WIRES, assert_same_bits
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize

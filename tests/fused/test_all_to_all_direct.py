@@ -17,10 +17,10 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 import torch.distributed as dist
 
-from tests.speeds import exhaustive_but
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused import all_to_all, transport

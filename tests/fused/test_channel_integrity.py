@@ -14,8 +14,8 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 from tests.fused.test_all_to_all_channel import Group, exchange
-from tests.speeds import exhaustive_but
-from tests.tampering import CHANGES
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.tampering import CHANGES
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.channel import channel_layout
 from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES

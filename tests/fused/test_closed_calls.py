@@ -19,7 +19,7 @@ import torch
 
 import thinwire as tw
 from tests.fused.test_empty import channel_of
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
 from thinwire.errors import TransportUnavailable, WireFormatError
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, scaled_reference

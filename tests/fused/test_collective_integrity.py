@@ -10,9 +10,17 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
-from tests.speeds import exhaustive_but
-from tests.tampered_collectives import OPERATIONS, SLOT_BYTES, VICTIM, Tamper, Victim, change_at_random, two_calls
-from tests.tampering import run_threads, same
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.tampered_collectives import (
+    OPERATIONS,
+    SLOT_BYTES,
+    VICTIM,
+    Tamper,
+    Victim,
+    change_at_random,
+    two_calls,
+)
+from tests.helpers.tampering import run_threads, same
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.all_reduce import all_reduce

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.bench_accuracy import errors_of_collectives
-from tests.collectives import all_gathered, all_reduced, reduce_scattered
-from tests.speeds import exhaustive_but
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.collectives import all_gathered, all_reduced, reduce_scattered
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import (

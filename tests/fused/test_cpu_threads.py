@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="ranks of the CPU need numba")
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.cpu_share import VARIABLE
+from thinwire.comm.resources.cpu_share import VARIABLE
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire import all_gather, all_gather_v, all_reduce, all_to_all_v, reduce_scatter
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import WireFormatError

@@ -1,6 +1,6 @@
 """What peers write is believed within bounds: no word leads out of the tensors, hangs, or ends the process.
 
-Calls run in a process of their own, between pages that nobody may touch (`tests/guarded.py`).
+Calls run in a process of their own, between pages that nobody may touch (`tests/helpers/guarded.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
-from tests.corruption import checked
-from tests.corruption.__main__ import Report, Worker
-from tests.corruption.words import INT32, INT64, TIMEOUT, memories
-from tests.faults.rules import ROUND
-from tests.guarded import PAGE, guarded
+from tests.helpers.guarded import PAGE, guarded
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import RecvBuffer, channel_layout
@@ -32,6 +28,10 @@ from thinwire.fused.counts import new_rows, receive_segments, send_segments
 from thinwire.fused.direct import send_rows
 from thinwire.testing import RankError, run_ranks
 from thinwire.wire import WireFormat
+from verification.corruption import checked
+from verification.corruption.__main__ import Report, Worker
+from verification.corruption.words import INT32, INT64, TIMEOUT, memories
+from verification.faults.rules import ROUND
 
 WORLD = 3
 INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
@@ -152,7 +152,7 @@ def test_a_ring_that_says_too_much_is_not_followed_for_ever_by_tritons_kernels()
 )
 def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, rounds: int, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.corruption", "--rounds", str(rounds), "--kernels", kernels]
+    command = [sys.executable, "-m", "verification.corruption", "--rounds", str(rounds), "--kernels", kernels]
     done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
@@ -166,7 +166,7 @@ def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, round
 def test_a_run_goes_on_where_it_ended_whatever_the_commit(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     for rounds in (2, 7):
-        command = [sys.executable, "-m", "tests.corruption", "--rounds", str(rounds), "--seed", "40"]
+        command = [sys.executable, "-m", "verification.corruption", "--rounds", str(rounds), "--seed", "40"]
         subprocess.run(
             [*command, "--processes", "2", "--json", str(path)], check=True, capture_output=True, timeout=300
         )
@@ -176,7 +176,7 @@ def test_a_run_goes_on_where_it_ended_whatever_the_commit(tmp_path: Path) -> Non
         path.write_text(json.dumps(report))
     assert [run["rounds"] for run in report["runs"]] == [2, 5]
     alone = tmp_path / "alone.json"
-    command = [sys.executable, "-m", "tests.corruption", "--rounds", "7", "--seed", "40", "--json", str(alone)]
+    command = [sys.executable, "-m", "verification.corruption", "--rounds", "7", "--seed", "40", "--json", str(alone)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     assert json.loads(alone.read_text())["cases"].keys() == report["cases"].keys()
 
@@ -209,7 +209,7 @@ def test_a_changed_memory_gives_wrong_results_without_checksums_and_none_with_th
 @pytest.mark.exhaustive
 def test_no_change_of_memory_gives_a_wrong_result_with_checksums(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.corruption", "--rounds", "100", "--integrity", "checksum"]
+    command = [sys.executable, "-m", "verification.corruption", "--rounds", "100", "--integrity", "checksum"]
     done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())

@@ -10,7 +10,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests.wires import assert_same_bits, relative_error
+from tests.helpers.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch, CountsError, WireFormatError
 from thinwire.fused.int8_reduce import int8_all_to_all_reduce

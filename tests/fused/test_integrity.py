@@ -12,8 +12,8 @@ pytest.importorskip("numba", reason="ranks of the CPU need numba")
 
 import torch
 
-from tests.speeds import exhaustive_but
-from tests.tampering import CHANGES, Arrival, run_threads, same, tamper_with
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.tampering import CHANGES, Arrival, run_threads, same, tamper_with
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.all_gather import all_gather, all_gather_v

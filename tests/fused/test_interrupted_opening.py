@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import thinwire as tw
-from tests.odd_tensors import odd
-from tests.speeds import exhaustive_but
+from tests.helpers.odd_tensors import odd
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CountsError, ThinwireError, WireFormatError
 from thinwire.fused import collective, host_channel

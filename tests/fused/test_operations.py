@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire import operators
 from thinwire.testing import RankError, run_ranks
 

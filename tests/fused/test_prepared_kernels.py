@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime import JITFunction
 
 import thinwire as tw
-from tests.ahead_of_time.harness import Launch, specialise
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import allocate
+from thinwire.comm.memory.symmetric import allocate
 from thinwire.errors import ThinwireError
 from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
@@ -38,6 +37,7 @@ from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import collective
 from thinwire.triton_kernels.round_layout import ABANDONED
+from verification.ahead_of_time.harness import Launch, specialise
 
 HIDDEN, TOKENS = 96, 40
 TIMEOUT = 30.0

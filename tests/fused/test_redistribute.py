@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
-from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.comm.layouts.layout import Layout, TensorLayout, as_tensor_layout
 from thinwire.errors import CountsError, LayoutError, WireFormatError
 from thinwire.fused.redistribute import plan_redistribute, redistribute
 from thinwire.testing import run_ranks

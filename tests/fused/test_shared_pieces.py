@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tests.fused.test_all_to_all_channel import Group, exchange
-from tests.wires import WIRES, assert_same_bits
+from tests.helpers.wires import WIRES, assert_same_bits
 from thinwire.errors import CountsError, IntegrityError, PeerTimeout, ThinwireError
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.host_channel import HostChannel

@@ -10,9 +10,9 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from thinwire.comm.bootstrap import init
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.environment import AUTO_VARIABLE
+from thinwire.comm.launch.bootstrap import init
 from thinwire.errors import ArgumentError, ConfigMismatch, WireFormatError
 from thinwire.fused.all_gather import all_gather, all_gather_v
 from thinwire.fused.all_reduce import all_reduce

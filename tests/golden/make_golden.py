@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.wires import WIRES
+from tests.helpers.wires import WIRES
 from thinwire.triton_kernels.codec import quantize_reference
 from thinwire.wire import WIRE_VERSION, WireFormat
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.golden.make_golden import HIDDEN, PATH, golden_records, golden_row
-from tests.wires import WIRES, assert_same_bits
+from tests.helpers.wires import WIRES, assert_same_bits
 from thinwire.fused.codec import quantize
 from thinwire.triton_kernels.codec import dequantize_reference
 from thinwire.wire import WIRE_VERSION, WireFormat

@@ -16,7 +16,7 @@ import torch
 from tests.gpu.capture import capture
 from tests.gpu.sharing import on_host, run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout

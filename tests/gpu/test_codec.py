@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.triton_kernels import codec, pack, sums
 from thinwire.wire import WireFormat

@@ -15,7 +15,7 @@ import thinwire as tw
 from tests.gpu.capture import capture
 from tests.gpu.sharing import on_host, run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch, PeerTimeout
 from thinwire.fused.collective import DirectCollectives, open_collectives

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 
 import torch
 
-from tests.expert_rows import CASES, check_products
 from tests.gpu.waiting import waiting_refused
+from tests.helpers.expert_rows import CASES, check_products
 from thinwire.comm.communicator import Communicator
 from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts

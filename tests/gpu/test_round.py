@@ -13,6 +13,9 @@ import torch
 from tests.gpu.capture import capture
 from tests.gpu.sharing import on_host, run_on_one_gpu, sharing
 from tests.gpu.waiting import waiting_refused
+from tests.helpers.round_kernels import KERNELS
+from tests.helpers.rounds import Tokens, make_lanes, run_round
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from tests.moe.test_rounds_direct import (
     HIDDEN,
     MAX_TOKENS,
@@ -23,9 +26,6 @@ from tests.moe.test_rounds_direct import (
     tokens,
     transcript,
 )
-from tests.round_kernels import KERNELS
-from tests.rounds import Tokens, make_lanes, run_round
-from tests.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.wires import assert_same_bits
+from tests.helpers.wires import assert_same_bits
 from thinwire.comm import Communicator, allocate
 from thinwire.errors import TransportUnavailable
 from thinwire.testing import run_ranks

@@ -17,8 +17,8 @@ from transformers.distributed import DistributedConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import thinwire as tw
+from tests.helpers.speeds import exhaustive_but
 from tests.integrations.models import CASES, Case, quiet, run, write_models
-from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.errors import CapacityError, RoutingError, WireFormatError
 from thinwire.integrations.transformers import NAMES, EPImplementationInterface, ThinwireEP, register

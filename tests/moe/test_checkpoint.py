@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.files import writer_of
+from tests.helpers.files import writer_of
 from thinwire.errors import CheckpointError
 from thinwire.moe import checkpoint
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import IntegrityError, LaneError, PeerTimeout, RoutingError
 from thinwire.moe.dispatched import Dispatched

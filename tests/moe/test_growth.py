@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import assert_same_bits
 from tests.moe.test_gradients import _inputs, _make, _sharded, _target
 from tests.moe.test_rounds_direct import HIDDEN, NUM_EXPERTS, TOP_K, experts, tokens
-from tests.speeds import exhaustive_but
-from tests.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import assert_same_bits
 from tests.moe.test_gradients import Inputs, _inputs, _make, _run_experts, _target, _two_lanes
 from tests.moe.test_rounds_direct import HIDDEN, INTERPRETED, KINDS, MAX_TOKENS, NUM_EXPERTS, TOP_K, experts, tokens
-from tests.speeds import exhaustive_but
-from tests.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.moe.parallel import ExpertParallel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, RoutingError, WireFormatError
 from thinwire.moe import compiled_round

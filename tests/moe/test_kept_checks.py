@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
-from tests.odd_tensors import odd
+from tests.helpers.odd_tensors import odd
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ThinwireError
 from thinwire.moe.dispatched import Rounds

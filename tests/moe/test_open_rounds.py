@@ -10,7 +10,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import RoutingError
 from thinwire.moe.layer import MoELayer

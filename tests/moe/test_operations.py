@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire import operators
 from thinwire.moe import operations
 from thinwire.moe.compiled_round import CompiledRound

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.wires import assert_same_bits
+from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import (
     CapacityError,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import assert_same_bits
 from tests.moe.test_rounds_direct import HIDDEN, INTERPRETED, KINDS, MAX_TOKENS, NUM_EXPERTS, TOP_K, poison, tokens
-from tests.speeds import exhaustive_but
-from tests.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.dispatched import Dispatched

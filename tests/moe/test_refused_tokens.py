@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, RoutingError, ThinwireError, TransportUnavailable
 from thinwire.moe.layer import MoELayer

@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.result_memory import LEAST_BYTES
+from thinwire.comm.resources.result_memory import LEAST_BYTES
 from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks
 

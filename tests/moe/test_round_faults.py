@@ -31,10 +31,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.files import mapped_segments, open_files, resident_bytes
-from tests.moe.schedules import RandomRound, Settings
-from tests.rounds import Tokens, make_lanes, run_round
-from tests.wires import DTYPES
+from tests.helpers.files import mapped_segments, open_files, resident_bytes
+from tests.helpers.rounds import Tokens, make_lanes, run_round
+from tests.helpers.wires import DTYPES
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, PeerTimeout
 from thinwire.fused.backend import select_backend, select_round_kernels
@@ -44,6 +43,7 @@ from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from thinwire.triton_kernels.round_layout import COMBINE, Lane
 from thinwire.wire import WireFormat
+from verification.soak.schedules import RandomRound, Settings
 
 pytestmark = [
     pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"),

@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.moe.schedules import SCHEDULES, Schedule, run, run_rank
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.fused.backend import RoundKernels
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.compat import HAS_TRITON
@@ -29,6 +28,7 @@ from thinwire.triton_kernels.round_layout import (
     Lane,
 )
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_FLAG, SIGNAL_LINE_BYTES
+from verification.soak.schedules import SCHEDULES, Schedule, run, run_rank
 
 pytestmark = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 ROUNDS = 20
@@ -42,7 +42,7 @@ def test_random_rounds_give_the_oracle(schedule: Schedule) -> None:
     if schedule.interpreted and not HAS_TRITON:
         pytest.skip("needs Triton")
     seed = secrets.randbits(31)
-    print(f"python -m tests.moe.schedules --only {schedule.name!r} --seed {seed} --rounds {ROUNDS}")
+    print(f"python -m verification.soak.schedules --only {schedule.name!r} --seed {seed} --rounds {ROUNDS}")
     seen = run(schedule, ROUNDS, seed, timeout=240)
     print(dict(seen))
     assert seen["rounds"] == schedule.rounds_of(ROUNDS) and seen["results"] > 0

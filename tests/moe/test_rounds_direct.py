@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.wires import WIRES, assert_same_bits
+from tests.helpers.wires import WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, RoutingError, TransportUnavailable
 from thinwire.moe.direct import DirectRounds

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire as tw
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ArgumentError, ConfigMismatch, LaneError, PeerTimeout, ThinwireError

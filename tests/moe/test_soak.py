@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
 
-from tests.moe.soak import WORLD, Sample, growth, is_level, run_rank
 from thinwire.testing import run_ranks
+from verification.soak.rounds import WORLD, Sample, growth, is_level, run_rank
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
-from tests.tampering import CHANGES
+from tests.helpers.tampering import CHANGES
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.all_to_all import all_to_all_v

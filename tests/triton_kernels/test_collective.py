@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
-from tests.collective_calls import Call
-from tests.speeds import exhaustive_but
-from tests.wires import DTYPES, assert_same_bits
+from tests.helpers.collective_calls import Call
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator, SymmetricMemory, allocate
 from thinwire.fused.collective import collective_layout
 from thinwire.testing import run_ranks

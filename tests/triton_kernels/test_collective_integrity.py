@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
-from tests.tampered_collectives import OPERATIONS, SLOT_BYTES, VICTIM, Victim, change_at_random, two_calls
-from tests.tampering import same
+from tests.helpers.tampered_collectives import OPERATIONS, SLOT_BYTES, VICTIM, Victim, change_at_random, two_calls
+from tests.helpers.tampering import same
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import IntegrityError, PeerTimeout
 from thinwire.fused.all_gather import all_gather

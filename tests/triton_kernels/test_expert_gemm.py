@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.expert_rows import CASES, check_products, make_rows, make_weights
-from tests.speeds import exhaustive_but
+from tests.helpers.expert_rows import CASES, check_products, make_rows, make_weights
+from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import WireFormatError
 from thinwire.testing import run_ranks

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import checksum, codec, pack, sums

@@ -1,4 +1,4 @@
-"""Launches that do not ask Triton launch what Triton would, on a GPU that is not there (`tests/stub_driver.py`)."""
+"""Launches that do not ask Triton launch what Triton would, on a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import JITFunction
 
-from tests.rounds import make_lanes
-from tests.stub_driver import Launched, StubDriver, stub_driver
+from tests.helpers.rounds import make_lanes
+from tests.helpers.stub_driver import Launched, StubDriver, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import combine, dispatch, permute

@@ -1,6 +1,6 @@
 """The kernels of the direct round, run by Triton's interpreter on ranks that all live in one process.
 
-`tests/rounds.py` compares every step with plain torch; here are the shapes, the wires and the bad cases.
+`tests/helpers/rounds.py` compares every step with plain torch; here are the shapes, the wires and the bad cases.
 `TRITON_INTERPRET=1` must be set before Triton is imported, so each test runs its checks in a process of its own.
 """
 
@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="interpreting kernels needs Triton")
 
 import torch
 
-from tests.round_kernels import KERNELS
-from tests.rounds import Tokens, make_lanes, run_round
-from tests.wires import WIRES
+from tests.helpers.round_kernels import KERNELS
+from tests.helpers.rounds import Tokens, make_lanes, run_round
+from tests.helpers.wires import WIRES
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, REPORT_BAD_IDS, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane

@@ -16,9 +16,9 @@ pytest.importorskip("numba", reason="ranks with numba's kernels take part")
 
 import torch
 
-from tests import rounds
-from tests.round_kernels import KERNELS
-from tests.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
+from tests.helpers import rounds
+from tests.helpers.round_kernels import KERNELS
+from tests.helpers.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 

@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.ptx.device import Device
-from tests.wires import DTYPES, assert_same_bits
+from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.rows import load_row_tile, row_length, store_row_tile
 from thinwire.wire import WireFormat
+from verification.ptx.device import Device
 
 HIDDEN = 480  # a tile of 512, of which a thread of one warp has 32 bytes
 

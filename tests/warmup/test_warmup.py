@@ -23,11 +23,11 @@ import triton
 
 import thinwire as tw
 from tests.gpu.warm import configurations
-from tests.rounds import make_lanes
-from tests.speeds import exhaustive_but
-from tests.stub_driver import stub_driver
+from tests.helpers.rounds import make_lanes
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.stub_driver import stub_driver
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.symmetric import allocate
+from thinwire.comm.memory.symmetric import allocate
 from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout

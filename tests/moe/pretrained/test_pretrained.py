@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import thinwire as tw
+from tests.helpers.speeds import exhaustive_but
 from tests.moe.pretrained.families import FORMS, LAYER, NAMES, block_reference, new_tensors, write_checkpoint
-from tests.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.moe import checkpoint_folder

@@ -18,8 +18,8 @@ import numba
 import numpy as np
 import torch
 
-from tests.speeds import exhaustive_but
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.cpu import codec, pack, sums

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("numba", reason="the kernels of the CPU need numba")
 
-from tests.expert_rows import CASES, check_products, make_weights
+from tests.helpers.expert_rows import CASES, check_products, make_weights
 from thinwire.triton_kernels.cpu.expert_gemm import expert_gemm
 from thinwire.triton_kernels.expert_gemm import expert_gemm_reference
 from thinwire.wire import WireFormat

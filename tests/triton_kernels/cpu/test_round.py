@@ -19,9 +19,9 @@ numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests import rounds
-from tests.tampered_rounds import Kernels
-from tests.wires import DTYPES, assert_same_bits
+from tests.helpers import rounds
+from tests.helpers.tampered_rounds import Kernels
+from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference

@@ -10,9 +10,9 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests import rounds
-from tests.speeds import exhaustive_but
-from tests.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
+from tests.helpers import rounds
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.tampered_rounds import VICTIM, Kernels, Rounds, Sizes
 from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.round_layout import CHECKED_RECORD, COMBINE, REPORT_CHECKED, REPORT_ROW, REPORT_SOURCE
 from thinwire.triton_kernels.signal import REPORT_PEERS, REPORT_STATUS, TIMED_OUT

@@ -22,7 +22,7 @@ numba = pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests.speeds import exhaustive_but
+from tests.helpers.speeds import exhaustive_but
 from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns, store_release

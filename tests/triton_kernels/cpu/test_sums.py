@@ -8,7 +8,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.triton_kernels.cpu.sums import pack_weighted_sums, sum_records
 from thinwire.triton_kernels.pack import pack_rows_reference
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference

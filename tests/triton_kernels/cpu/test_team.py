@@ -17,8 +17,8 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
 
-from tests.speeds import exhaustive_but
-from tests.wires import DTYPES, WIRES, assert_same_bits, magnitudes
+from tests.helpers.speeds import exhaustive_but
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.triton_kernels.cpu import team
 from thinwire.triton_kernels.cpu.pack import pack_rows, unpack_rows
 from thinwire.wire import WireFormat

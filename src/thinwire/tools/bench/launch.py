@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from thinwire._rank_thread import require_queues
-from thinwire.comm.bootstrap import init
-from thinwire.comm.launchers import LAUNCHERS, discover
+from thinwire.comm.launch.bootstrap import init
+from thinwire.comm.launch.launchers import LAUNCHERS, discover
 from thinwire.errors import ArgumentError
 from thinwire.files import open_to_write, write_file
 from thinwire.testing import run_ranks

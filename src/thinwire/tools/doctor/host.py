@@ -14,7 +14,7 @@ from thinwire.tools.doctor.finding import Finding, gib, judged
 
 def processors() -> Iterator[Finding]:
     """Cores, those that this process may use, and the threads that a rank would use if it were alone here."""
-    from thinwire.comm.cpu_share import VARIABLE, cpu_share, usable_cores
+    from thinwire.comm.resources.cpu_share import VARIABLE, cpu_share, usable_cores
 
     allowed, bound = usable_cores(), len(os.sched_getaffinity(0))
     text = f"{os.cpu_count()} in all, {bound} that this process may run on"
@@ -33,7 +33,7 @@ def processors() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """What can still be had, as the library itself sees it, and huge pages."""
-    from thinwire.comm.available import available_bytes
+    from thinwire.comm.resources.available import available_bytes
 
     left = available_bytes()
     advice = "symmetric memory is taken from this; end what else holds some, or raise the control group's limit"

@@ -18,7 +18,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm import Communicator
-from thinwire.comm.symmetric import allocate
+from thinwire.comm.memory.symmetric import allocate
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
 

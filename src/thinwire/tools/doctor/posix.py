@@ -3,7 +3,7 @@
     python -m thinwire.tools.doctor.posix
 
 prints as JSON the step that fails, the error's number, and what is known of it; nothing where all work. They are the
-steps of `thinwire.comm.posix_heap`, with a megabyte; another process opens the file, as a peer does.
+steps of `thinwire.comm.memory.posix_heap`, with a megabyte; another process opens the file, as a peer does.
 """
 
 from __future__ import annotations

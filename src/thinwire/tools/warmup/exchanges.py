@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from thinwire.comm.symmetric import SymmetricMemory
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.counts import dense_segments

@@ -1,0 +1,1 @@
+"""How ranks find out who is lost, and meet again without them."""

@@ -1,0 +1,252 @@
+"""Notice boards: what a process has to say of its communicators to whoever asks, whatever it does itself.
+
+Each communicator has a board in each of its processes: notes, which are lists of ranks under a key. A request is one
+line of JSON, `[name of the board, key, note]`: the note is pinned there, or nothing is where the key is empty, and the
+answer is the whole board. A note stays as it was first pinned; but of verdicts, key `LOST`, the stronger stays, and of
+reports whom a rank misses the newest.
+
+Requests come over TCP, where a thread of this process answers them. Nobody needs to be there to take in a *letter*, the
+same line in a datagram at the same port: it waits in the kernel while the process is stopped, also when who sent it has
+ended. Anybody may connect who can reach the address. Without the name of a board nobody learns or changes anything, and
+idle connections are dropped, the oldest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from typing import NamedTuple
+
+from thinwire.comm.agreement.verdict import stronger
+from thinwire.comm.shaped_json import decode, encode
+from thinwire.errors import ThinwireError
+
+LOST = "lost"
+CONNECT_SECONDS = 0.2  # for a host that is there; connections are taken in by its kernel
+ANSWER_SECONDS = 0.5  # for a process that is not stopped
+
+Notes = dict[str, list[int]]
+
+_REQUEST = (str, str, [int])
+_TRIES = 5
+_MOST_BYTES = 1 << 16  # of a request
+_MOST_ANSWER = 1 << 20
+_MOST_CONNECTIONS = 64
+_MOST_NOTES = 1 << 14  # on a board
+_MOST_PORT = 1 << 16  # a note may hold one
+_MOST_AT_ONCE = 4096  # letters that are read in one turn
+
+
+class Unanswered(Exception):
+    """A process does not answer."""
+
+
+class Stopped(Unanswered):
+    """Its kernel takes connections in, and it does not answer."""
+
+
+class Gone(Unanswered):
+    """It has ended."""
+
+
+class Address(NamedTuple):
+    """Where a process's boards are."""
+
+    host: str  # empty where there are none
+    port: int
+    reason: str  # why there are none
+
+
+class Boards:
+    """All boards of this process at one of its addresses. They live as long as the process: peers may ask to the end.
+
+    Raises:
+        OSError, RuntimeError: there is no such address, no free port, or no thread to be had.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._boards: dict[str, tuple[int, Notes]] = {}  # and how many ranks it has
+        self._lock = threading.Lock()
+        self._listener, self._letters = _listen(host)
+        self.address = Address(host, self._listener.getsockname()[1], "")
+        _sockets_of_rank.update((self._listener, self._letters))
+        try:
+            threading.Thread(target=self._serve, name="thinwire boards", daemon=True).start()
+        except BaseException:
+            self._listener.close()
+            self._letters.close()
+            raise
+
+    def open(self, name: str, size: int) -> None:
+        """Begins a board, of a communicator of so many ranks, if it has not begun. Requests for others are dropped."""
+        with self._lock:
+            self._boards.setdefault(name, (size, {}))
+
+    def pin(self, name: str, key: str = "", note: list[int] | None = None) -> Notes:
+        """All notes of a board, after letters were read, and a note pinned if there is a key."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(_MOST_AT_ONCE):
+                    letter = self._letters.recv(_MOST_BYTES)
+                    if letter[2:].partition(b'"')[0].decode(errors="replace") not in self._boards:
+                        continue  # reading it whole takes long
+                    with contextlib.suppress(ThinwireError, KeyError):
+                        self._pin(*decode(letter, _REQUEST, "a letter"))
+            return dict(self._pin(name, key, note or []))
+
+    def _pin(self, name: str, key: str, note: list[int]) -> Notes:
+        size, notes = self._boards[name]
+        if not key or not _is_note(key, note, size) or len(notes) >= _MOST_NOTES:
+            return notes
+        if key == LOST:
+            note = list(stronger(notes.get(key, note), note))
+        notes[key] = note if key == LOST or key.startswith("missed/") else notes.get(key, note)
+        return notes
+
+    def _serve(self) -> None:
+        connections: dict[socket.socket, bytearray] = {}  # oldest first, and what has come
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+
+            def drop(connection: socket.socket) -> None:
+                selector.unregister(connection)
+                connection.close()
+                del connections[connection]
+
+            while True:
+                for event, _ in selector.select():
+                    ready = event.fileobj
+                    assert isinstance(ready, socket.socket)
+                    if ready is not self._listener:
+                        if ready in connections and not self._answer(ready, connections[ready]):
+                            drop(ready)
+                        continue
+                    try:
+                        connection = self._listener.accept()[0]
+                    except OSError:  # nobody is there any more, or no descriptor is
+                        time.sleep(0.01)
+                    else:
+                        connection.setblocking(False)
+                        _sockets_of_rank.add(connection)
+                        connections[connection] = bytearray()
+                        selector.register(connection, selectors.EVENT_READ)
+                    while len(connections) > _MOST_CONNECTIONS:
+                        drop(next(iter(connections)))
+
+    def _answer(self, connection: socket.socket, request: bytearray) -> bool:
+        """Whether the rest of a request is still to come; else it was answered, or deserves no answer."""
+        with contextlib.suppress(OSError, ThinwireError, KeyError):
+            more = connection.recv(_MOST_BYTES)
+            request += more
+            if not request.endswith(b"\n"):
+                return bool(more) and len(request) < _MOST_BYTES
+            notes = self.pin(*decode(bytes(request), _REQUEST, "a request"))
+            connection.sendall(encode(notes, {str: [int]}) + b"\n")
+        return False
+
+
+def ask(address: Address, name: str, size: int, key: str = "", note: list[int] | None = None) -> Notes:
+    """All notes of a board of another process, after a note was pinned there if there is a key.
+
+    Raises:
+        Gone, Stopped: it has ended, or does not answer while its host does.
+        Unanswered: its host does not, or what came is no board of `size` ranks.
+    """
+    if not address.host:
+        raise Unanswered(address.reason)
+    try:
+        connection = socket.create_connection(address[:2], timeout=CONNECT_SECONDS)
+    except ConnectionRefusedError:
+        raise Gone("its process has ended") from None
+    except OSError as error:
+        raise Unanswered(str(error)) from None
+    with connection:
+        answer, end = bytearray(), time.monotonic() + ANSWER_SECONDS
+        try:
+            connection.sendall(_line(name, key, note or []))
+            while not answer.endswith(b"\n") and len(answer) <= _MOST_ANSWER:
+                connection.settimeout(max(end - time.monotonic(), 0.001))
+                more = connection.recv(1 << 16)
+                if not more:
+                    raise Unanswered("it closed the connection")
+                answer += more
+        except TimeoutError:
+            raise Stopped(f"no answer within {ANSWER_SECONDS:g} s") from None
+        except OSError as error:
+            raise Unanswered(str(error)) from None
+    try:
+        notes: Notes = decode(bytes(answer), {str: [int]}, "it")
+    except ThinwireError as error:
+        raise Unanswered(str(error)) from None
+    wrong = [(key, note) for key, note in notes.items() if not _is_note(key, note, size)]
+    if wrong:
+        raise Unanswered(f"it sent {str(wrong[0])[:80]}, expected ranks from 0 to {size - 1}")
+    return notes
+
+
+def leave(address: Address, name: str, key: str, note: list[int]) -> None:
+    """Leaves a letter. Waits for nothing; where it does not arrive, nobody hears of that."""
+    # There may be no process, no host and no way to it any more.
+    with contextlib.suppress(OSError), socket.socket(_family(address.host), socket.SOCK_DGRAM) as sender:
+        sender.sendto(_line(name, key, note), address[:2])
+
+
+def listener_at(host: str) -> socket.socket:
+    """A socket that listens at a free port of one of this host's addresses."""
+    listener = socket.socket(_family(host))
+    try:
+        listener.bind((host, 0))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen(host: str) -> tuple[socket.socket, socket.socket]:
+    """A listener for connections, and a socket for datagrams at the same free port, which wait for nothing."""
+    for tries_left in reversed(range(_TRIES)):
+        listener = listener_at(host)
+        letters = socket.socket(_family(host), socket.SOCK_DGRAM)
+        try:
+            letters.bind((host, listener.getsockname()[1]))
+        except OSError:  # the port is another program's for datagrams
+            listener.close()
+            letters.close()
+            if not tries_left:
+                raise
+        else:
+            listener.setblocking(False)
+            letters.setblocking(False)
+            return listener, letters
+    raise AssertionError("unreachable")
+
+
+def _line(name: str, key: str, note: list[int]) -> bytes:
+    return encode((name, key, note), _REQUEST) + b"\n"
+
+
+def _is_note(key: str, note: list[int], size: int) -> bool:
+    limit = _MOST_PORT if key.startswith("port/") else size
+    return len(key) <= 64 and len(note) <= size and all(0 <= rank < limit for rank in note)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+_sockets_of_rank: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for inherited in list(_sockets_of_rank):  # else the rank would seem to live as long as its children
+        inherited.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

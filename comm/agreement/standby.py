@@ -1,0 +1,452 @@
+"""How ranks agree on who is lost, and meet again without them, whoever it is.
+
+Rank 0's process often holds the only store through which ranks can meet. So every process keeps notice boards
+(`thinwire.comm.agreement.boards`), whose address the others learn while all are well; a rank's board of a communicator
+is its *standby* there. Once something fails, each rank goes to the lowest rank whose standby answers, pins there whom
+it misses, and what is first concluded from that is the verdict. Links may be cut, and there may be several such places:
+so a rank concludes nothing by itself while several others may be alive, and of two verdicts the stronger holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from thinwire.comm.agreement import boards
+from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Gone, Notes, Stopped, Unanswered
+from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, Verdict, stronger, verdict_at
+from thinwire.comm.exchange import name_ranks
+from thinwire.comm.groups import endless_in_children
+from thinwire.comm.waiting import call_within
+from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+
+_T = TypeVar("_T")
+
+QUORUMS = ("any", "majority")
+
+_MORE_SECONDS = 5.0  # at most, for a vote whose time is up while ranks still come
+_SILENT_SECONDS = 1.0  # until a process is asked again that has left several requests unanswered
+_PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or behind a link that comes back
+_MOST_THREADS = 16
+_MOST_REASON = 150  # characters, which take up to 12 bytes each
+_LOOPBACK = "127.0.0.1"
+_MASTER_PORT = 29500  # any would do: nothing is sent to it
+
+
+def resolve_quorum(quorum: str | None) -> str:
+    """One of QUORUMS, the first for None; ArgumentError for anything else."""
+    if quorum is not None and quorum not in QUORUMS:
+        raise ArgumentError(f"quorum is {quorum!r}, expected None, {' or '.join(map(repr, QUORUMS))}")
+    return quorum or QUORUMS[0]
+
+
+class Standby:
+    """One rank's end of the boards of a communicator. Its calls block, in bounded time.
+
+    Args:
+        rank: this rank.
+        addresses: of each rank's boards.
+        token: the name of its boards, which only the ranks are told.
+        own: this process's boards, if it has some.
+        timeout: seconds for which a rank that finds nobody waits for another one.
+        quorum: see `Communicator`.
+
+    Attributes:
+        name: the same on all ranks, and of no other communicator; it does not give the token away.
+    """
+
+    def __init__(
+        self, rank: int, addresses: list[Address], token: str, own: Boards | None, timeout: float, quorum: str = "any"
+    ) -> None:
+        self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
+        self.rank, self.size = rank, len(addresses)
+        self._addresses, self._token, self._own, self._timeout, self._quorum = addresses, token, own, timeout, quorum
+        if own is not None:
+            own.open(token, self.size)
+        self._missed: set[int] = set()  # by this rank
+        self._told: set[int] = set()  # who was lost by verdicts so far
+        self._ended: set[int] = set()  # processes
+        self._stopped: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
+
+    @classmethod
+    def open(
+        cls, rank: int, gather: Callable[[object, Any], list[Any]], timeout: float, quorum: str = "any"
+    ) -> Standby:
+        """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
+        places = gather([_network(), secrets.token_hex(16)], (str, str))
+        shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
+        own, address = None, Address("", 0, "")
+        try:
+            own = _serve(_LOOPBACK if shared else _facing_address())
+            address = own.address
+        except (OSError, RuntimeError, ValueError, Unanswered) as error:
+            address = Address("", 0, str(error)[:_MOST_REASON])
+        told = [Address(*entry) for entry in gather(list(address), (str, int, str))]
+        checked = [_checked(peer, entry) for peer, entry in enumerate(told)]
+        return cls(rank, checked, places[0][1], own, timeout, quorum)
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether every rank has one, as it should be."""
+        return all(address.host for address in self._addresses)
+
+    def describe(self) -> str:
+        """For `Communicator.explain`."""
+        own = self._addresses[self.rank]
+        return f"standby: {own.host}:{own.port}" if own.host else f"standby: none, as {own.reason}"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Who is lost
+
+    def agree(self, suspects: Iterable[int]) -> Verdict:
+        """What the ranks agree on, of which some miss others; each calls it with those that it misses.
+
+        Lost is whose process has ended, and who was missed by one of them and is not among them. Without any suspects
+        this rank says that it is there, and concludes nothing. The first verdict holds for all that come later, unless
+        a stronger one was made where they could not see it.
+        """
+        if not self.can_agree:
+            return Verdict((), f"who is lost is not known, as {self._reason()}")
+        self._missed |= {*suspects}
+        lost = self._settle(self._timeout if self._missed else 0.0)
+        self._told |= {*(lost or ())}
+        return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
+
+    def _settle(self, limit: float) -> tuple[int, ...] | None:
+        """The strongest verdict that this rank can learn of; None: there is none yet, and it may not make one alone.
+
+        Args:
+            limit: seconds to wait for ranks enough.
+        """
+        known = self._known()
+        if known is None:
+            known = self._vote(range(self.size), limit)
+        if known is None:
+            return None
+        for board in self._ask_all(range(self.size)).values():  # others may have been cut off, and have made one
+            known = stronger(known, board.get(LOST, known))
+        if self.rank in known and 2 * len(known) > self.size:  # those who are lost together could outvote the others
+            known = self._vote(known, 0.0) or known
+        if self.rank not in known:
+            self._pin(self.rank, LOST, known)
+            for rank, address in enumerate(self._addresses):
+                if rank != self.rank:  # who is stopped, or votes when this process has ended, finds it
+                    boards.leave(address, self._token, LOST, list(known))
+        return known
+
+    def _vote(self, among: Collection[int], limit: float) -> tuple[int, ...] | None:
+        """Reports whom this rank misses to the lowest rank that answers, and gives the verdict that is made there.
+
+        Each look begins at the lowest rank anew, as links come back.
+        """
+        end, report_time = time.monotonic() + limit, ReportTime()
+        while True:
+            host, board = self._report(among)
+            reports = {rank: board[f"missed/{rank}"] for rank in range(self.size) if f"missed/{rank}" in board}
+            others = self._ask_all({*range(self.size)} - reports.keys() - {host})
+            known = self._known()
+            for notes in [board, *others.values()]:
+                if LOST in notes:
+                    known = tuple(notes[LOST]) if known is None else stronger(known, notes[LOST])
+            if known is not None and (self.rank not in known or len(among) == self.size):
+                return known
+            is_over = report_time.is_over((host, len(reports)))
+            if time.monotonic() > end + _MORE_SECONDS:  # links that come and go would begin it anew for ever
+                return known
+            if is_over or len(reports.keys() | self._ended) == self.size:
+                missed = {rank for report in reports.values() for rank in report}
+                lost = sorted((missed | self._ended) - reports.keys())
+                may_conclude = self._are_enough(reports) and (self._missed or limit > 0)
+                if may_conclude and (known is None or len(lost) < len(known)):
+                    with contextlib.suppress(Unanswered):  # it has ended just now
+                        if all(f"missed/{rank}" not in self._pin(host) for rank in lost):  # nor while others were asked
+                            return tuple(self._pin(host, LOST, lost).get(LOST, lost))
+                elif is_over and time.monotonic() > end:
+                    return known
+            time.sleep(LOOK_SECONDS)
+
+    def _report(self, among: Collection[int]) -> tuple[int, Notes]:
+        """The lowest of some ranks that answers, and its board, where this rank's report is then."""
+        key, missed = f"missed/{self.rank}", sorted(self._missed)
+        lower = [rank for rank in sorted(among) if rank < self.rank and rank not in self._ended]
+        for first in range(0, len(lower), _MOST_THREADS):
+            for rank in self._ask_all(lower[first : first + _MOST_THREADS]):
+                with contextlib.suppress(Unanswered):  # it has ended just now
+                    return rank, self._pin(rank, key, missed)
+        return self.rank, self._pin(self.rank, key, missed)
+
+    def _known(self) -> tuple[int, ...] | None:
+        """The verdict on this rank's own board, where others pin it too, and leave it in letters."""
+        lost = self._pin(self.rank).get(LOST)
+        return None if lost is None else tuple(lost)
+
+    def _are_enough(self, present: Collection[int]) -> bool:
+        """Whether ranks that are together may go on without the others."""
+        absent = self.size - len({*present} | self._ended)  # and may be alive
+        return len(present) > absent if self._quorum == "majority" else len(present) > 1 or absent <= 1
+
+    def _alone(self) -> str:
+        if self._quorum == "majority":
+            return 'who is lost is not known: no majority of those that may be alive has met, and quorum is "majority"'
+        return "who is lost is not known: no other rank has answered, and none goes on alone while others may be alive"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Who goes on
+
+    def meet(self, lost: Collection[int], timeout: float) -> Meeting:
+        """Waits for all ranks but those `lost`, or whose processes have ended. Who came is the same on all that did.
+
+        Raises:
+            PeerTimeout: ranks have no standby, or too few have come to go on.
+            ThinwireError: this rank is among the lost, or the others went on without it.
+        """
+        if not self.can_agree:
+            raise PeerTimeout(f"rank {self.rank} of {self.size}: the ranks cannot meet, as {self._reason()}")
+        own = {*lost} - self._told  # others may have changed with a stronger verdict
+        self._require_not_in(own)  # before a verdict, which is for good
+        self._missed |= own
+        verdict = self._settle(timeout)
+        if verdict is None:
+            raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
+        self._require_not_in(verdict)
+        awaited = {*range(self.size)} - {*own, *verdict}
+        failures = []
+        for host in range(self.size):
+            if host in verdict or host in self._ended:
+                continue
+            try:
+                attempt, members = self._meet(host, awaited, timeout)
+            except Unanswered as error:
+                failures.append(f"rank {host}: {error}")
+                continue
+            self._require_in(members)
+            return Meeting(self, host, attempt, members, timeout)
+        raise PeerTimeout(
+            f"rank {self.rank} of {self.size}: the ranks cannot meet, as no standby answers ({'; '.join(failures)})"
+        )
+
+    def _meet(self, host: int, awaited: set[int], timeout: float) -> tuple[int, list[int]]:
+        """Which attempt to meet at a host this is, by its board, and who is in it."""
+        attempt, end = 0, time.monotonic() + timeout
+        while True:
+            for notes in (self._pin(self.rank), board := self._pin_patiently(host)):
+                for key in [key for key in notes if key.startswith("outcome/") and notes[key]]:
+                    self._require_in(notes[key])
+            while f"outcome/{attempt}" in board:
+                attempt += 1
+            board = self._pin_patiently(host, f"here/{attempt}/{self.rank}")
+            decided = f"members/{attempt}"
+            if decided in board:
+                return attempt, board[decided]
+            self._require_not_in(board.get(LOST, ()))
+            here = [rank for rank in sorted(awaited) if f"here/{attempt}/{rank}" in board]
+            self._ask_all(awaited.difference(here))
+            if awaited <= {*here, *self._ended} or time.monotonic() > end:
+                if self._are_enough(here):
+                    return attempt, self._pin_patiently(host, decided, here).get(decided, here)
+                raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
+            time.sleep(LOOK_SECONDS)
+
+    def _require_in(self, members: Collection[int]) -> None:
+        if self.rank not in members:
+            raise ThinwireError(
+                f"rank {self.rank} of {self.size} is not among those that go on, {name_ranks(members)}: it came too "
+                "late"
+            )
+
+    def _require_not_in(self, lost: Collection[int]) -> None:
+        if self.rank in lost:
+            raise ThinwireError(
+                f"rank {self.rank} of {self.size} is itself one of the ranks that are lost, {name_ranks(lost)}; it "
+                "cannot shrink with the others"
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Boards
+
+    def _reason(self) -> str:
+        reasons = (f"rank {rank} has no standby: {entry.reason}" for rank, entry in enumerate(self._addresses))
+        return next(text for text, entry in zip(reasons, self._addresses, strict=True) if not entry.host)
+
+    def _pin(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
+        """A rank's board, with a note pinned there if there is a key; or Unanswered."""
+        if rank == self.rank:
+            assert self._own is not None
+            return self._own.pin(self._token, key, list(note))
+        try:
+            notes = boards.ask(self._addresses[rank], self._token, self.size, key, list(note))
+        except Gone:
+            self._ended.add(rank)
+            raise
+        except Stopped:
+            unanswered = self._stopped.get(rank, (0, 0.0))[0] + 1
+            self._stopped[rank] = unanswered, time.monotonic() + _SILENT_SECONDS * (unanswered > 1)
+            raise
+        self._stopped.pop(rank, None)
+        return notes
+
+    def _pin_patiently(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
+        """The same, though an answer may fail to come now and then."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return self._pin(rank, key, note)
+            except Unanswered as error:
+                if isinstance(error, Gone) or time.monotonic() > end:
+                    raise
+            time.sleep(LOOK_SECONDS)
+
+    def _ask_all(self, ranks: Iterable[int]) -> dict[int, Notes]:
+        """The boards of those that answer, in ascending rank; who has ended is known then."""
+        now = time.monotonic()
+        asked = [
+            rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._stopped.get(rank, (0, 0.0))[1] <= now
+        ]
+
+        def ask(rank: int) -> Notes | None:
+            try:
+                return self._pin(rank)
+            except Unanswered:
+                return None
+
+        try:
+            with ThreadPoolExecutor(min(len(asked), _MOST_THREADS) or 1) as pool:
+                answers = [*pool.map(ask, asked)]
+        except RuntimeError:  # no more threads are to be had
+            answers = [ask(rank) for rank in asked]
+        return {rank: notes for rank, notes in zip(asked, answers, strict=True) if notes is not None}
+
+
+class Meeting:
+    """Ranks that are about to go on together.
+
+    Attributes:
+        members: the ranks that came, ascending.
+    """
+
+    def __init__(self, standby: Standby, host: int, attempt: int, members: list[int], timeout: float) -> None:
+        self.members = members
+        self._standby, self._host, self._attempt, self._timeout = standby, host, attempt, timeout
+
+    def make(self, make_group: Callable[[dist.Store], _T]) -> _T:
+        """What is made with a store that all members share, and that lives as long as the first of them.
+
+        Raises:
+            PeerTimeout: it is not made in time.
+        """
+        return join(
+            lambda: make_group(self._store()), self._timeout, f"{name_ranks(self.members)} of {self._standby.size}"
+        )
+
+    def _store(self) -> dist.Store:
+        standby, key, limit = self._standby, f"port/{self._attempt}", timedelta(seconds=self._timeout)
+        host = standby._addresses[self.members[0]].host
+        if standby.rank == self.members[0]:
+            listener = boards.listener_at(host)
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
+            )
+            standby._pin_patiently(self._host, key, [port])
+            return endless_in_children(store)
+        end = time.monotonic() + self._timeout
+        while not (told := standby._pin_patiently(self._host).get(key)):
+            if time.monotonic() > end:
+                raise Unanswered(f"rank {self.members[0]} has made no store")
+            time.sleep(LOOK_SECONDS)
+        return dist.TCPStore(host, told[0], wait_for_workers=False, timeout=limit)
+
+    def confirm(self, made: bool) -> bool:
+        """Whether every member has made it: without that, some could go on by themselves, and leave others behind."""
+        standby, outcome, end = self._standby, f"outcome/{self._attempt}", time.monotonic() + self._timeout
+        key = f"made/{self._attempt}"
+        try:
+            board = standby._pin_patiently(self._host, f"{key}/{standby.rank}" if made else "")
+            while made and outcome not in board:
+                missing = {rank for rank in self.members if f"{key}/{rank}" not in board}
+                standby._ask_all(missing)
+                if missing <= standby._ended or time.monotonic() > end:
+                    made = not missing
+                    break
+                time.sleep(LOOK_SECONDS)
+                board = standby._pin_patiently(self._host)
+            # Who is to go on is in the note: all, or nobody.
+            members = standby._pin_patiently(self._host, outcome, self.members if made else [])[outcome]
+            for rank in {*range(standby.size)} - {*members} if members else ():  # whoever comes when all have ended
+                boards.leave(standby._addresses[rank], standby._token, outcome, members)
+            return bool(members)
+        except Unanswered:
+            return False
+
+
+def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
+    """What is made, or PeerTimeout if that does not succeed in time, whatever the store's host does."""
+    try:
+        return call_within(timeout + 2 * CONNECT_SECONDS, make_group)
+    except ThinwireError:
+        raise
+    except (TimeoutError, Unanswered, RuntimeError) as error:  # the last are torch's own
+        reason = str(error).partition("\n")[0]
+        raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {reason}") from error
+
+
+_own_boards: dict[tuple[int, str], Boards] = {}  # by process, as a fork has no thread that serves them
+_starting = threading.Lock()
+
+
+def _serve(host: str) -> Boards:
+    """This process's boards at one of its addresses."""
+    with _starting:
+        key = os.getpid(), host
+        if key not in _own_boards:
+            _own_boards[key] = Boards(host)
+        return _own_boards[key]
+
+
+def _network() -> str:
+    """What tells one host's loopback interface from another's; empty where that cannot be known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _facing_address() -> str:
+    """The address of this host that others see, if they meet at MASTER_ADDR."""
+    master = os.environ.get("MASTER_ADDR")
+    if not master:
+        raise Unanswered("the ranks are on several hosts, and MASTER_ADDR, which says in which network, is not set")
+    family, kind, _, _, address = socket.getaddrinfo(master, _MASTER_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram's socket: it is only routed
+        host = str(probe.getsockname()[0])
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
+    return host
+
+
+def _checked(peer: int, address: Address) -> Address:
+    """A peer's address, which it could have made up."""
+    if address.host:
+        try:
+            ipaddress.ip_address(address.host.partition("%")[0])
+            address.host.encode("idna")  # as `socket` does with all of it, and fails with what is no OSError
+        except ValueError:
+            raise ThinwireError(f"rank {peer} says its standby is at {address.host!r}, no address") from None
+        if not 1 <= address.port <= 65535:
+            raise ThinwireError(f"rank {peer} says its standby is at port {address.port}")
+    return address

@@ -1,0 +1,1 @@
+"""Collectives that move values as they are, with torch.distributed's conventions."""

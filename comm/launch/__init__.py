@@ -1,0 +1,1 @@
+"""How a process becomes a rank: launchers' variables, rank tables, process groups."""

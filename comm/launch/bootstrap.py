@@ -1,0 +1,461 @@
+"""How a process joins the others: `init`, the communicators it makes, and the default one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.agreement.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach, serve
+from thinwire.comm.agreement.standby import resolve_quorum
+from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
+from thinwire.comm.groups import as_device, backends_of, group_of, member_group
+from thinwire.comm.host_collectives import Attachment, Origin
+from thinwire.comm.integrity import resolve_integrity
+from thinwire.comm.launch.launchers import RankInfo, discover
+from thinwire.comm.launch.rank_table import RankTable
+from thinwire.comm.recorder.flight_files import WrittenOnSignal
+from thinwire.comm.recorder.flight_recorder import write_all
+from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
+from thinwire.comm.tensors import is_seconds
+from thinwire.comm.waiting import first_line
+from thinwire.errors import PeerTimeout, ThinwireError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: What operations take as `comm`.
+Group: TypeAlias = "Communicator | dist.ProcessGroup | DeviceMesh"
+
+
+class _WritesOnSignal(WrittenOnSignal, Attachment):
+    """Kept with the world that `init` made."""
+
+    outlives_shrink = True  # or the signal would end the process from then on
+
+
+class Domains:
+    """The communicators that `init` made in one process, or in one thread that is a rank, and those of other groups.
+
+    The domain None is that of all calls that name none. The others are made from it, and end with it.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str | None, Communicator] = {}
+        self._of_groups: list[tuple[dist.ProcessGroup, Communicator]] = []
+        self._recent: list[Communicator] = []  # the one that init returned last comes last
+
+    def find(self, name: str | None) -> Communicator | None:
+        """The domain's communicator, if it has one that is open."""
+        found = self.by_name.get(name)
+        return None if found is None else found._latest
+
+    def choose(self, comm: Communicator) -> Communicator:
+        """Makes it what `current` returns, and returns it."""
+        self._recent = [other for other in self._recent if other._latest not in (None, comm)] + [comm]
+        return comm
+
+    def current(self) -> Communicator | None:
+        """The one that was chosen last, of those that are open."""
+        return next((latest for comm in reversed(self._recent) if (latest := comm._latest)), None)
+
+    def known(self, group: dist.ProcessGroup, device: str | None) -> Communicator | None:
+        """The communicator of a process group, and of a type of device, if one is given; None: it was not made yet."""
+        world = self.find(None)
+        for its_group, comm in [*([] if world is None else [(world._group, world)]), *self._of_groups]:
+            latest = comm._latest
+            if its_group is group and latest is not None and device in (None, latest.device.type):
+                return latest
+        return None
+
+    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
+        """The same, which is made where it was not."""
+        found = self.known(group, device)
+        if found is not None:
+            return found
+        self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
+        like = self.current()
+        kept = {} if like is None else like._settings._asdict()
+        made = Communicator(group, **{**kept, "device": device})
+        atexit.register(made._close_all)
+        self._of_groups.append((group, made))
+        return made
+
+
+class _Opened(Attachment):
+    """What a communicator keeps of the domains that were made from it: they end with it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Communicator] = {}
+
+    def describe(self) -> str:
+        names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
+        return f"domains: {'; '.join(names)}"
+
+    def close(self) -> None:
+        for comm in self.by_name.values():
+            comm._close_all()
+
+
+class _OfThread(threading.local):
+    domains: Domains | None = None  # in threads that are ranks
+
+
+_of_process = Domains()
+_of_thread = _OfThread()
+
+
+def current_domains() -> Domains:
+    """This thread's if it is a rank, else this process's."""
+    return _of_thread.domains or _of_process
+
+
+@contextlib.contextmanager
+def rank_thread(comm: Communicator) -> Iterator[None]:
+    """Makes `comm` what `init` and `default_communicator` return in this thread."""
+    before, _of_thread.domains = _of_thread.domains, Domains()
+    _of_thread.domains.by_name[None] = _of_thread.domains.choose(comm)
+    try:
+        yield
+    finally:
+        _of_thread.domains = before
+
+
+def init(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rank_table: RankTable | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    domain: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    integrity: str | None = None,
+    quorum: str | None = None,
+) -> Communicator:
+    """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
+
+    Rank and size come from a rank table if one is passed, else from the arguments, else from a `torch.distributed` that
+    is initialised already (whose process group is then used, and left alone by `close()`), else from `discover`.
+    The backend is Gloo for the CPU and NCCL for CUDA. A world of one meets nobody and needs no address. A group made
+    here is destroyed by `close()`, or at the end of the process.
+
+    Each *domain* has a communicator of its own, over the same ranks: calls in one do not disturb those in another, and
+    a domain in which a rank was missed can be closed while others go on. A second call with the same domain returns the
+    same communicator, unless it asks for something else: then close that one before. Domains are made from that of the
+    calls that name none, which comes first, if need be by itself; closing that one, `init().close()`, ends them all.
+    All ranks open domains in the same order. Ranks that open different ones at the same time, or pass different rank
+    tables, get ConfigMismatch.
+
+    In a thread that is a rank, of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
+
+    Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
+    open communicators, see `Communicator.flight_recorder`, until the communicator of calls without a domain is
+    closed. A handler that somebody else has set stays. Within a wait of NCCL it is written when that ends.
+
+    Args:
+        rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table
+            `rank` alone is enough.
+        rank_table: path or content of a file that says which ranks there are and which device each has; see
+            `discover` and `thinwire.comm.launch.rank_table`.
+        domain: a name.
+        device: None means the rank table's if there is one, else `cuda:LOCAL_RANK`, when CUDA is available, else the
+            CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
+        timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
+            been waiting for a peer for twice as long.
+        integrity: "checksum" or "none", see `Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
+            has that of the calls without one, unless it is given here.
+        quorum: "any" or "majority", see `Communicator`; None means "any", and for a domain what the calls without one
+            have.
+
+    Raises:
+        ThinwireError: naming the argument or the environment variable that is missing or unusable; rank 0's place to
+            meet cannot be listened on.
+        RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
+        ArgumentError: a ThinwireError and a ValueError; `integrity` or `quorum` is none of these.
+        ConfigMismatch: the ranks do not agree on the domain, or on integrity or quorum, or have different rank tables.
+        PeerTimeout: the other ranks did not come in time.
+    """
+    if domain is not None and (not isinstance(domain, str) or not domain.strip()):
+        raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
+    if not is_seconds(timeout):
+        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
+    timeout = float(timeout)
+    if device is not None:
+        as_device(device)
+    if integrity is not None:
+        resolve_integrity(integrity)
+    resolve_quorum(quorum)
+    table = None
+    if rank_table is not None:
+        table = RankTable.load(rank_table)
+        world_size = table.size if world_size is None else world_size
+    domains = current_domains()
+    found = domains.find(domain)
+    if found is not None:
+        _require_compatible(found, rank, world_size, device, timeout, integrity, quorum)
+        return domains.choose(found)
+    world = domains.find(None)
+    made = world is None
+    if world is None:
+        if _of_thread.domains is not None:
+            raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
+        world = _join(rank, world_size, table, device, timeout, integrity, quorum)
+    else:
+        _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
+    try:
+        digest = None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
+        world.require_same("thinwire.init", {"domain": domain, "rank_table": digest})
+    except BaseException:
+        if made:
+            world.close()
+        raise
+    domains.by_name[None] = world
+    if made and WrittenOnSignal.possible():
+        world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
+    if domain is None:
+        return domains.choose(world)
+    opened = _open_domain(world, domain, device, timeout, integrity, quorum)
+    if not opened.in_process:
+        atexit.register(opened._close_all)  # before the world, see below
+    domains.by_name[domain] = opened
+    return domains.choose(opened)
+
+
+def current_cpu_share() -> CpuShare:
+    """What calls may use that no communicator is passed to; see `cpu_share`."""
+    comm = current_domains().current()
+    if comm is not None:
+        return comm._cpu_share
+    return cpu_share(dist.get_world_size() if dist.is_initialized() else None)
+
+
+def default_communicator() -> Communicator:
+    """The communicator that `init` returned last, of those that are open.
+
+    In a thread that is a rank, it is that rank's until `init` returns another one there.
+
+    Raises:
+        ThinwireError: there is none, or it was closed.
+    """
+    found = current_domains().current()
+    if found is None:
+        raise ThinwireError("there is no default communicator: call thinwire.init() first, or pass comm=")
+    return found
+
+
+def communicator_or_default(comm: Group | None) -> Communicator:
+    """What a call that takes `comm=` is to use; see `as_communicator`."""
+    return default_communicator() if comm is None else as_communicator(comm)
+
+
+def find_communicator(comm: Group | None) -> Communicator | None:
+    """The same, or None where there would be an error, or one would have to be made."""
+    if isinstance(comm, Communicator):
+        return comm
+    domains = current_domains()
+    try:
+        return domains.current() if comm is None else domains.known(*group_of(comm))
+    except ThinwireError:
+        return None
+
+
+def as_communicator(comm: Group) -> Communicator:
+    """A communicator itself, or that of a process group or of a DeviceMesh of one axis.
+
+    A group has one communicator: that of `init`, where it wraps this group, else one that is made when the group
+    is first passed, collectively over it, with the timeout and integrity of the default communicator if there is one.
+    It ends with the process, or with the group; if it was shrunk, its group stands for the ranks that are left.
+
+    Raises:
+        ArgumentError: something else, or a mesh of several axes.
+        ThinwireError: this rank is not in the group.
+        TransportUnavailable, PeerTimeout, ConfigMismatch: as `Communicator`, when it is made.
+    """
+    return comm if isinstance(comm, Communicator) else current_domains().of_group(*group_of(comm))
+
+
+def _join(
+    rank: int | None,
+    world_size: int | None,
+    table: RankTable | None,
+    device: torch.device | str | None,
+    timeout: float,
+    integrity: str | None,
+    quorum: str | None,
+) -> Communicator:
+    """The communicator of the domain None."""
+    if dist.is_initialized():
+        for name, wanted, present in (
+            ("rank", rank, dist.get_rank()),
+            ("world_size", world_size, dist.get_world_size()),
+        ):
+            if wanted not in (None, present):
+                raise ThinwireError(
+                    f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
+                )
+        info = origin = None
+        if table is not None:
+            info = discover({}, rank=dist.get_rank(), rank_table=table)
+            backends = backends_of(member_group(None))
+            if device is None and backends.get("cuda") == "nccl" and torch.cuda.is_available():
+                device = "cuda"
+            origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
+        chosen = _choose_device(device, info)[0] if device is not None else None
+        return Communicator(device=chosen, timeout=timeout, integrity=integrity, quorum=quorum, _origin=origin)
+    info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
+    chosen_device, reason = _choose_device(device, info)
+    on_loopback = info.address is None or is_loopback(info.address[0])
+    _make_group(info, chosen_device, timeout, on_loopback)
+    try:
+        origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
+        settings = Settings(chosen_device, timeout, integrity, quorum)
+        world = Communicator(**settings._asdict(), _origin=origin)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    # A process that exits with Gloo's threads running may be aborted by their destructors.
+    atexit.register(world._close_all)
+    return world
+
+
+def _open_domain(
+    world: Communicator,
+    name: str,
+    device: torch.device | str | None,
+    timeout: float,
+    integrity: str | None,
+    quorum: str | None,
+) -> Communicator:
+    """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
+    if world.in_process and device is not None and torch.device(device).type != world.device.type:
+        raise ThinwireError(
+            f"device is {str(device)!r}, but these ranks are threads, whose tensors live on {world.device}"
+        )
+    of_world = world._origin
+    origin = Origin(
+        f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
+    )
+    settings = Settings(
+        world.device if device is None else device, timeout, integrity or world.integrity, quorum or world.quorum
+    )
+    made = world._derive([tuple(range(world.size))], settings, origin)
+    made._origin = origin
+    world.attached("domains", _Opened).by_name[name] = made
+    return made
+
+
+def _require_compatible(
+    comm: Communicator,
+    rank: int | None,
+    world_size: int | None,
+    device: torch.device | str | None,
+    timeout: float,
+    integrity: str | None = None,
+    quorum: str | None = None,
+) -> None:
+    wanted: dict[str, object] = {
+        "rank": rank,
+        "world_size": world_size,
+        "device": None if device is None else torch.device(device).type,
+        "integrity": integrity,
+        "quorum": quorum,
+    }
+    present: dict[str, object] = {
+        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "integrity": comm.integrity,
+        "quorum": comm.quorum,
+    }  # fmt: skip
+    if device is not None and torch.device(device).index is not None:
+        wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)
+    if timeout != DEFAULT_TIMEOUT:
+        wanted["timeout"], present["timeout"] = timeout, comm.timeout
+    differing = [f"{name}={value!r}" for name, value in wanted.items() if value not in (None, present[name])]
+    if differing:
+        raise ThinwireError(
+            f"init was called before and gave {comm!r}; close() that one before asking for {', '.join(differing)}"
+        )
+
+
+def _choose_device(device: torch.device | str | None, info: RankInfo | None) -> tuple[torch.device, str]:
+    reason = "as passed"
+    if device is not None:
+        chosen = torch.device(device)
+    elif not torch.cuda.is_available():
+        chosen, reason = torch.device("cpu"), "as CUDA is not available"
+    else:
+        chosen, reason = torch.device("cuda"), "as CUDA is available"
+    if chosen.type != "cuda":
+        return chosen, reason
+    if chosen.index is None and info is not None:
+        chosen = torch.device("cuda", _local_index(info))
+        reason += "" if info.device_id is None else ", and the rank table says which"
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen)
+    return chosen, reason
+
+
+def _local_index(info: RankInfo) -> int:
+    count = torch.cuda.device_count()
+    if info.local_rank is None and count > 1 and info.size > 1:
+        raise ThinwireError(
+            f"rank and size come from {info.source}, which does not say which of the {count} GPUs is this rank's: "
+            "set LOCAL_RANK, or pass device="
+        )
+    index = info.device_id if info.device_id is not None else info.local_rank or 0
+    if count == 1 and info.size > 1:
+        return 0  # launchers that show each rank its own GPU alone
+    if index >= count:
+        wanted = f"local rank {index}" if info.device_id is None else f"device {index} of the rank table"
+        raise ThinwireError(f"{wanted} has no GPU of its own: {count} visible; pass device=")
+    return index
+
+
+def _make_group(info: RankInfo, device: torch.device, timeout: float, on_loopback: bool) -> None:
+    on_cuda = device.type == "cuda"
+    # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
+    limit = timedelta(seconds=timeout * (2 if on_cuda else 1))
+    try:
+        url, store = _meeting_place(info, limit, on_loopback)
+        with gloo_on_loopback(on_loopback):
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                init_method=url,
+                store=store,
+                rank=info.rank,
+                world_size=info.size,
+                timeout=limit,
+                device_id=device if on_cuda else None,
+            )
+    except (Unmet, RuntimeError) as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
+        place = "alone" if info.address is None else "at {}:{}".format(*info.address)
+        reason = str(error) if isinstance(error, Unmet) else first_line(error)
+        raise PeerTimeout(
+            f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
+            f"(limit {limit.total_seconds():g} s): {reason}",
+            ranks=error.missing if isinstance(error, Unmet) else (),
+        ) from None
+
+
+def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple[str | None, dist.Store | None]:
+    """Where ranks find each other: a URL for torch.distributed to make a store from, or the store."""
+    if info.address is None:
+        return None, dist.HashStore()
+    host, port = info.address
+    # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if on_loopback and not of_agent:
+        return None, meet(host, port, info.rank, info.size, limit)
+    if info.rank or of_agent:
+        reach(host, port, limit)  # torch connects anew, for it gives its store other names
+    else:
+        store = serve(host, port, info.size, limit)
+        if store is not None:
+            return None, dist.PrefixStore("default_pg", store)  # as torch calls it at the other ranks
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None

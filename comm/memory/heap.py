@@ -1,0 +1,77 @@
+"""How symmetric memory is made, in steps; plain allocations, which threads of one process share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.resources.available import available_bytes, require_available
+from thinwire.errors import CapacityError
+
+
+class Heap:
+    """One kind of memory: here that of ranks that are threads of one process, or of one rank alone.
+
+    All ranks take each step before any of them takes the next.
+
+    Attributes:
+        local: the own buffer, once `create` has run.
+        mappings: what keeps the peers' buffers at their addresses.
+        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.shaped_json`.
+    """
+
+    kind = "threads"
+    fact: Any = int
+    offer: Any = int
+
+    def __init__(self, comm: Communicator, num_bytes: int) -> None:
+        self.comm, self.num_bytes = comm, num_bytes
+        self.local: torch.Tensor | None = None
+        self.mappings: list[Any] = []
+
+    @staticmethod
+    def held_bytes(num_bytes: int) -> int:
+        """What a rank holds for a buffer of so many bytes."""
+        return num_bytes
+
+    def inspect(self) -> Any:
+        """What the ranks must know of this one before anything is allocated."""
+        if self.comm.device.type != "cuda":
+            return available_bytes()
+        torch.cuda.empty_cache()  # what torch keeps for itself cannot be had for this
+        return torch.cuda.mem_get_info(self.comm.device)[0]
+
+    def read_fact(self, fact: Any) -> Any:
+        """A rank's fact as it arrived, checked; ValueError for one that cannot be."""
+        if fact < 0:
+            raise ValueError(f"{fact} bytes are available to it")
+        return fact
+
+    def create(self, facts: list[Any]) -> Any:
+        """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
+        require_available(self.comm.size, self.num_bytes, min(facts), str(self.comm.device))
+        try:
+            self.local = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.comm.device)
+        except RuntimeError as error:  # what both allocators raise; CUDA's is of a class derived from it
+            raise CapacityError(
+                f"rank {self.comm.rank} cannot allocate {self.num_bytes} bytes on {self.comm.device} ({error}); "
+                f"{self.inspect()} bytes are available to it"
+            ) from error
+        if self.comm.device.type == "cuda":
+            torch.cuda.current_stream(self.comm.device).synchronize()
+        return self.local.data_ptr()
+
+    def read_offer(self, offer: Any) -> Any:
+        """A rank's offer as it arrived, checked; ValueError for one that cannot be."""
+        return offer
+
+    def attach(self, offers: list[Any]) -> list[int]:
+        """Maps the peers' buffers and returns the addresses of all."""
+        # A peer that closes first must not take its memory away from this rank's kernels.
+        self.mappings = self.comm.share_objects(self.local) if self.comm.in_process else []
+        return offers
+
+    def finish(self) -> None:
+        """Gives back what only the steps needed."""

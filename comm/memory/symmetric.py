@@ -1,0 +1,220 @@
+"""Symmetric memory: one buffer a rank, all of one size, which every rank of the group can load from and store to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.memory.cuda_heap import CudaHeap
+from thinwire.comm.memory.heap import Heap
+from thinwire.comm.memory.posix_heap import PosixHeap
+from thinwire.comm.shaped_json import MOST_TEXT, OneOf
+from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+
+#: By kind: "threads" is of ranks that are threads, or of one alone with a GPU.
+HEAPS: dict[str, type[Heap]] = {heap.kind: heap for heap in (Heap, PosixHeap, CudaHeap)}
+
+#: What a step may raise, by the name that peers are told.
+_KINDS: dict[str, type[ThinwireError]] = {kind.__name__: kind for kind in (CapacityError, TransportUnavailable)}
+
+
+class SymmetricMemory:
+    """A rank's buffer and the addresses of all ranks' buffers. Made by `allocate`.
+
+    Attributes:
+        kind: "posix", "cuda" or "threads".
+        num_bytes: of each rank's buffer.
+        memory_bytes: that this rank holds: the buffer, what its heap needs with it, and the addresses of all. What
+            PyTorch rounds up on CUDA is not known here.
+        generation: what `allocate` was given.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        generation: int,
+        local: torch.Tensor,
+        buffer_ptrs: list[int],
+        mappings: list[Any],
+    ) -> None:
+        self.kind = kind
+        self.num_bytes = local.numel()
+        self.memory_bytes = held_bytes(kind, self.num_bytes, len(buffer_ptrs))
+        self.generation = generation
+        self._local: torch.Tensor | None = local
+        self._bases: torch.Tensor | None = torch.tensor(buffer_ptrs, dtype=torch.int64, device=local.device)
+        self._mappings = mappings
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's buffer: uint8 [num_bytes] on the communicator's device, zero at first.
+
+        It stays readable for as long as any tensor made from it, past `close` too.
+
+        Raises:
+            ThinwireError: the memory was closed.
+        """
+        return self._require_open(self._local)
+
+    @property
+    def buffer_ptrs(self) -> torch.Tensor:
+        """int64 [size] on the communicator's device: where each rank's buffer begins in this rank's address space.
+
+        Raises:
+            ThinwireError: the memory was closed.
+        """
+        return self._require_open(self._bases)
+
+    def held(self) -> object:
+        """What keeps all of it mapped, past `close` too, for who was in the middle of using it."""
+        return self.local, self.buffer_ptrs, list(self._mappings)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._local is None
+
+    def close(self) -> None:
+        """Lets go of the peers' buffers now, and of the own one once no tensor made from it is left. Not collective.
+
+        Peers that have not closed yet may go on using this rank's buffer. Nothing of this rank may use `buffer_ptrs`
+        any more. On CUDA it waits for what the device was given to do. May be called again.
+        """
+        if self._local is None:
+            return
+        if self._local.device.type == "cuda":
+            # Kernels of any stream may still store to what is about to be unmapped.
+            torch.cuda.synchronize(self._local.device)
+        # A mapping ends with its last reference. mmap.close() would end it under tensors that use it.
+        self._local = self._bases = None
+        self._mappings.clear()
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"SymmetricMemory({self.kind!r}, num_bytes={self.num_bytes}, generation={self.generation}{state})"
+
+    def _require_open(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise ThinwireError("this symmetric memory is closed")
+        return tensor
+
+
+def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> SymmetricMemory:
+    """Gives every rank a zeroed buffer and the addresses of all of them. Collective; blocks the host.
+
+    Args:
+        comm: the ranks. Its device decides the heap, and whether the ranks are threads of one process.
+        num_bytes: of each rank's buffer, at least 1; the same on all ranks.
+        generation: a number for the caller's use, the same on all ranks.
+
+    Raises:
+        ConfigMismatch: ranks asked for different things.
+        TransportUnavailable: some rank cannot map some peer's buffer, and why.
+        CapacityError: what was asked for is not there, with both figures.
+        ThinwireError: sizes that make no sense.
+        PeerTimeout: a peer did not take part.
+
+        All but PeerTimeout are the same on every rank, and leave nothing allocated.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm, allocate(comm, 4096) as memory:
+    ...     memory.kind, memory.local.shape, memory.buffer_ptrs.tolist() == [memory.local.data_ptr()]
+    ('posix', torch.Size([4096]), True)
+    """
+    _check_request(comm, num_bytes, generation)
+    heap = _choose_heap(comm)(comm, num_bytes)
+    try:
+        # Not as inference tensors, which nobody could write to later.
+        with torch.inference_mode(False):
+            buffer_ptrs: list[int] = []
+            facts = _on_all_ranks(comm, heap.inspect, heap.fact, heap.read_fact)
+            offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer, heap.read_offer)
+            _on_all_ranks(comm, lambda: buffer_ptrs.extend(heap.attach(offers)), None)
+            assert heap.local is not None
+            comm._log(
+                f"symmetric memory: {heap.kind} heap, {num_bytes / 2**20:.1f} MiB a rank, generation {generation}"
+            )
+            return SymmetricMemory(heap.kind, generation, heap.local, buffer_ptrs, heap.mappings)
+    except BaseException:
+        # Not left to the end of `heap`: the error's traceback would keep it.
+        heap.mappings.clear()
+        raise
+    finally:
+        heap.local = None
+        heap.finish()
+
+
+def held_bytes(kind: str, num_bytes: int, world: int) -> int:
+    """`SymmetricMemory.memory_bytes` of a heap of that kind, for a buffer of `num_bytes` on each of `world` ranks.
+
+    >>> held_bytes("threads", 100, 2), held_bytes("cuda", 100, 2)
+    (116, 116)
+    """
+    return HEAPS[kind].held_bytes(num_bytes) + world * torch.int64.itemsize
+
+
+def _check_request(comm: Communicator, num_bytes: int, generation: int) -> None:
+    request = {"num_bytes": num_bytes, "generation": generation}
+    # What is no int is compared by its text, so that ranks which pass the same nonsense get the same error.
+    described = {name: value if isinstance(value, int) else repr(value) for name, value in request.items()}
+    comm.require_same("symmetric memory", described)
+    for name, value, least in (("num_bytes", num_bytes, 1), ("generation", generation, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ThinwireError(f"{name} of symmetric memory is {value!r}, expected an int of at least {least}")
+
+
+def _on_all_ranks(
+    comm: Communicator, step: Callable[[], object], shape: Any, read: Callable[[Any], Any] = lambda result: result
+) -> list[Any]:
+    """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise.
+
+    Args:
+        shape: of a result, see `thinwire.comm.shaped_json`.
+        read: what turns that into what is returned; a ValueError for what no rank can have sent.
+    """
+    result: object = None
+    error: ThinwireError | None = None
+    try:
+        result = step()
+    except PeerTimeout:
+        raise
+    except (CapacityError, TransportUnavailable) as problem:
+        error = problem
+    except Exception as problem:
+        # Of the system or of torch's private functions: the peers must hear of it all the same.
+        error = TransportUnavailable(
+            f"rank {comm.rank} could not make symmetric memory: {type(problem).__name__}: {problem}"
+        )
+        error.__cause__ = problem
+    own: tuple[object, ...] = (result,)
+    if error is not None:
+        own = next(name for name, kind in _KINDS.items() if isinstance(error, kind)), str(error)[:MOST_TEXT]
+    outcomes = comm.all_gather_data(own, OneOf((str, str), (shape,)))
+    for rank, outcome in enumerate(outcomes):
+        if len(outcome) == 2:
+            kind, text = outcome
+            if kind not in _KINDS:
+                raise ThinwireError(f"rank {rank} sent an error of the kind {kind!r}, expected {' or '.join(_KINDS)}")
+            raise error if error is not None and rank == comm.rank else _KINDS[kind](text)
+    results = []
+    for rank, (outcome,) in enumerate(outcomes):
+        try:
+            results.append(read(outcome))
+        except ValueError as problem:
+            raise ThinwireError(f"rank {rank} sent what cannot be of its symmetric memory: {problem}") from None
+    return results
+
+
+def _choose_heap(comm: Communicator) -> type[Heap]:
+    if comm.in_process or (comm.size == 1 and comm.device.type == "cuda"):
+        return Heap
+    return CudaHeap if comm.device.type == "cuda" else PosixHeap

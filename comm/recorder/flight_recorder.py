@@ -1,0 +1,425 @@
+"""The flight recorder: each communicator's last operations at this rank, kept in memory and written when it matters.
+
+An entry is one public call: its name, sizes, dtype, wires and transport, when it began and ended, and how. What a call
+calls in turn is no entry of its own. Collective calls are numbered; all ranks make the same ones in the same order, so
+equal numbers are the same call, and `thinwire inspect` finds the first one at which ranks part. A call that is refused
+before anything was sent takes no number, as the other ranks know nothing of it.
+
+No tensor is held, and no data. What a call costs is a list of a dozen references and two readings of the clock
+(`benchmarks/bench_flight_recorder.py`): text is made when a file is written, which `comm/recorder/flight_files.py`
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+from thinwire.comm.recorder.flight_files import describe_folder, write_file
+from thinwire.comm.recorder.trace_events import Event, Span, Trace, Track, Traffic, current_trace
+from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.fields import LONGEST_TEXT
+from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, POSTED, RING, UNDER_WAY, VERSION
+
+#: An entry's fields. DETAILS are names and values in turn; FAILURE is what ended the call: the error's class, and of a
+#: PeerTimeout lane, epoch, phase and the ranks to blame.
+NUMBER, NAME, SHAPE, DTYPE, WIRES, TRANSPORT, DETAILS, START, END, STATE, FAILURE, INSIDE = range(12)
+Entry = list[Any]
+
+_MASK = RING - 1
+_MOST_WRITTEN = 16  # files that one signal writes
+
+_recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
+
+
+class Owner(Protocol):
+    """What a recorder's calls belong to."""
+
+    def end_by(self, error: BaseException) -> None: ...
+
+
+class PendingCall:
+    """What ends an asynchronous call's entry: `with` it the call is waited for. This one is for calls without one."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+    def end(self, error: BaseException) -> None:
+        """The call ended without being waited for."""
+
+
+#: For calls that have no entry.
+NOT_RECORDED = PendingCall()
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
+
+
+class FlightRecorder:
+    """The last operations of one communicator at one rank; used by the communicator's own thread, read by any.
+
+    Args:
+        writes: whether it is ever written to a file, and to traces.
+
+    Attributes:
+        communicator: what all of its ranks know it by, once they have met.
+        begun: calls so far, without those within others.
+        owner: the communicator, once it is made.
+    """
+
+    communicator = ""
+    begun = 0
+    owner: Callable[[], Owner | None] | None = None
+    trace: Trace | None = None  # which its calls are added to
+    track: Track | None = None
+    _span: Span | None = None  # of the call that is being made
+    _last_event: Event | None = None
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        origin: str,
+        backend: str,
+        timeout: float,
+        of_world: tuple[int | None, int, int] = (None, 0, 1),
+        writes: bool = True,
+    ) -> None:
+        self.writes = writes
+        self._described: dict[str, Any] = {"backend": backend, "rank": rank, "size": size, "timeout": timeout}
+        self._origin = origin
+        # An entry is put in whole, so a signal handler or another thread finds no half of one; and a Work that ends an
+        # entry long gone from here changes no other.
+        self._entries: list[Entry | None] = [None] * RING
+        self._number = 0
+        self._named: tuple[int, Counter[Path]] = 0, Counter()  # a number, and traces named by it that each file had
+        self._new: Entry = []
+        self._current: Entry | None = None  # of the call that is being made, in which others may be made
+        self._nested = _Nested(self)
+        self._written: Path | None = None  # by the first PeerTimeout
+        self._of_world = of_world
+        if writes:
+            self.add_to(current_trace())
+            _recorders.add(self)
+
+    def add_to(self, trace: Trace | None) -> None:
+        """Has calls from now on added to a trace."""
+        self.trace, self.track = trace, None if trace is None else trace.track(*self._of_world)
+
+    def name_trace(self, path: Path) -> str:
+        """A name for a trace that begins now: no other trace to this file has it.
+
+        The ranks' recorders give it one name if all ranks have made as many calls on the communicator, and since the
+        last of these have begun as many traces to this file; what they trace to other files does not count.
+        """
+        if self._named[0] != self._number:
+            self._named = self._number, Counter()
+        traces = self._named[1]
+        traces[path] += 1
+        return f"{self.communicator} {self._number} {traces[path]}"
+
+    def begin(
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        wires: object = (),
+        transport: str | None = None,
+        details: tuple[Any, ...] = (),
+        numbered: bool = True,
+    ) -> AbstractContextManager[Entry]:
+        """Records a call, once nothing is left that this rank alone would refuse.
+
+        Args:
+            shape: a tensor's; a torch.Size as it is. As all of these, it must not hold the tensor.
+            wires: a wire format or several.
+            transport: the one that is taken; or as asked for, if the entry is told later.
+            details: names and values in turn: ints, text, tuples of ints, or what text is made of later.
+            numbered: whether all ranks make this call.
+        """
+        if self._current is not None:
+            self._current[INSIDE] = name
+            return self._nested
+        begun = self.begun
+        number = None
+        if numbered:
+            number = self._number = self._number + 1
+        self._new = self._entries[begun & _MASK] = [
+            number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
+        ]  # fmt: skip
+        self.begun = begun + 1
+        track = self.track  # which another thread may take away, with the end of its trace
+        if track is not None:
+            self._span = track.open(name, entry=self._new)
+        return self
+
+    def phase(self, name: str) -> None:
+        """What the call under way does from now on, for a trace."""
+        if self._span is not None:
+            self._span.phase(name)
+
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Shows in a trace what is no call: nobody waits for peers in it."""
+        track = self.track
+        return _NO_SPAN if track is None else track.open(name, "local")
+
+    def sent(self, traffic: Traffic) -> None:
+        """Tells a trace what the call sent that is under way, or else has ended last."""
+        event = self._last_event if self._span is None else self._span.event
+        if event is not None:
+            event.traffic = traffic
+
+    def __enter__(self) -> Entry:
+        entry = self._current = self._new
+        return entry
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            if error is not None:
+                self.ended_by(error)
+
+    def ended_by(self, error: BaseException) -> None:
+        """Ends the communicator, if what ended a call comes from outside: peers may have made that call.
+
+        To make it again would be the next call there, and the ranks would be a call apart from then on.
+        """
+        owner = None if self.owner is None or isinstance(error, ThinwireError) else self.owner()
+        if owner is not None:
+            owner.end_by(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        entry, self._current = self._current, None
+        if self._span is not None:
+            self._last_event, self._span = self._span.close(), None
+        if entry is None:
+            return
+        if error is not None:
+            self.failed(entry, error)
+        elif entry[STATE] is UNDER_WAY:
+            entry[END] = monotonic_ns()
+            entry[STATE] = DONE
+
+    def enter(self, recorded: tuple[Any, ...]) -> None:
+        """`begin` and what `with` does, in one and sooner: for calls of all ranks that take microseconds.
+
+        An exception from outside may come at its end, too: so it is called within the `try` whose end is `leave`.
+
+        Args:
+            recorded: name, shape, dtype, wires, transport, details, as `begin` takes them.
+        """
+        if self._current is not None:
+            self._current[INSIDE] = recorded[0]
+            return
+        begun = self.begun
+        number = self._number = self._number + 1
+        entry = self._current = self._new = self._entries[begun & _MASK] = [
+            number, *recorded, monotonic_ns(), 0, UNDER_WAY, None, None,
+        ]  # fmt: skip
+        self.begun = begun + 1
+        track = self.track
+        if track is not None:
+            self._span = track.open(recorded[0], entry=entry)
+
+    def leave(self, outer: Entry | None, error: BaseException | None = None) -> None:
+        """Ends what `enter` began, by an error or well; `outer` is what `_current` was before it."""
+        entry = self._current
+        if entry is outer or entry is None:
+            return
+        if error is not None or self._span is not None:
+            self.__exit__(None, error, None)
+            return
+        self._current = None
+        entry[END] = monotonic_ns()
+        entry[STATE] = DONE
+
+    def posted(self, entry: Entry) -> PendingCall:
+        """What ends a call that returns before it is done, for its Work."""
+        entry[STATE] = POSTED
+        return _PendingCall(self, entry)
+
+    def failed(self, entry: Entry, error: BaseException) -> None:
+        """Notes what ended a call."""
+        if entry[FAILURE] is None:
+            entry[END], entry[FAILURE] = monotonic_ns(), self._failure_of(error)
+            entry[STATE] = FAILED if isinstance(error, Exception) else INTERRUPTED
+        if isinstance(error, PeerTimeout) and self.writes:
+            self._tell(error)
+
+    def _failure_of(self, error: BaseException) -> tuple[str, int | None, int | None, str | None, tuple[int, ...]]:
+        if not isinstance(error, PeerTimeout):
+            return type(error).__name__, None, None, None, ()
+        # It may have come through a call on a communicator of some of the ranks, which numbers them otherwise.
+        own = error.__dict__.setdefault("_communicator", self.communicator) == self.communicator
+        return type(error).__name__, error.lane, error.epoch, error.phase, error.ranks if own else ()
+
+    def _tell(self, error: PeerTimeout) -> None:
+        """Writes the file, once: later calls find out what this one did, and would only push it out of the ring."""
+        own = f"the last operations of rank {self._described['rank']} of {self._described['size']}"
+        try:
+            if self._written is None:
+                self._written = self.write(f"{type(error).__name__}: {error}")
+            note = f"{own} are in {self._written}; `thinwire inspect` compares the files of all ranks"
+        except Exception as problem:
+            note = f"{own} could not be written: {type(problem).__name__}: {problem}"
+        notes: list[str] = getattr(error, "__notes__", [])
+        if note not in notes:
+            error.__notes__ = [*notes, note]  # add_note, which Python 3.10 lacks
+
+    def write(self, reason: str) -> Path:
+        """Writes the file, in place of what this recorder wrote before, and returns its path.
+
+        Raises:
+            OSError: the folder or the file cannot be made.
+        """
+        held = self._described
+        name = f"{self.communicator[:8] or 'unmet'}-rank{held['rank']}-of-{held['size']}-pid{os.getpid()}"
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "communicator": self.communicator,
+            **held,
+            "origin": _text(self._origin),
+            "host": _text(platform.node()),
+            "pid": os.getpid(),
+            "written": time.time(),
+            "written_ns": monotonic_ns(),
+            "reason": _text(reason),
+            "operations": [entry_as_json(entry) for entry in self._snapshot()],
+        }
+        return write_file(f"{name}.json", json.dumps(content, separators=(",", ":")).encode())
+
+    def _snapshot(self) -> list[Entry]:
+        first = max(0, self.begun - RING)
+        entries = [self._entries[place & _MASK] for place in range(first, self.begun)]
+        return [entry.copy() for entry in entries if entry is not None]
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        if not self.writes:
+            return "flight recorder: off"
+        return f"flight recorder: the last {RING} operations, written to {describe_folder()} on PeerTimeout"
+
+    def close(self) -> None:
+        """A signal writes it no longer."""
+        _recorders.discard(self)
+
+
+class _Nested:
+    """Stands for a call within another one, whose entry it gives."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> Entry:
+        entry = self._recorder._current
+        assert entry is not None
+        return entry
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+
+class _PendingCall(PendingCall):
+    def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
+        self._recorder, self._entry = recorder, entry
+        self._outer: Entry | None = None
+        self._outer_span: Span | None = None
+
+    def __enter__(self) -> None:
+        # Another call on the communicator may be what waits.
+        recorder = self._recorder
+        self._outer, recorder._current = recorder._current, self._entry
+        self._outer_span = recorder._span
+        track = recorder.track
+        recorder._span = None if track is None else track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
+        self._entry[STATE] = UNDER_WAY
+        self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder._leave(error)  # who waits again goes on with this call
+        self._recorder._current, self._recorder._span = self._outer, self._outer_span
+
+    def end(self, error: BaseException) -> None:
+        self._recorder.failed(self._entry, error)
+
+
+def write_all(reason: str) -> list[Path]:
+    """Writes the files of this process's open communicators, of those that were used last.
+
+    Raises:
+        OSError: the folder or a file cannot be made.
+    """
+    used = [recorder for recorder in list(_recorders) if recorder.begun]
+    used.sort(key=lambda recorder: recorder._new[START], reverse=True)
+    return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
+
+
+def trace_recorders(trace: Trace | None) -> None:
+    """Has the calls on this process's open communicators added to a trace from now on, or for None to none."""
+    recorders = list(_recorders)
+    for recorder in recorders:
+        recorder.add_to(trace)
+    if trace is not None and recorders and not trace.run:
+        # One that all processes have, if there is one, and they have made as many calls on it; of ranks that are
+        # threads the first one's, whichever of them comes first.
+        size = max(recorder._described["size"] for recorder in recorders)
+        largest = [recorder for recorder in recorders if recorder._described["size"] == size]
+        first = min(largest, key=lambda recorder: (recorder.communicator, recorder._described["rank"]))
+        trace.name_run(first.name_trace(trace.path))
+
+
+def entry_as_json(entry: Entry) -> dict[str, Any]:
+    """An entry as a file has it."""
+    number, name, shape, dtype, wires, transport, details, start, end, state, failure, inside = entry
+    error, lane, epoch, phase, blamed = failure or (None, None, None, None, ())
+    formats = wires if isinstance(wires, list | tuple) else (wires,)
+    return {
+        "number": number,
+        "name": name,
+        "shape": None if shape is None else list(map(int, shape)),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "wires": list(map(str, formats)),
+        "transport": transport,
+        "details": {key: _detail(value) for key, value in zip(details[::2], details[1::2], strict=True)},
+        "start_ns": start,
+        "end_ns": end,
+        "state": state,
+        "failure": error,
+        "lane": lane,
+        "epoch": epoch,
+        "phase": phase,
+        "blamed": list(blamed),
+        "inside": None if state is DONE else inside,
+    }
+
+
+def _detail(value: object) -> object:
+    if isinstance(value, tuple | list):
+        return list(value)
+    return value if type(value) is int else _text(str(value))
+
+
+def _text(text: str) -> str:
+    """What a reader takes for text."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST_TEXT])

@@ -1,0 +1,1 @@
+"""What this host has for a rank: memory, cores, and blocks for results that are used again."""

@@ -1,0 +1,287 @@
+"""Words that no honest peer writes, at random: headers, lines, planes and records of the direct transport on the CPU.
+
+Every buffer and every tensor lies between pages that nobody may touch (`tests/helpers/guarded.py`), so what is read or
+written elsewhere is seen. A call may return, since some words are only other data, or raise an error of thinwire's.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.helpers.guarded import guarded, guarded_copy
+from thinwire.errors import ThinwireError
+from thinwire.wire import WireFormat
+
+WORLD = 3
+TIMEOUT, GRACE = 0.002, 0.001
+INT32 = (-1, -2, 0, 1, 2, 3, 7, 255, 2**31 - 1, -(2**31), 2**30, 2**16, 0x7FC00000, -0x400000)
+INT64 = (*INT32, 2**63 - 1, -(2**63), 2**62, 2**53, 2**40, 2**33, -(2**40))
+
+
+class Memory:
+    """What a channel needs of symmetric memory, in one process."""
+
+    def __init__(self, local: torch.Tensor, buffer_ptrs: torch.Tensor) -> None:
+        self.local, self.buffer_ptrs, self.num_bytes, self.closed = local, buffer_ptrs, local.numel(), False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def memories(num_bytes: int) -> list[Any]:
+    """One of each rank."""
+    buffers = [guarded([num_bytes]) for _ in range(WORLD)]
+    buffer_ptrs = guarded_copy(torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    return [Memory(buffer, buffer_ptrs) for buffer in buffers]
+
+
+def scribble(rng: random.Random, octets: torch.Tensor, words: int) -> None:
+    """Writes hostile words of 4 or 8 bytes at random places of uint8 memory."""
+    for _ in range(words):
+        size = rng.choice((4, 8))
+        place = rng.randrange(octets.numel() // size)
+        value = rng.choice(INT32 if size == 4 else INT64) if rng.random() < 0.8 else rng.getrandbits(8 * size - 1)
+        octets[: octets.numel() // size * size].view(torch.int32 if size == 4 else torch.int64)[place] = value
+
+
+@contextmanager
+def scribbling(rng: random.Random, octets: torch.Tensor) -> Iterator[None]:
+    """Meanwhile another thread writes; kernels let it."""
+    stop, own = threading.Event(), random.Random(rng.random())
+
+    def body() -> None:
+        while not stop.is_set():
+            scribble(own, octets, 8)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls, of which rank 0 is the one that is lied to
+
+
+def all_to_all(rng: random.Random, triton: bool) -> None:
+    """An all-to-all-v whose headers, tails, heads, stuck lines and records are not what the peers wrote."""
+    from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
+    from thinwire.fused.counts import new_rows, receive_segments, send_segments
+    from thinwire.fused.device_channel import DeviceChannel
+    from thinwire.fused.direct import send_rows
+    from thinwire.fused.host_channel import HostChannel
+
+    layout = channel_layout(WORLD, 1280, 2)
+    kind = DeviceChannel if triton else HostChannel
+    channels: list[Any] = [
+        kind(memory, layout, rank, TIMEOUT) for rank, memory in enumerate(memories(layout.NUM_BYTES))
+    ]
+    wire = WireFormat.parse(rng.choice(("none", "none", "int8", "int4:32", "int8:row")))
+    tail = torch.Size(rng.choice(((), (64,), (3, 4), (0,)) if not wire.quantized else ((), (64,), (0,))))
+    counts = [[rng.choice((0, 1, 2, 5, 9, 700)) for _ in range(WORLD)] for _ in range(WORLD)]
+
+    def place_in(rank: int) -> Callable[[list[int]], Any]:
+        def place(received: list[int]) -> RecvBuffer:
+            segments = receive_segments(received, None, None)
+            like = torch.empty(0)
+            if segments.rows * max(1, tail.numel()) > 2**20:
+                return RecvBuffer(segments, new_rows(like, segments.rows, tail))  # too large to be filled, or to be had
+            return RecvBuffer(segments, guarded((segments.rows, *tail), torch.float32))
+
+        return place
+
+    def begin(rank: int, known: bool, wait: bool) -> Transfer:
+        x = guarded((sum(counts[rank]), *tail), torch.float32, fill=0x3F)
+        place = place_in(rank)
+        placed = place([row[rank] for row in counts]) if known else None
+        sends = send_segments(counts[rank], None, x.shape[0])
+        return send_rows(channels[rank], x, tail, sends, placed, place, wire, wait=wait)
+
+    unfinished = [begin(rank, False, False) for rank in (1, 2)]
+    buffer = channels[0].memory.local
+    lines, half = buffer[: layout.HALVES], layout.HEADERS + WORLD * 64  # of epoch 1
+    peer = rng.choice((1, 2))
+    header = buffer[half + 64 * peer :][:64]
+    if rng.random() < 0.5:  # one word of the header in use
+        word = rng.choice(((0, 4), (4, 4), (8, 8), (16, 8), (24, 8)))
+        field = header[word[0] : word[0] + word[1]].view(torch.int32 if word[1] == 4 else torch.int64)
+        field[0] = rng.choice(INT32 if word[1] == 4 else INT64)
+    if rng.random() < 0.3:  # a count and pieces that go together
+        pieces = rng.choice((1, 2, 3, 2**20, 2**31 - 1))
+        step = 4 * max(1, tail.numel())
+        header[4:8].view(torch.int32)[0] = pieces - 1
+        header[8:16].view(torch.int64)[0] = pieces * 1280 // step + rng.choice((-1, 0, 0, 1))
+    if rng.random() < 0.5:  # rings
+        for row in (layout.TAILS, layout.HEADS):
+            buffer[row + 64 * peer :][:4].view(torch.int32)[0] = rng.choice(INT32)
+    if rng.random() < 0.3:
+        scribble(rng, lines[layout.HEADERS :] if rng.random() < 0.8 else lines, 3)
+    if rng.random() < 0.3:
+        scribble(rng, buffer[layout.HALVES :], 20)
+    known = rng.random() < 0.4
+    try:
+        begin(0, known, True).wait()
+    except ThinwireError:
+        scribble(rng, lines, 2)
+        if channels[0].failure is None:  # the call is over, and the channel bears another
+            with suppress(ThinwireError):
+                begin(0, known, True).wait()
+        raise
+    finally:
+        del unfinished
+
+
+def collective(rng: random.Random, triton: bool) -> None:
+    """A collective of one leg or two."""
+    from thinwire.fused.collective import DirectCollectives, collective_layout
+    from thinwire.fused.partition import gathered_parts, split_parts
+    from thinwire.triton_kernels import collective as of_triton
+    from thinwire.triton_kernels.cpu import collective as of_numba
+    from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+    kernels: Any = of_triton if triton else of_numba
+    layout = collective_layout(WORLD, 1 << 15)
+    ends = [
+        DirectCollectives(memory, layout, rank, TIMEOUT, kernels)
+        for rank, memory in enumerate(memories(layout.NUM_BYTES))
+    ]
+    op, elements = rng.choice((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)), rng.choice((1, 7, 1000, 5000))
+    wire, gather_wire = (WireFormat.parse(rng.choice(("none", "int8", "int4", "int8:row"))) for _ in range(2))
+    parts, row = split_parts(elements, WORLD) if op == ALL_REDUCE else gathered_parts([elements] * WORLD)
+    whole = sum(parts.counts)
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+
+    def call(rank: int) -> None:
+        x = guarded([parts.counts[rank] if op == ALL_GATHER else whole], dtype, fill=0x3E)
+        out = guarded([parts.counts[rank] if op == REDUCE_SCATTER else whole], dtype)
+        end = ends[rank]
+        job = end.job(op, parts, row, wire, gather_wire, dtype)
+        if rank == 0:
+            end.run(job, x, out)
+        elif op == ALL_GATHER:
+            kernels.send_to_all(end._end, job, x, 0)
+        else:
+            kernels.scatter(end._end, job, x, 0)
+
+    for rank in (1, 2):
+        call(rank)
+    buffer = ends[0].memory.local
+    for peer in (0, 1, 2):  # as if they had sent their sums
+        buffer[layout.TAILS + 64 * peer :][:4].view(torch.int32)[0] = 1 if peer else 0
+    if rng.random() < 0.5:
+        scribble(rng, buffer[: layout.HALVES], rng.choice((1, 2, 20)))
+    if rng.random() < 0.7:
+        scribble(rng, buffer[layout.HALVES :], 200)
+    if rng.random() < 0.1:
+        with scribbling(rng, buffer):
+            call(0)
+    else:
+        call(0)
+
+
+def moe_round(rng: random.Random, triton: bool) -> None:
+    """A round, kernel by kernel, with what users see of it written into as well."""
+    from tests.helpers.rounds import Tokens, make_lanes
+    from thinwire.errors import PeerTimeout, RoutingError
+    from thinwire.triton_kernels import combine as triton_combine
+    from thinwire.triton_kernels import dispatch as triton_dispatch
+    from thinwire.triton_kernels import permute as triton_permute
+    from thinwire.triton_kernels.cpu import combine, dispatch, permute
+    from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
+    from thinwire.triton_kernels.signal import REPORT_STATUS, TIMED_OUT
+
+    d, p, c = (triton_dispatch, triton_permute, triton_combine) if triton else (dispatch, permute, combine)
+    experts, top_k, hidden, most = rng.choice((3, 7)), rng.choice((1, 3)), rng.choice((40, 72)), 5
+    wire, combine_wire = (rng.choice(("none", "int8", "int4", "int8:row")) for _ in range(2))
+    lanes = make_lanes(WORLD, experts, top_k, hidden, most, wire, combine_wire, align=rng.choice((1, 4)))
+    shared = memories(lanes[0].layout.NUM_BYTES)
+
+    def between_pages(lane: Lane) -> Lane:
+        names = ("control", "report", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
+        memory = shared[lane.rank]
+        return replace(
+            lane, buffer=memory.local, buffer_ptrs=memory.buffer_ptrs,
+            **{name: guarded_copy(getattr(lane, name)) for name in names},
+        )  # fmt: skip
+
+    lanes = [between_pages(lane) for lane in lanes]
+    victim, layout = lanes[0], lanes[0].layout
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    tokens = [Tokens.random(rng.choice((0, 1, most)), hidden, top_k, experts, dtype, generator) for _ in lanes]
+    for lane, mine in zip(lanes, tokens, strict=True):
+        d.send_tokens(lane, guarded_copy(mine.x), guarded_copy(mine.ids), guarded_copy(mine.weights))
+    planes, lines = victim.buffer[layout.IDS : layout.RECORDS], victim.buffer[: layout.IDS]
+
+    def corrupt(likely: float) -> None:
+        for octets, words in ((lines, 2), (planes, 30), (victim.buffer[layout.RECORDS :], 50)):
+            if rng.random() < likely:
+                scribble(rng, octets, words)
+
+    def wait(phase: int) -> None:
+        d.wait(victim, phase, TIMEOUT, GRACE)
+        status = int(victim.report[REPORT_STATUS])
+        if status:
+            raise (PeerTimeout if status == TIMED_OUT else RoutingError)("as the report says")
+
+    corrupt(0.4)
+    wait(DISPATCH)
+    corrupt(0.5)
+    if rng.random() < 0.2:
+        with scribbling(rng, planes):
+            p.route(victim)
+    else:
+        p.route(victim)
+    corrupt(0.3)
+    used = int(victim.expert_offsets[-1])
+    for seen in (victim.index, victim.expert_offsets, victim.expert_counts, victim.positions):
+        if rng.random() < 0.3 and seen.numel():
+            scribble(rng, seen.view(-1).view(torch.uint8), 2)
+    try:
+        out = guarded([rng.choice((used, used + 3, max(0, used - 1), victim.index.shape[0] + 2)), hidden], dtype)
+        p.gather(victim, out, guarded([1], torch.bool))
+    except RoutingError:
+        pass  # and the rest of the round must bear it, too
+    rows = guarded([used, hidden], dtype, fill=0x3E)
+    if rng.random() < 0.1:
+        with scribbling(rng, victim.buffer[layout.IDS :]):
+            c.send_sums(victim, rows, dtype)
+    else:
+        c.send_sums(victim, rows, dtype)
+    for lane in lanes[1:]:
+        d.close_round(lane)
+    corrupt(0.3)
+    wait(COMBINE)
+    corrupt(0.3)
+    c.sum_home(victim, guarded(tokens[0].x.shape, dtype))
+
+
+CASES = (all_to_all, collective, moe_round)
+
+
+def warm_up(triton: bool) -> None:
+    """Compiles or loads what the cases need, or who comes first would be late by it."""
+    for number in range(0 if triton else 8):
+        for case in CASES:
+            with suppress(ThinwireError):
+                case(random.Random(number), triton)
+
+
+def run_case(rng: random.Random, triton: bool) -> tuple[str, str]:
+    """Draws a case and runs it: which it was, and "returned" or the name of an error of thinwire's."""
+    case = rng.choice(CASES)
+    try:
+        case(rng, triton)
+    except ThinwireError as error:
+        return case.__name__, type(error).__name__
+    return case.__name__, "returned"

@@ -1,0 +1,317 @@
+"""What is done with an input in each fuzz target: everything of thinwire that reads bytes or text of others.
+
+A target is called with bytes, which hold what such a peer, file or environment could: it returns whether thinwire took
+them, and then all that is promised of the result was found to hold. False says that they were refused, with the class
+of error that the documentation names. Anything else that is raised is a defect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.guarded import guarded, guarded_copy
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
+from thinwire.comm.agreement import boards, meeting, standby
+from thinwire.comm.launch.launchers import discover
+from thinwire.comm.launch.rank_table import RankTable
+from thinwire.comm.shaped_json import OneOf, decode, encode
+from thinwire.errors import ArgumentError, CheckpointError, RankTableError, ThinwireError, WireFormatError
+from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
+from thinwire.fused.codec import WireRows, dequantize
+from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from thinwire.moe.layer import MoELayer
+from thinwire.tools.flight_report import report
+from thinwire.triton_kernels.codec import dequantize_reference
+from thinwire.triton_kernels.cpu.pack import unpack_rows
+from thinwire.wire import WireFormat
+from verification.fuzz.change import Change, json_behind, json_in_lines, safetensors_header, words_in_lines
+from verification.fuzz.pretrained import change_file, pretrained
+
+__all__ = ["TARGETS", "Target"]
+
+#: Shapes of messages that ranks send each other.
+SHAPES: tuple[Any, ...] = (
+    str,
+    (str, int, str),
+    [OneOf(int, None)],
+    [[float]],
+    {str: str | None},
+    [int],
+    (str, str | None, [int]),
+    {str: {str: OneOf(int, None, {str: [float]})}},
+    OneOf((str, str), (None,)),
+    bool,
+)
+_TWO_RANKS = {
+    "server_list": [
+        {"server_id": "node7", "device": [{"device_id": "0", "rank_id": "1"}, {"device_id": 4, "rank_id": 0}]}
+    ]
+}
+
+
+class Target(NamedTuple):
+    """A parser that is fuzzed.
+
+    Attributes:
+        run: whether thinwire took the input; raises what is a defect.
+        change: makes another input of one, of much the same form; None where any bytes are as good.
+    """
+
+    run: Callable[[bytes], bool]
+    change: Change | None
+
+
+@contextlib.contextmanager
+def _file(data: bytes) -> Iterator[str]:
+    """A file that holds the input, for as long as it is read."""
+    descriptor = os.memfd_create("input")
+    try:
+        os.write(descriptor, data)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formats and records
+
+
+def wire_string(data: bytes) -> bool:
+    try:
+        wire = WireFormat.parse(_text(data))
+    except WireFormatError:
+        return False
+    assert WireFormat.parse(str(wire)) == wire and len(str(wire)) <= len(data) + len(":row")
+    for hidden in (1, 129, 7168):
+        payload, scales = wire.payload_bytes(hidden, torch.bfloat16), wire.scales_offset(hidden, torch.bfloat16)
+        end = scales + wire.num_groups(hidden) * wire.scale_bytes
+        assert payload <= scales and end <= wire.row_bytes(hidden, torch.bfloat16)
+    return True
+
+
+def records(data: bytes) -> bool:
+    """Nine bytes choose format, dtypes, and what the rows say of their shape; the others are the records, repeated."""
+    choices, rest = data[:9].ljust(9, b"\0"), data[9:] or b"\0"
+    wire = WireFormat.parse(WIRES[choices[0] % len(WIRES)])
+    dtype, into = DTYPES[choices[1] % 3], DTYPES[choices[2] % 3]
+    hidden, rows = 1 + int.from_bytes(choices[3:5], "little") % 3000, choices[5] % 4
+    shape: tuple[Any, ...] = (rows, hidden)
+    lie = choices[6] % 8  # mostly it is none
+    if lie < 3:
+        (size,) = struct.unpack("<q", rest[:8].ljust(8, b"\xff"))
+        shape = ((rows, size), (size, hidden), (size, -size, hidden))[lie]
+    octets = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+    shift = choices[7] % 5  # a kernel reads 16 bytes at a time
+    row_bytes = wire.row_bytes(hidden, dtype)
+    held = guarded([rows * row_bytes + shift])
+    held.copy_(octets.repeat(-(-held.numel() // octets.numel()))[: held.numel()])
+    passed = WireRows(held[shift:].view(rows, row_bytes), wire, shape, dtype)  # type: ignore[arg-type]
+    try:
+        got = dequantize(passed, into)
+    except (WireFormatError, ArgumentError):
+        return False
+    assert got.shape == shape
+    hidden = shape[-1]  # a record may be just as long as one of a few elements less
+    expected = dequantize_reference(passed.records, wire, hidden, into)
+    assert_same_bits(str(wire), expected, got.reshape(rows, hidden))
+    aligned, out = guarded_copy(passed.records), guarded([rows, hidden], into, fill=0x55)
+    if aligned.data_ptr() % 16 == 0:
+        unpack_rows(aligned, wire, None, None, out)
+        assert_same_bits(str(wire), expected, out)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What ranks tell each other
+
+
+def message(data: bytes) -> bool:
+    """The first byte chooses the shape."""
+    shape = SHAPES[data[0] % len(SHAPES)] if data else str
+    try:
+        value = decode(data[1:], shape, "rank 3")
+    except ThinwireError as error:
+        assert len(str(error)) < 1000, "an error that fills the screen"
+        return False
+    with contextlib.suppress(ThinwireError):  # non-ASCII text is longer when it is sent
+        assert decode(encode(value, shape), shape, "rank 3") == value
+    return True
+
+
+def standby_boards(data: bytes) -> bool:
+    """A line of a peer's address, and one each of what a peer answers, and pins on this rank's board.
+
+    Nobody is connected to: whether there is anybody at an address does not depend on how it is read.
+    """
+    address, answer, *requests = (data.split(b"\n") + [b""] * 2)[:9]
+    own = boards.Boards.__new__(boards.Boards)
+    own._boards, own._lock, own._letters = {}, threading.Lock(), mock.Mock()
+    own._letters.recv.side_effect = itertools.chain(requests, itertools.repeat(BlockingIOError()))
+    here = boards.Address("127.0.0.1", 1, "")
+    rank_0 = standby.Standby(0, [here, here], "token", own, 0.0)
+    connection = mock.MagicMock()
+    connection.recv.side_effect = itertools.cycle([answer + b"\n", b""])
+    taken = bool(own.pin("token"))
+    with (
+        mock.patch.object(boards.socket, "create_connection", return_value=connection),
+        mock.patch.object(standby.ReportTime, "is_over", return_value=True),
+        mock.patch.object(boards, "leave"),
+    ):
+        verdict = rank_0.agree([1])
+        assert {*verdict.ranks} <= {0, 1} and verdict.remark
+        with contextlib.suppress(ThinwireError):
+            assert rank_0.meet([], 0.0).members in ([0], [0, 1])
+        with contextlib.suppress(boards.Unanswered):
+            taken |= bool(boards.ask(here, "token", 2))
+    with contextlib.suppress(ThinwireError):
+        told = decode(address, (str, int, str), "rank 1")
+        found = standby._checked(1, boards.Address(*told))
+        if found.host:
+            with contextlib.suppress(OSError):  # which is borne
+                socket.getaddrinfo(found.host, found.port, flags=socket.AI_NUMERICHOST)
+        taken = True
+    return taken
+
+
+def meeting_store(data: bytes) -> bool:
+    """What is found in the store where ranks meet, by rank 0 as a peer's request, and by a peer as rank 0's answer."""
+    for rank, key in ((0, "request 1"), (1, "world for name")):
+        store = dist.HashStore()
+        store.set(key, data)  # type: ignore[arg-type]
+        limit = timedelta(seconds=1)
+        with (
+            mock.patch.object(meeting, "_why_unreachable", lambda *_: ""),
+            mock.patch.object(dist, "TCPStore", lambda *_, store=store, **__: store),
+            mock.patch.object(meeting.secrets, "token_hex", lambda _: "name"),
+            mock.patch.dict(meeting._started, {("host", 1): store}),
+        ):
+            met = meeting.meet("host", 1, rank, 2, limit)
+        met.set("key", "value")
+        assert met.get("key") == b"value"
+        if rank == 0:
+            assert store.get(f"world for {data.decode(errors='replace')}") == b"name"
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment and files
+
+
+def launcher(data: bytes) -> bool:
+    """Lines of NAME=VALUE; with a line that is "table" they start the ranks of a table of two."""
+    lines = data.replace(b"\0", b"").split(b"\n")  # which no variable can have
+    environ = dict(_text(line).split("=", 1) for line in lines if b"=" in line)
+    try:
+        info = discover(environ, rank_table=_TWO_RANKS if b"table" in lines else None)
+    except ThinwireError:
+        return False
+    assert 0 <= info.rank < info.size and (info.local_rank is None or info.local_rank >= 0) and info.source
+    assert (info.address is None) == (info.size == 1)
+    if info.address is not None:
+        meeting.is_loopback(info.address[0])
+        assert info.address[0] and 1 <= info.address[1] <= 65535
+    return True
+
+
+def rank_table(data: bytes) -> bool:
+    try:
+        with _file(data) as path:
+            table = RankTable.load(path)
+    except RankTableError:
+        return False
+    assert [entry.rank for entry in table.entries] == list(range(table.size)) and table.size
+    for server in table.servers:
+        here = [entry for entry in table.entries if entry.server == server]
+        here.sort(key=lambda entry: entry.device_id)
+        assert [entry.local_rank for entry in here] == list(range(len(here)))
+        assert len({entry.device_id for entry in here}) == len(here)
+    assert RankTable.load(json.loads(data)).entries == table.entries
+    info = discover({}, rank=table.size - 1, rank_table=table)
+    assert (info.size, info.device_id) == (table.size, table.entries[-1].device_id)
+    return True
+
+
+def model() -> nn.Module:
+    """One with every kind of tensor that a checkpoint may hold: experts, floats, whole numbers, truths."""
+    made = nn.Sequential(MoELayer(2, 3, 2, 1), nn.Linear(2, 1))
+    made.register_buffer("steps", torch.tensor([3], dtype=torch.int32))
+    made.register_buffer("flags", torch.tensor([True, False]))
+    for parameter in made.parameters():
+        nn.init.ones_(parameter)
+    return made
+
+
+def checkpoint(data: bytes) -> bool:
+    into, before = model(), model().state_dict()
+    with _file(data) as path:
+        try:
+            metadata = read_metadata(path)
+        except CheckpointError:
+            metadata = None
+        try:
+            assert load_checkpoint(into, path) == metadata
+        except CheckpointError:
+            assert all(torch.equal(before[name], tensor) for name, tensor in into.state_dict().items()), "half loaded"
+            return metadata is not None
+    with tempfile.TemporaryDirectory() as folder:
+        saved, again = Path(folder) / "saved", model()
+        save_checkpoint(into, saved, metadata)
+        assert load_checkpoint(again, saved) == metadata
+        for name, tensor in into.state_dict().items():
+            rounded = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+            torch.testing.assert_close(again.state_dict()[name], rounded, rtol=0, atol=0, equal_nan=True)
+    return True
+
+
+def flight(data: bytes) -> bool:
+    """A line for each rank's file, of what their flight recorders wrote."""
+    flights = []
+    for number, line in enumerate(data.split(b"\n")[:8]):
+        with contextlib.suppress(ThinwireError), _file(line) as path:
+            flights.append(read_flight(path))
+            fields = dataclasses.asdict(flights[-1]) | {"format": FORMAT, "version": VERSION}
+            again = parse_flight(json.dumps(fields).encode(), flights[-1].source)
+            assert again == flights[-1], f"file {number} is otherwise when written again"
+    try:
+        text = report(flights)
+    except ThinwireError:
+        return False
+    lines = text.split("\n")
+    assert all(line.isprintable() for line in lines) and len(lines) < 60 * len(flights)
+    assert all(len(line) < 20_000 for line in lines)
+    return True
+
+
+TARGETS: dict[str, Target] = {
+    "wire_string": Target(wire_string, None),
+    "records": Target(records, None),
+    "message": Target(message, json_behind(1)),
+    "standby_boards": Target(standby_boards, json_in_lines),
+    "meeting_store": Target(meeting_store, None),
+    "launcher": Target(launcher, words_in_lines),
+    "rank_table": Target(rank_table, json_behind(0)),
+    "checkpoint": Target(checkpoint, safetensors_header),
+    "pretrained": Target(pretrained, change_file),
+    "flight": Target(flight, json_in_lines),
+}

@@ -1,0 +1,52 @@
+"""Whole rounds on compiled kernels, all ranks at once: what plain torch gives, and no race."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="compiling kernels needs Triton")
+
+import torch
+
+from tests.helpers.round_kernels import KERNELS
+from tests.helpers.rounds import Tokens, make_lanes, run_round
+from verification.ptx.device import Device
+from verification.ptx.rounds import Rounds
+
+
+def _run(world: int, seed: int, *, hidden: int = 64, checksums: bool = False, weight_grads: bool = False) -> None:
+    device = Device(ranks=world, races=True, seed=seed, warps="any order")
+    with device.patch(queued=True):
+        rounds = Rounds.of(device, world, hidden=hidden, checksums=checksums, weight_grads=weight_grads, seed=seed)
+        rounds.queue()
+        rounds.queue(closing=(1,))
+        device.run_queued()
+    rounds.check()
+    assert not device.races.found
+
+
+def test_rounds_of_two_ranks_without_a_race() -> None:
+    _run(2, 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("world", "hidden", "checksums", "weight_grads"),
+    [(2, 64, True, True), (4, 64, False, False), (2, 1536, False, True), (2, 1536, True, False)],
+)
+def test_rounds_without_a_race(world: int, hidden: int, checksums: bool, weight_grads: bool) -> None:
+    """Rows of 1536 elements are the work of several warps."""
+    _run(world, 1, hidden=hidden, checksums=checksums, weight_grads=weight_grads)
+
+
+@pytest.mark.exhaustive
+def test_every_step_of_a_round_gives_what_plain_torch_gives() -> None:
+    """Phase by phase, so that the memory between the kernels is compared too."""
+    generator = torch.Generator().manual_seed(3)
+    device = Device(ranks=2, warps="any order")
+    with device.patch():
+        lanes = make_lanes(2, 5, 3, 150, 4, "int4", align=4, weight_grads=True)
+        for lane in lanes:
+            device.register(f"rank {lane.rank}'s buffer", lane.buffer)
+        tokens = [Tokens.random(count, 150, 3, 5, torch.bfloat16, generator) for count in (4, 3)]
+        run_round(KERNELS, lanes, tokens, torch.randn(5, 150, generator=generator))
