@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-pytest.importorskip("transformers", reason="`make test-integrations` installs transformers and runs this")
+pytest.importorskip("transformers", reason="`make test-all` installs transformers and runs this")
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
 import transformers

