@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "comm": "Communicator Work init",
-    "comm.layout": "Layout",
+    "comm.layouts.layout": "Layout",
     "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError IntegrityError LaneError "
     "LayoutError PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
     "fused.all_gather": "all_gather all_gather_v",

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["between", "by_commit", "section"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 BEGIN, END = "<!-- proofs: begin, made by python -m tests.helpers.proofs -->\n", "<!-- proofs: end -->\n"
