@@ -203,21 +203,28 @@ def _open_direct(
     except (TransportUnavailable, CapacityError) as error:
         return refusal(str(error), isinstance(error, CapacityError))
     problem: Exception | None = None
+    calls: dict[int, int] = {}
     try:
         made = make(memory, comm.size > len({core for _, cores in told for core in cores}))
         described = made.describe()
+        if isinstance(made, DirectTransport):
+            calls = made.calls
     except Exception as error:
         problem = error
     # All wait here for kernels that one rank still has to compile: they shall not count as its silence.
     failure = None if problem is None else f"{type(problem).__name__}: {problem}"[:MOST_TEXT]
-    for rank, text in enumerate(comm.all_gather_data(failure, str | None)):
+    if comm.in_process:
+        failures, peers_calls = zip(*comm.share_objects((failure, calls)), strict=True)
+    else:
+        failures, peers_calls = tuple(comm.all_gather_data(failure, str | None)), ()
+    for rank, text in enumerate(failures):
         if text is not None:
             memory.close()
             if isinstance(problem, ThinwireError):
                 raise problem
             raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
-    if comm.in_process and isinstance(made, DirectTransport):
-        made.peers_calls = comm.share_objects(made.calls)
+    if isinstance(made, DirectTransport):
+        made.peers_calls = peers_calls
     return made, described
 
 
@@ -297,7 +304,7 @@ class DirectTransport(Attachment):
         if voters is not None:
             voters.add_dependent(self)
         self.calls: dict[int, int] = {}
-        self.peers_calls: list[dict[int, int]] = []
+        self.peers_calls: Sequence[dict[int, int]] = ()
         self._prepared: set[Hashable] = set()
         self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
