@@ -178,7 +178,8 @@ def test_repeated_runs_leave_no_shared_memory_descriptors_threads_or_processes()
     before = resources()
     for _ in range(3):
         run()
-    assert resources() == before
+    shared, descriptors, threads = resources()
+    assert shared == before[0] and descriptors <= before[1] and threads <= before[2]  # one may end late
 
 
 def test_the_whole_traceback_of_a_failing_rank_is_shown():
