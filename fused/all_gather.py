@@ -31,7 +31,7 @@ from thinwire.wire import WireFormat
 
 
 def _scatter(
-    shape: torch.Size, counts: list[int] | None, wire: str | WireFormat | None, comm: Group | None, transport: str
+    shape: torch.Size, grad_wire: str | WireFormat, comm: Group | None, transport: str, counts: list[int] | None = None
 ) -> Operation:
     """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
     rows = shape[0]
@@ -39,7 +39,7 @@ def _scatter(
     def back(dy: torch.Tensor) -> torch.Tensor:
         group = communicator_or_default(comm)
         sends, receives = [rows] * group.size if counts is None else counts, [rows] * group.size
-        arrived: Any = all_to_all_v(dy, sends, receives, wire=wire, comm=group, transport=transport)
+        arrived: Any = all_to_all_v(dy, sends, receives, wire=grad_wire, comm=group, transport=transport)
         total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
         for part in arrived.split(rows) if rows else ():
             total += part
@@ -48,7 +48,7 @@ def _scatter(
     return back
 
 
-@in_graphs(_scatter)
+@in_graphs(lambda num_rows, size, **_: num_rows * size, _scatter)
 def all_gather(
     x: torch.Tensor,
     *,
@@ -101,7 +101,7 @@ def all_gather(
     if wants_gradient(x) and x.dim():
         there = partial(all_gather, wire=wire, comm=comm, transport=transport)
         require_linear("all_gather", out, async_op)
-        return with_gradient(x, there, _scatter(x.shape, None, grad_wire, comm, transport))
+        return with_gradient(x, there, _scatter(x.shape, grad_wire, comm, transport))
     call = Call.of(all_gather, x, ["none", wire], comm, transport, async_op)
     return _gather(call, [x.shape[0]] * call.comm.size, out)
 
@@ -139,7 +139,7 @@ def all_gather_v(
         here = communicator_or_default(comm)
         counts = here.exchange_counts([x.shape[0]] * here.size) if counts is None else counts
         there = partial(all_gather_v, counts=counts, wire=wire, comm=comm, transport=transport)
-        back = _scatter(x.shape, parse_integers(counts, here.size, "counts"), grad_wire, comm, transport)
+        back = _scatter(x.shape, grad_wire, comm, transport, parse_integers(counts, here.size, "counts"))
         return with_gradient(x, there, back)
     call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
     comm = call.comm

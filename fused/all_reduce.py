@@ -17,7 +17,7 @@ from thinwire.comm.work import Work
 from thinwire.fused.codec import default_wire
 from thinwire.fused.collective import KEY, DirectCollectives
 from thinwire.fused.collective_arguments import Call
-from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
 from thinwire.fused.size_switch import is_auto
@@ -29,7 +29,12 @@ _NOT_STAGED = ("auto", "direct")
 _NAMES = (str, WireFormat)
 
 
-@in_graphs()
+def _sum(shape: torch.Size, grad_wire: str | WireFormat, comm: Group | None, transport: str) -> Operation:
+    """Backward: the gradients of all ranks' results, summed in turn."""
+    return partial(all_reduce, wire=grad_wire, comm=comm, transport=transport)
+
+
+@in_graphs(lambda num_rows, **_: num_rows, _sum)
 def all_reduce(
     x: torch.Tensor,
     op: object = "sum",
@@ -90,9 +95,8 @@ def all_reduce(
                     return summed
     if wants_gradient(x):
         require_linear("all_reduce", out, async_op, op, x.dtype)
-        one = partial(all_reduce, comm=comm, transport=transport)
-        there, back = partial(one, op=op, wire=wire, gather_wire=gather_wire), partial(one, wire=grad_wire)
-        return with_gradient(x, there, back)
+        there = partial(all_reduce, op=op, wire=wire, gather_wire=gather_wire, comm=comm, transport=transport)
+        return with_gradient(x, there, _sum(x.shape, grad_wire, comm, transport))
     legs = [wire] if gather_wire is None else [wire, gather_wire]
     call = Call.of(all_reduce, x, legs, comm, transport, async_op, op=op)
     call.check_out(out, x.shape, 0)

@@ -8,7 +8,7 @@ into the output, quantised rows as records (`thinwire.fused.staged`). Both give 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,17 +48,18 @@ from thinwire.wire import WireFormat
 
 _NOT_STAGED = ("auto", "direct")
 _NAMES = (str, WireFormat)
+_MOST_ROWS = 1 << 40  # that are tried to be allocated
 
 
 def _backward(
     shape: torch.Size, send_counts: list[int] | None, recv_counts: Counts | None, send_displs: Counts | None,
-    recv_displs: Counts | None, wire: str | WireFormat | None, comm: Group, transport: str, check: bool,
+    recv_displs: Counts | None, grad_wire: str | WireFormat, comm: Group, transport: str, check: bool,
 ) -> Operation:  # fmt: skip
     """Backward: the gradients of x, of `shape`; of a row that was sent twice both, and of one that was not zero."""
 
     def back(dy: torch.Tensor) -> torch.Tensor:
         arrived: Any = all_to_all_v(
-            dy, recv_counts, send_counts, send_displs=recv_displs, wire=wire, comm=comm, transport=transport,
+            dy, recv_counts, send_counts, send_displs=recv_displs, wire=grad_wire, comm=comm, transport=transport,
             check=check,
         )  # fmt: skip
         if send_counts is None or (send_displs is None and sum(send_counts) == shape[0]):
@@ -69,6 +70,19 @@ def _backward(
         return dx.index_add_(0, index, arrived.to(dx.dtype)).to(dy.dtype)
 
     return back
+
+
+def _num_rows(
+    num_rows: int, size: int, recv_counts: Sequence[int] | None, recv_displs: Sequence[int] | None, **_: object
+) -> int:
+    """Of the result, as a graph knows it while it is made."""
+    if recv_counts is None:
+        return num_rows // size * size
+    rows = torch.sym_max(0, sum(recv_counts))
+    for count, displ in zip(recv_counts, recv_displs or (), strict=False):
+        rows = torch.sym_max(rows, count + displ)
+    # What the operator refuses is no size either.
+    return 0 if isinstance(rows, int) and rows > _MOST_ROWS else rows
 
 
 def all_to_all_v(
@@ -176,7 +190,7 @@ def all_to_all_v(
     )  # fmt: skip
 
 
-@in_graphs(_backward, all_to_all_v)
+@in_graphs(_num_rows, _backward, all_to_all_v)
 def _thoroughly(
     x: torch.Tensor,
     send_counts: Counts | None = None,

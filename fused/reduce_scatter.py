@@ -17,7 +17,7 @@ from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.collective_arguments import Call
-from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
 from thinwire.fused.staged_collective import ScatterLeg
@@ -25,7 +25,12 @@ from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 
 
-@in_graphs()
+def _gather(shape: torch.Size, grad_wire: str | WireFormat, comm: Group | None, transport: str) -> Operation:
+    """Backward: the gradients of all ranks' rows."""
+    return partial(all_gather, wire=grad_wire, comm=comm, transport=transport)
+
+
+@in_graphs(lambda num_rows, size, **_: num_rows // size, _gather)
 def reduce_scatter(
     x: torch.Tensor,
     op: object = "sum",
@@ -71,8 +76,7 @@ def reduce_scatter(
     if wants_gradient(x):
         require_linear("reduce_scatter", out, async_op, op, x.dtype)
         there = partial(reduce_scatter, op=op, wire=wire, comm=comm, transport=transport)
-        back = partial(all_gather, wire=grad_wire, comm=comm, transport=transport)
-        return with_gradient(x, there, back)
+        return with_gradient(x, there, _gather(x.shape, grad_wire, comm, transport))
     call = Call.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
     comm = call.comm
     if x.shape[0] % comm.size:

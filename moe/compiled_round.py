@@ -18,8 +18,6 @@ class _Parallel(Protocol):
     _handle: int
     num_local_experts: int
 
-    def combine(self, expert_out: Any, d: Dispatched, *, weighted: bool, out: torch.Tensor | None) -> torch.Tensor: ...
-
 
 def _between_graphs(name: str) -> property:
     """The property of the round itself, which compiled code reads between two graphs, and while the round is open."""
@@ -116,19 +114,10 @@ def uncompiled(d: Any) -> Any:
 def combine(
     parallel: _Parallel, expert_out: Any, d: object, *, weighted: bool = False, out: torch.Tensor | None = None
 ) -> Any:
-    """`ExpertParallel.combine` in a graph, or of a round that was dispatched in one; NotImplemented for another.
+    """`ExpertParallel.combine` in a graph; NotImplemented for what lies between two graphs.
 
-    That of rows which were weighted, or quantised, lies between two graphs.
+    That is a round that Python began, and rows which were weighted, or quantised.
     """
-    if not isinstance(d, CompiledRound):
+    if not isinstance(d, CompiledRound) or weighted is not False or not isinstance(expert_out, torch.Tensor):
         return NotImplemented
-    if weighted is not False or not isinstance(expert_out, torch.Tensor):
-        return _combine_between_graphs(parallel, expert_out, d, weighted, out)
     return d._combine(parallel._handle, expert_out, out)
-
-
-@opaque
-def _combine_between_graphs(
-    parallel: _Parallel, expert_out: Any, d: CompiledRound, weighted: bool, out: torch.Tensor | None
-) -> torch.Tensor:
-    return parallel.combine(expert_out, linked_round(d._ticket), weighted=weighted, out=out)

@@ -207,7 +207,8 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return backward(*args)
         except BaseException as error:
-            args[0].gradients.ended_by(error)
+            if hasattr(args[0], "gradients"):  # which nodes of operators do not have: operators find them
+                args[0].gradients.ended_by(error)
             raise
 
     return refusing

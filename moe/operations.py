@@ -17,12 +17,13 @@ import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from thinwire.errors import LaneError
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Link, RoundGradients, Wants, once
-from thinwire.operators import OPS, anchored, differentiable, operator, registered
+from thinwire.operators import OPS, differentiable, operator, registered
 from thinwire.triton_kernels.codec import sum_dtype
 
 
@@ -30,16 +31,10 @@ class _Parallel(Protocol):
     """What operators need of an ExpertParallel."""
 
     def _whole_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        lane: int,
-        layer: int,
-        wants: Wants | None,
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lane: int, layer: int, wants: Wants | None
     ) -> tuple[Dispatched, RoundGradients | None]: ...
 
-    def combine(self, expert_out: torch.Tensor, d: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def combine(self, expert_out: Tensor, d: Dispatched, *, out: Tensor | None = None) -> Tensor: ...
 
 
 class _Round(NamedTuple):
@@ -63,7 +58,7 @@ def _parallel_of(handle: int) -> _Parallel:
     return found
 
 
-def _new_ticket(d: Dispatched, gradients: RoundGradients | None) -> torch.Tensor:
+def _new_ticket(d: Dispatched, gradients: RoundGradients | None) -> Tensor:
     for known, entry in list(_rounds.items()):
         if entry.ticket.expired():
             _rounds.pop(known, None)  # another thread may have been here
@@ -73,7 +68,7 @@ def _new_ticket(d: Dispatched, gradients: RoundGradients | None) -> torch.Tensor
     return ticket
 
 
-def _gradients_of(ticket: torch.Tensor) -> RoundGradients:
+def _gradients_of(ticket: Tensor) -> RoundGradients:
     found = _rounds.get(int(ticket))
     if found is None or found.gradients is None:
         raise LaneError(
@@ -82,7 +77,7 @@ def _gradients_of(ticket: torch.Tensor) -> RoundGradients:
     return found.gradients
 
 
-def open_round(ticket: torch.Tensor) -> Dispatched:
+def open_round(ticket: Tensor) -> Dispatched:
     """The round of a ticket.
 
     Raises:
@@ -96,7 +91,7 @@ def open_round(ticket: torch.Tensor) -> Dispatched:
     return d
 
 
-def linked_round(ticket: torch.Tensor) -> Dispatched:
+def linked_round(ticket: Tensor) -> Dispatched:
     """The same, for a caller that is no operator: what has a gradient has it there."""
     d, gradients = open_round(ticket), _rounds[int(ticket)].gradients
     if gradients is not None and d._link is None:
@@ -104,26 +99,16 @@ def linked_round(ticket: torch.Tensor) -> Dispatched:
     return d
 
 
-def _fake_dispatch(
-    order: torch.Tensor, anchor: torch.Tensor | None, x: torch.Tensor, *args: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    counts = x.new_empty(args[-1], dtype=torch.int64)
-    return torch.empty(1, dtype=torch.float64, device="cpu"), counts, counts.new_empty(args[-1] + 1)
+def _fake_dispatch(x: Tensor, local_experts: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    counts = x.new_empty(local_experts, dtype=torch.int64)
+    return torch.empty(1, dtype=torch.float64, device="cpu"), counts, counts.new_empty(local_experts + 1)
 
 
 @operator(fake=_fake_dispatch)
 def dispatch(
-    order: torch.Tensor,
-    anchor: torch.Tensor | None,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    handle: int,
-    lane: int,
-    layer: int,
-    wants: int,
-    local_experts: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    anchor: Tensor | None, x: Tensor, topk_ids: Tensor, topk_weights: Tensor,
+    handle: int, lane: int, layer: int, wants: int, local_experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
     parallel, wanted = _parallel_of(handle), Wants.of_tag(wants)
     d, gradients = parallel._whole_dispatch(x, topk_ids, topk_weights, lane, layer, wanted)
@@ -131,14 +116,8 @@ def dispatch(
 
 
 def _fake_gather(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    capacity: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    wants: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    capacity: int, hidden_size: int, dtype: torch.dtype, device: torch.device, **_: Any
+) -> tuple[Tensor, Tensor]:
     # What the operator refuses is no size either.
     num_rows = max(capacity, 0) if isinstance(capacity, int) else capacity
     tokens = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
@@ -147,88 +126,50 @@ def _fake_gather(
 
 @operator(fake=_fake_gather)
 def gather(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    capacity: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    wants: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ticket: Tensor, capacity: int, hidden_size: int, dtype: torch.dtype, device: torch.device, wants: int
+) -> tuple[Tensor, Tensor]:
     """`Dispatched.gather`."""
     return open_round(ticket).gather(capacity)
 
 
-def _fake_combine(order: torch.Tensor, ticket: torch.Tensor, expert_out: torch.Tensor, *args: Any) -> torch.Tensor:
-    _, num_tokens, hidden_size, dtype, *_ = args
-    return expert_out.new_empty(num_tokens, hidden_size, dtype=dtype)
-
-
-@operator(fake=_fake_combine)
+@operator(
+    fake=lambda expert_out, num_tokens, hidden_size, dtype, **_: expert_out.new_empty(
+        num_tokens, hidden_size, dtype=dtype
+    )
+)
 def combine(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    expert_out: torch.Tensor,
-    handle: int,
-    num_tokens: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    refused: bool,
-    wants: int,
-) -> torch.Tensor:
+    ticket: Tensor, expert_out: Tensor, handle: int, num_tokens: int, hidden_size: int, dtype: torch.dtype,
+    refused: bool, wants: int,
+) -> Tensor:  # fmt: skip
     """`ExpertParallel.combine`; `refused`: expert_out wants a gradient that there cannot be, and that error is due."""
     d, parallel = open_round(ticket), _parallel_of(handle)
     with torch.set_grad_enabled(refused):
         return parallel.combine(expert_out.detach().requires_grad_(refused), d)
 
 
-def _no_result(order: torch.Tensor, *args: Any) -> None:
-    """Of operators that give nothing back."""
-
-
-@operator("out", fake=_no_result)
-def combine_into(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    expert_out: torch.Tensor,
-    out: torch.Tensor,
-    handle: int,
-    refused: bool,
-) -> None:
+@operator("out", fake=lambda **_: None)
+def combine_into(ticket: Tensor, expert_out: Tensor, out: Tensor, handle: int, refused: bool) -> None:
     """The same into `out`."""
     d, parallel = open_round(ticket), _parallel_of(handle)
     with torch.set_grad_enabled(refused):
         parallel.combine(expert_out, d, out=out.detach().requires_grad_(refused))
 
 
-def _fake_combine_backward(order: torch.Tensor, ticket: torch.Tensor, dy: torch.Tensor, *args: Any) -> torch.Tensor:
-    return dy.new_empty(args[-1], dy.shape[1])
-
-
-@operator(fake=_fake_combine_backward)
-def combine_backward(
-    order: torch.Tensor, ticket: torch.Tensor, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int
-) -> torch.Tensor:
+@operator(fake=lambda dy, num_rows, **_: dy.new_empty(num_rows, dy.shape[1]))
+def combine_backward(ticket: Tensor, dy: Tensor, expert_out: Tensor | None, num_rows: int) -> Tensor:
     """Sends dy, and gives expert_out's gradients, [num_rows, hidden] in dy's dtype."""
     return _gradients_of(ticket).of_experts(dy, expert_out, num_rows)
 
 
-@operator(fake=_no_result)
-def gather_backward(order: torch.Tensor, ticket: torch.Tensor, grad: torch.Tensor) -> None:
+@operator(fake=lambda **_: None)
+def gather_backward(ticket: Tensor, grad: Tensor) -> None:
     """Keeps the gradients of rows for dispatch's backward."""
     _gradients_of(ticket).add_rows(grad.clone())  # compiled code uses the memory again
 
 
 def _fake_dispatch_backward(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    num_tokens: int,
-    hidden_size: int,
-    top_k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    wants: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device, wants: int, **_: Any
+) -> tuple[Tensor, Tensor]:
     wanted = Wants.of_tag(wants)
     dx = torch.empty(num_tokens if wanted.rows else 0, hidden_size, dtype=dtype, device=device)
     return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=sum_dtype(dtype), device=device)
@@ -236,87 +177,61 @@ def _fake_dispatch_backward(
 
 @operator(fake=_fake_dispatch_backward)
 def dispatch_backward(
-    order: torch.Tensor,
-    ticket: torch.Tensor,
-    num_tokens: int,
-    hidden_size: int,
-    top_k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    wants: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ticket: Tensor, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device, wants: int
+) -> tuple[Tensor, Tensor]:
     """Collects the gradients of x [num_tokens, hidden] and of topk_weights, as they travel; none where not wanted."""
     dx, dw = _gradients_of(ticket).of_tokens()
     empty = torch.empty(0, hidden_size, dtype=dtype, device=device)
     return empty if dx is None else dx, empty.new_empty(0, top_k, dtype=sum_dtype(dtype)) if dw is None else dw
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, anchor: torch.Tensor, *args: Any
-    ) -> Any:
-        x, topk_ids, topk_weights, *_, wants, _ = args
-        ticket, counts, offsets = OPS.dispatch(order, anchor, *args)
-        ctx.save_for_backward(ticket)
-        ctx.mark_non_differentiable(counts, offsets)
-        ctx.order, ctx.weights_dtype = order_of_backward, topk_weights.dtype
-        ctx.args = *x.shape, topk_ids.shape[1], x.dtype, x.device, wants
-        return ticket, counts, offsets
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dw = OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
-        needs = ctx.needs_input_grad
-        dx, dw = dx if needs[3] else None, dw.to(ctx.weights_dtype) if needs[5] else None
-        return None, None, anchored(ctx), dx, None, dw, None, None, None, None, None
+# ---------------------------------------------------------------------------------------------------------------------
+# How gradients go: of each operator what backward needs, and what it gives
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, ticket: torch.Tensor, *args: Any
-    ) -> Any:
-        tokens, overflow = OPS.gather(order, ticket, *args)
-        ctx.save_for_backward(ticket)
-        ctx.mark_non_differentiable(overflow)
-        ctx.order = order_of_backward
-        return tokens, overflow
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (ticket,) = ctx.saved_tensors
-        OPS.gather_backward(ctx.order, ticket, grads[0])
-        return None, None, torch.zeros_like(ticket), None, None, None, None, None
+def _keep_dispatch(
+    ctx: Any, result: tuple[Tensor, ...], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, wants: int, **_: Any
+) -> None:
+    ticket, counts, offsets = result
+    ctx.save_for_backward(ticket)
+    ctx.mark_non_differentiable(counts, offsets)
+    ctx.weights_dtype, ctx.args = topk_weights.dtype, (*x.shape, topk_ids.shape[1], x.dtype, x.device, wants)
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        order: torch.Tensor,
-        order_of_backward: torch.Tensor,
-        ticket: torch.Tensor,
-        expert_out: torch.Tensor,
-        *args: Any,
-    ) -> torch.Tensor:
-        # Something is saved in any case: `moe/gradients.py` says why.
-        ctx.save_for_backward(ticket, *([expert_out] if Wants.of_tag(args[-1]).weights else []))
-        ctx.order, ctx.num_rows, ctx.dtype = order_of_backward, expert_out.shape[0], expert_out.dtype
-        combined: torch.Tensor = OPS.combine(order, ticket, expert_out, *args)
-        return combined
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ticket, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
-        rows = OPS.combine_backward(ctx.order, ticket, grads[0], kept[0] if kept else None, ctx.num_rows)
-        rows = rows.to(ctx.dtype) if ctx.needs_input_grad[3] else None
-        return None, None, torch.zeros_like(ticket), rows, None, None, None, None, None, None
+def _dispatch_gradients(ctx: Any, *_: Tensor) -> dict[str, Tensor | None]:
+    dx, dw = OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
+    return {"x": dx, "topk_weights": dw.to(ctx.weights_dtype)}
 
 
-differentiable("dispatch", _Dispatch, lambda anchor, x, ids, weights, *args: x.requires_grad or weights.requires_grad)
-differentiable("gather", _Gather, lambda ticket, *args: ticket.requires_grad and Wants.of_tag(args[-1]).rows)
-differentiable("combine", _Combine, lambda ticket, *args: ticket.requires_grad)
+def _keep_gather(ctx: Any, result: tuple[Tensor, Tensor], ticket: Tensor, **_: Any) -> None:
+    ctx.save_for_backward(ticket)
+    ctx.mark_non_differentiable(result[1])
+
+
+def _gather_gradients(ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+    (ticket,) = ctx.saved_tensors
+    OPS.gather_backward(ctx.order, ticket, grads[0])
+    return {"ticket": torch.zeros_like(ticket)}
+
+
+def _keep_combine(ctx: Any, result: Tensor, ticket: Tensor, expert_out: Tensor, wants: int, **_: Any) -> None:
+    # Something is saved in any case: `moe/gradients.py` says why.
+    ctx.save_for_backward(ticket, *([expert_out] if Wants.of_tag(wants).weights else []))
+    ctx.num_rows, ctx.dtype = expert_out.shape[0], expert_out.dtype
+
+
+def _combine_gradients(ctx: Any, dy: Tensor) -> dict[str, Tensor | None]:
+    ticket, *kept = ctx.saved_tensors  # may run forward rounds anew, so it comes first
+    rows = OPS.combine_backward(ctx.order, ticket, dy, kept[0] if kept else None, ctx.num_rows)
+    return {"ticket": torch.zeros_like(ticket), "expert_out": rows.to(ctx.dtype)}
+
+
+differentiable(
+    "dispatch", lambda x, topk_weights, **_: x.requires_grad or topk_weights.requires_grad, _keep_dispatch,
+    _dispatch_gradients, once,
+)  # fmt: skip
+differentiable(
+    "gather", lambda ticket, wants, **_: ticket.requires_grad and Wants.of_tag(wants).rows, _keep_gather,
+    _gather_gradients, once,
+)  # fmt: skip
+differentiable("combine", lambda ticket, **_: ticket.requires_grad, _keep_combine, _combine_gradients, once)

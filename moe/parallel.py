@@ -339,7 +339,7 @@ class ExpertParallel(Assembly):
             TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
         """
         if isinstance(d, compiled_round.CompiledRound):
-            return compiled_round.combine(self, expert_out, d, weighted=weighted, out=out)
+            d = compiled_round.uncompiled(d)
         return self._begin_combine(expert_out, d, out, weighted, None)
 
     @opaque

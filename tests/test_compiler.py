@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,11 @@ def _looks(comm: thinwire.Communicator) -> None:
 @pytest.mark.exhaustive
 def test_an_opaque_function_is_not_traced() -> None:
     run_ranks(_looks, 1, env={"TORCHDYNAMO_VERBOSE": "0"}, timeout=300)
+
+
+def test_what_is_traced_as_something_else_shows_its_own_parameters() -> None:
+    ep = thinwire.ExpertParallel
+    for function in (thinwire.all_gather, thinwire.all_reduce, thinwire.reduce_scatter, ep.dispatch, ep.combine):
+        shown: Any = inspect.signature(function, follow_wrapped=False)
+        assert shown == inspect.signature(inspect.unwrap(function)), function
+        assert not any(each.kind is each.VAR_KEYWORD for each in shown.parameters.values()), function

@@ -8,6 +8,7 @@ another form for it.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -72,6 +73,12 @@ def opaque(
 
     marked: Any = call  # as `skip` does, which is there only then
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+    return _with_signature(call, function)
+
+
+def _with_signature(call: Callable[_P, _T], function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The call, which says of itself what the function does, also to tools that do not follow `__wrapped__`."""
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call
 
 
@@ -110,6 +117,6 @@ def compiled_as(
                 _undelivered(recorder, begun, error)
                 raise
 
-        return call
+        return _with_signature(call, function)
 
     return decorate

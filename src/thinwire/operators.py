@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import weakref
@@ -37,6 +38,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy
 
 from thinwire.compiler import opaque
@@ -82,23 +84,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
+_parameters: dict[str, list[str]] = {}
+
+
 def operator(*writes: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Defines a function as an operator of its name, which writes into ORDER and other arguments."""
+    """Defines a function as an operator of its name and signature, before whose arguments it gets ORDER.
+
+    Args:
+        writes: arguments into which it writes; that it writes into ORDER is understood.
+        fake: gives empty tensors as the operator's, of its arguments by name.
+    """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=("order", *writes))
+        names = _parameters[name] = list(inspect.signature(function).parameters)
+        schema = torch.library.infer_schema(function, mutates_args=writes).removeprefix("(")
         # A CUDA graph's replay would call no Python, which has to know of every round.
-        _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
+        _LIBRARY.define(f"{name}(Tensor(order!) order, {schema}", tags=(torch.Tag.cudagraph_unsafe,))
 
         @opaque  # or it is compiled where graphs end, and called as it is
         @functools.wraps(function)
-        def kernel(*args: Any) -> Any:
+        def kernel(order: torch.Tensor, *args: Any) -> Any:
             with torch.no_grad():
-                return function(*args)
+                return function(**dict(zip(names, args, strict=True)))
+
+        def fake_kernel(order: torch.Tensor, *args: Any) -> Any:
+            return fake(**dict(zip(names, args, strict=True)))
 
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"thinwire::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"thinwire::{name}", fake_kernel, lib=_LIBRARY)
         return function
 
     return define
@@ -111,11 +125,6 @@ def _order_of_backward(order: torch.Tensor) -> torch.Tensor:
         found = torch.zeros(1, dtype=torch.float64, device="cpu")
         order._order_of_backward = found  # type: ignore[attr-defined]
     return found
-
-
-def anchored(ctx: Any) -> torch.Tensor | None:
-    """ANCHOR's gradient, from a node that got it first, when its backward has written into `ctx.order`."""
-    return ctx.order.clone() if ctx.needs_input_grad[2] else None
 
 
 @contextlib.contextmanager
@@ -133,15 +142,47 @@ def _kept_by_checkpoints() -> Iterator[None]:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def differentiable(name: str, function: type[torch.autograd.Function], wanted: Callable[..., bool]) -> None:
-    """Has autograd see the nodes of `function` in place of an operator, where `wanted` of its arguments."""
-    operator = getattr(OPS, name)
+def differentiable(
+    name: str,
+    wanted: Callable[..., bool],
+    keep: Callable[..., None],
+    gradients: Callable[..., dict[str, torch.Tensor | None]],
+    once: Callable[[Callable[..., Any]], Any] = once_differentiable,
+) -> None:
+    """Has autograd see a node in place of an operator.
+
+    Args:
+        wanted: of the operator's arguments, by name: whether there is a node.
+        keep: puts into the node's context what backward needs, as torch's `setup_context`: of the context, the
+            operator's result, and its arguments by name.
+        gradients: of the context and the result's gradients: those of arguments by name. It calls operators with
+            `ctx.order`. ANCHOR's is none of its business.
+        once: makes of a backward one that refuses to be differentiated itself.
+    """
+    operator, names = getattr(OPS, name), _parameters[name]
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, *args: Any) -> Any:
+            ctx.order = order_of_backward
+            result = operator(order, *args)
+            keep(ctx, result, **dict(zip(names, args, strict=True)))
+            return result
+
+        @staticmethod
+        @once
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            found = gradients(ctx, *grads)
+            needed = [each for each, needs in zip(names, ctx.needs_input_grad[2:], strict=True) if needs]
+            if "anchor" in needed:
+                found["anchor"] = ctx.order.clone()  # known when this backward has written into it
+            return None, None, *(found[each] if each in needed else None for each in names)
 
     @opaque
     def kernel(order: torch.Tensor, *args: Any) -> Any:
-        if torch.is_grad_enabled() and wanted(*args):
+        if torch.is_grad_enabled() and wanted(**dict(zip(names, args, strict=True))):
             with _kept_by_checkpoints():
-                return function.apply(order, _order_of_backward(order), *args)
+                return Node.apply(order, _order_of_backward(order), *args)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(order, *args)
 

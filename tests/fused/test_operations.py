@@ -380,7 +380,8 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
         check(ops.all_reduce.default, None, x, "sum", wire, None, wire, *group)
         check(ops.reduce_scatter.default, None, x, "sum", wire, wire, *group)
         check(ops.all_gather.default, None, x, wire, wire, *group)
-        check(ops.all_gather_backward.default, x, 4, wire, *group)
+        for backward in (ops.all_reduce_backward, ops.reduce_scatter_backward, ops.all_gather_backward):
+            check(backward.default, x, 4, wire, *group)
         check(ops.all_to_all_v.default, None, x, *counts, False, wire, wire, *group)
         check(ops.all_to_all_v.default, None, x, None, None, None, None, True, wire, wire, *group)
         dy = ops.all_to_all_v(order, None, x, *counts, False, wire, wire, *group)

@@ -269,6 +269,33 @@ def test_rounds_that_cross_from_graph_to_graph(transport: str) -> None:
     run_ranks(_breaks, 2, transport, timeout=300)
 
 
+def _ended_in_python(comm: tw.Communicator, transport: str) -> None:
+    ep = _parallel(comm, transport, wire="int8")
+    batch = _batch(7, comm.rank)
+
+    def layer(begin: Function, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = begin(x * 2, ids, weights)
+        rows, _ = d.gather(CAPACITY)
+        return ep.combine(rows * rows, d) + x
+
+    def filled(begin: Function) -> torch.Tensor:
+        d, out = begin(*batch), torch.empty(7, HIDDEN)
+        rows, _ = d.gather(CAPACITY)
+        assert ep.combine(rows * rows, d, out=out) is out
+        return out
+
+    begin = _compiled(lambda *args: ep.dispatch(*args), "aot_eager")
+    _assert_equal(_gradients(partial(layer, begin), batch), _gradients(partial(layer, ep.dispatch), batch))
+    with torch.no_grad():
+        assert torch.equal(filled(begin), filled(ep.dispatch))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_round_that_compiled_code_began_and_python_ends(transport: str) -> None:
+    run_ranks(_ended_in_python, 2, transport, timeout=300)
+
+
 def _layer(comm: tw.Communicator, backend: str) -> None:
     torch.manual_seed(0)
     layer = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(_parallel(comm, "direct"))
@@ -369,6 +396,19 @@ def _errors(comm: tw.Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_errors_come_out_of_compiled_code_as_themselves(transport: str) -> None:
     run_ranks(_errors, 2, transport, timeout=300)
+
+
+def _error_of_backward(comm: tw.Communicator) -> None:
+    ep = _parallel(comm, "direct")
+    y = _compiled(_gathered(ep), "eager")(*_batch(7, comm.rank))[0].sum()
+    ep.close()
+    with pytest.raises(tw.LaneError, match="was closed"):
+        y.backward()
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_backward_is_itself_where_autograd_runs_the_operators() -> None:
+    run_ranks(_error_of_backward, 2, timeout=300)
 
 
 def _several(comm: tw.Communicator, transport: str) -> None:
