@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.recorder.flight_recorder import INSIDE, NOT_RECORDED, Entry, FlightRecorder, PendingCall, _Nested
+from thinwire.comm.recorder.flight_recorder import INSIDE, Entry, FlightRecorder
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
@@ -46,29 +46,19 @@ class RecorderOff(FlightRecorder):
 
     def __init__(self) -> None:
         self._nothing = [None] * (INSIDE + 1)  # what nobody reads
-        self._current = None
-        self._nested = _Nested(self)
+        self.current = None
 
-    def begin(self, *arguments: Any, **options: Any) -> Any:
-        if self._current is not None:
-            return self._nested
-        self.begun += 1
-        self._new = self._nothing
-        return self
-
-    def enter(self, recorded: tuple[Any, ...]) -> None:
-        if self._current is None:
+    def enter(self, recorded: tuple[Any, ...], numbered: bool = True) -> None:
+        if self.current is None:
             self.begun += 1
-            self._current = self._nothing
+            self.current = self._nothing
 
-    def _leave(self, error: BaseException | None) -> None:
-        self._current = None
+    def leave(self, outer: Entry | None, error: BaseException | None = None) -> None:
+        if outer is None:
+            self.current = None
 
     def failed(self, entry: Entry, error: BaseException) -> None:
         return
-
-    def posted(self, entry: Entry) -> PendingCall:
-        return NOT_RECORDED
 
     def describe(self) -> str:
         return "flight recorder: off"

@@ -89,7 +89,7 @@ def measure(
         for memory in memories:
             part = Communicator(comm.group, timeout=comm.timeout)
             if memory == "torch":
-                part._result_memory = ResultMemory(least_bytes=1 << 62)
+                part.result_memory = ResultMemory(least_bytes=1 << 62)
             ep = ExpertParallel(part, _EXPERTS, top_k, hidden, tokens, wire="int8", transport=transport)
             if expert_out is x:
                 expert_out = ep.dispatch(x, ids, weights).tokens.clone()
@@ -125,7 +125,7 @@ def _round(
 ) -> Callable[[], None]:
     def run() -> None:
         if anew:
-            ep.comm._result_memory.clear()
+            ep.comm.result_memory.clear()
         for watch in watches:
             watch.start()
         d = ep.dispatch(*sent)

@@ -19,7 +19,7 @@ from thinwire.comm.agreement.meeting import gloo_on_loopback
 from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
 from thinwire.comm.environment import AUTO_VARIABLE, auto_bytes, environment_problem, require_usable
 from thinwire.comm.exact.collectives import Collectives
-from thinwire.comm.exchange import PeerExchange, name_ranks
+from thinwire.comm.exchange import Exchange, PeerExchange, name_ranks
 from thinwire.comm.groups import (
     as_device,
     choose_backend,
@@ -159,12 +159,12 @@ class Communicator(Collectives):
                 if trace is not None:
                     trace.name_run(self._recorder.communicator)
                 if traced:
-                    self._join_trace(trace)
+                    self.join_trace(trace)
             self._log_facts()
         except BaseException:
             exchange.close()
             raise
-        self._recorder.owner = weakref.ref(self)
+        self._recorder.end = weakref.WeakMethod(self.end_by)
 
     @classmethod
     def of_threads(
@@ -204,7 +204,7 @@ class Communicator(Collectives):
             exchange = ThreadExchange(world, rank, timeout, chosen)
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
-            comm._recorder.communicator, comm._recorder.owner = world.identity, weakref.ref(comm)
+            comm._recorder.communicator, comm._recorder.end = world.identity, weakref.WeakMethod(comm.end_by)
             if comm._recorder.trace is not None:
                 comm._recorder.trace.name_run(world.identity)
             comm._log_facts()
@@ -250,17 +250,18 @@ class Communicator(Collectives):
             owns_group=not self._leaves_ranks_out,
             on_loopback=self._origin.on_loopback,
         )
-        with self._settled_recorder().begin("split", details=("groups", len(wanted))):
+        with self.call("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
             try:
-                return self._derive(wanted, self._settings, origin)
+                return self._derive(wanted, self.settings, origin)
             except Exception as error:  # torch's, of a group that a signal handler's close() has ended meanwhile
                 if not self.closed or isinstance(error, ThinwireError):
                     raise
                 raise ThinwireError("this communicator was closed while it was split") from error
 
     @property
-    def _settings(self) -> Settings:
+    def settings(self) -> Settings:
+        """What is handed on to communicators that are made from this one."""
         return Settings(self._device, self.timeout, self.integrity, self.quorum)
 
     def _derive(self, groups: Sequence[tuple[int, ...]], settings: Settings, origin: Origin) -> Communicator:
@@ -317,6 +318,13 @@ class Communicator(Collectives):
         return timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
 
     @property
+    def voters(self) -> Exchange | None:
+        """Through what ranks agree on who is lost, once a kernel has given up; None where they do not."""
+        standby = self._standby  # of processes
+        # On CUDA hosts learn of it when they next ask, each at its own time: a vote would take for lost who asks late.
+        return self._exchange if self.device.type == "cpu" and (standby is None or standby.can_agree) else None
+
+    @property
     def _latest(self) -> Communicator | None:
         """This one, or what `shrink` has made of it, whichever is open; None if that was closed."""
         if self._successor is not None:
@@ -360,14 +368,14 @@ class Communicator(Collectives):
         if self._successor is not None:
             return self._successor
         if self._closed:
-            self._require_open()
+            self.require_open()
         left_out = self._lost_ranks(lost)
         if self.size == 1:
             return self
         exchange = self._exchange
         if isinstance(exchange, ThreadExchange):
             members, world = exchange.world.shrink(self.rank, left_out, 2 * self.timeout)
-            comms = Communicator.of_threads(world, **self._settings._asdict())
+            comms = Communicator.of_threads(world, **self.settings._asdict())
             made = comms[members.index(self.rank)]
         else:
             made = self._shrink_group(left_out)
@@ -405,7 +413,7 @@ class Communicator(Collectives):
         )
         made: Communicator | None = None
         problem: ThinwireError | None = None
-        kept = self._settings._asdict()
+        kept = self.settings._asdict()
         try:
             if self._renews_default:
                 if backend == "nccl":
@@ -432,8 +440,8 @@ class Communicator(Collectives):
     def _log_facts(self) -> None:
         if LOGGER.isEnabledFor(logging.INFO):
             facts = self._facts()
-            self._log("; ".join(facts[:-1]))
-            self._log(facts[-1], logging.DEBUG)
+            self.log("; ".join(facts[:-1]))
+            self.log(facts[-1], logging.DEBUG)
 
     @property
     def _shares_rows(self) -> bool:
@@ -455,8 +463,8 @@ class Communicator(Collectives):
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",
             f"quorum: {self.quorum}",
-            *([f"threads for rows of a large call: {self._cpu_share}"] if self._shares_rows else []),
-            *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self._result_memory.num_bytes) else []),
+            *([f"threads for rows of a large call: {self.cpu_share}"] if self._shares_rows else []),
+            *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self.result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self._recorder.describe(),
         ]
@@ -495,7 +503,7 @@ class Communicator(Collectives):
         if self._closed:
             return
         self._closed = True
-        self._result_memory.close()
+        self.result_memory.close()
         for attachment in self._attachments.values():
             attachment.close()
         for work in self._unfinished:
@@ -526,8 +534,7 @@ class Communicator(Collectives):
             self._successor._close_all()
 
     def __repr__(self) -> str:
-        backend = self._exchange.backend
-        return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={backend!r})"
+        return f"Communicator(rank={self.rank}, size={self.size}, device='{self._device}', backend={self.backend!r})"
 
 
 def _destroy(group: dist.ProcessGroup, process: int) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.calls import Attachment, Calls
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.integrity import Rows
@@ -29,7 +30,6 @@ from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.comm.threads import ThreadExchange
-from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 from thinwire.log import LOGGER
@@ -46,35 +46,6 @@ _STRIDED = torch.strided
 _LARGEST_COUNT = 2**63 - 1
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class Attachment(ABC):
-    """What may be kept with a communicator: something with a line for `explain`, and an end.
-
-    `settle` ends what is under way; it comes before anything else travels. Otherwise a rank could wait here for a peer
-    that waits for the rest of what this rank sends it. What that call comes to is for its own wait to say; `settle`
-    raises only what comes from outside, such as a signal handler's exception, and can be called again then.
-    """
-
-    outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes that it holds for tensors that callers got from it."""
-        return 0
-
-    @abstractmethod
-    def describe(self) -> str: ...
-
-    def settle(self) -> None:
-        return  # for those that have nothing under way
-
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: `close` and what is under way touch nothing that the parent uses."""
-        return
-
-    def close(self) -> None:
-        return
 
 
 _A = TypeVar("_A", bound=Attachment)
@@ -95,11 +66,10 @@ class Origin:
     on_loopback: bool = False  # all ranks are known to be on this host
 
 
-class HostCollectives(ABC):
+class HostCollectives(Calls, ABC):
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     _clocks_differ = False  # of its ranks' hosts
-    _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
 
     def _set_up(
         self,
@@ -117,21 +87,20 @@ class HostCollectives(ABC):
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world,
             writes=recorded and not is_off(),
         )  # fmt: skip
-        self._attachments: dict[str, Attachment] = {}
-        self._result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
-        self._unfinished: list[Work[None]] = []  # collectives with steps that are still to be posted
+        self._attachments, self._unfinished = {}, []
+        self.result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._handle = register(self)
 
     @cached_property
-    def _cpu_share(self) -> CpuShare:
+    def cpu_share(self) -> CpuShare:
         """How many threads this rank uses for the rows of a large call on the CPU."""
         return cpu_share(_place_in_world(self._exchange)[2], isinstance(self._exchange, ThreadExchange))
 
-    def _log(self, text: str, level: int = logging.INFO) -> None:
+    def log(self, text: str, level: int = logging.INFO) -> None:
         """Tells the logger of a choice, at this rank."""
         LOGGER.log(level, "rank %d of %d: %s", self.rank, self.size, text)
 
-    def _join_trace(self, trace: Trace | None) -> None:
+    def join_trace(self, trace: Trace | None) -> None:
         """Compares clocks where ranks have different ones; then it is collective."""
         if self._clocks_differ:
             clock = compare_clocks(self._exchange, self._exchange_device)
@@ -182,6 +151,11 @@ class HostCollectives(ABC):
         return self._closed or (self._group is not None and self._store is None and not group_exists(self._group))
 
     @property
+    def backend(self) -> str:
+        """What moves what is staged: "gloo", "nccl" or "threads"."""
+        return self._exchange.backend
+
+    @property
     def in_process(self) -> bool:
         """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
         return isinstance(self._exchange, ThreadExchange)
@@ -195,7 +169,7 @@ class HostCollectives(ABC):
         quarter of what was available when the first was made; what was used least recently goes first. `close` gives it
         back, and so does that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
         """
-        return self._result_memory.num_bytes + sum(one.tensor_bytes for one in list(self._attachments.values()))
+        return self.result_memory.num_bytes + sum(one.tensor_bytes for one in list(self._attachments.values()))
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
@@ -258,7 +232,9 @@ class HostCollectives(ABC):
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
             IntegrityError: a message was corrupted before; and so does `wait`, of those of this exchange.
         """
-        return self._settled_exchange().post(sends, receives, label, sizes, rows)
+        self.require_open()
+        self.settle()
+        return self._exchange.post(sends, receives, label, sizes, rows)
 
     def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
         """What `make` returned at the first call with this key; closed when the communicator is.
@@ -269,7 +245,7 @@ class HostCollectives(ABC):
             ThinwireError: the communicator is closed.
         """
         if self._closed:
-            self._require_open()
+            self.require_open()
         if self._unfinished:  # what uses an attachment waits for peers, which may wait for these
             self._settle_collectives()
         attachment = self._attachments.get(key)
@@ -284,7 +260,7 @@ class HostCollectives(ABC):
         Raises:
             PeerTimeout: naming the ranks that did not come.
         """
-        with self._settled_recorder().begin("barrier"):
+        with self.call("barrier"):
             self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "barrier")
 
     @collective
@@ -313,7 +289,7 @@ class HostCollectives(ABC):
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST_COUNT:
                 raise CountsError(f"send_counts[{peer}] is {count!r}, expected an int from 0 to 2**63 - 1")
         rows = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8).view(self.size, 8)
-        with self._settled_recorder().begin("exchange_counts"):
+        with self.call("exchange_counts"):
             received: list[int] = self._exchange_rows(rows, "counts").view(torch.int64).view(self.size).tolist()
             for peer, count in enumerate(received):
                 if count < 0:
@@ -333,7 +309,7 @@ class HostCollectives(ABC):
             Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
         """
         pickled = pickle.dumps(obj)
-        with self._settled_recorder().begin("all_gather_object"):
+        with self.call("all_gather_object"):
             return list(map(_unpickled, range(self.size), self._gather_messages(pickled, "objects")))
 
     @collective
@@ -353,7 +329,7 @@ class HostCollectives(ABC):
             PeerTimeout: a peer did not answer.
         """
         encoded = encode(value, shape)
-        with self._settled_recorder().begin("all_gather_data"):
+        with self.call("all_gather_data"):
             messages = self._gather_messages(encoded, "data", MOST_BYTES)
             return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
 
@@ -386,10 +362,11 @@ class HostCollectives(ABC):
             ThinwireError: the ranks are processes, see `in_process`; `all_gather_object` sends copies.
             PeerTimeout: a peer did not answer.
         """
-        exchange = self._settled_exchange()
+        self.require_open()
+        exchange = self._exchange
         if not isinstance(exchange, ThreadExchange):
             raise ThinwireError("ranks that are processes cannot share objects; all_gather_object sends copies")
-        with self._settled_recorder().begin("share_objects"):
+        with self.call("share_objects"):
             return exchange.share_objects(obj)
 
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
@@ -416,7 +393,7 @@ class HostCollectives(ABC):
         encode(described, {str: str})  # what could not be sent if it differed is refused before anything is
         digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
         rows = torch.frombuffer(bytearray(digest * self.size), dtype=torch.uint8).view(self.size, len(digest))
-        with self._settled_recorder().begin("require_same", details=("what", what)):
+        with self.call("require_same", details=("what", what)):
             if bool((self._exchange_rows(rows, "settings") == rows).all()):
                 return
             # Every rank saw all the digests, so every rank comes here.
@@ -456,40 +433,12 @@ class HostCollectives(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def _require_open(self) -> None:
-        self._require_not_ended()
-        if self.closed:
-            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
-
-    def _require_not_ended(self) -> None:
+    def require_open(self) -> None:
+        """Raises ThinwireError where it is closed, or has ended at this rank."""
         if self._ended is not None:
             raise ThinwireError(self._ended)
-
-    def _settled_exchange(self) -> Exchange:
-        self._require_open()
-        self._settle()
-        return self._exchange
-
-    def _settled_recorder(self) -> FlightRecorder:
-        """For a call's entry: an exception that ends the wait for an earlier one leaves none, as peers miss none.
-
-        What a child does with its parent's, or a rank after an interrupt, backward too, ends here: direct rounds ask
-        the communicator for no more.
-        """
-        if self._ended is not None:
-            self._require_not_ended()
-        self._settle()
-        return self._recorder
-
-    def _settle(self) -> None:
-        self._settle_collectives()
-        for attachment in self._attachments.values():
-            attachment.settle()
-
-    def _settle_collectives(self) -> None:
-        while self._unfinished:
-            self._unfinished[0].settle()
-            del self._unfinished[0]  # not before: after an exception from outside the next call goes on with it
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
     @property
     def _exchange_device(self) -> torch.device:

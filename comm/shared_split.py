@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.host_collectives import Attachment
 
 Groups = tuple[tuple[int, ...], ...]
 

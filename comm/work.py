@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.recorder.flight_recorder import NOT_RECORDED, PendingCall
+from thinwire.comm.recorder.flight_recorder import PendingCall
 from thinwire.compiler import opaque
 from thinwire.errors import ThinwireError
 
@@ -37,7 +37,7 @@ class Work(Generic[_T]):
         steps: Iterable[Step],
         finish: Callable[[], _T],
         device: torch.device | None = None,
-        recorded: PendingCall = NOT_RECORDED,
+        recorded: PendingCall | None = None,
     ) -> None:
         self._steps = iter(steps)
         self._finish: Callable[[], _T] | None = finish
@@ -77,7 +77,7 @@ class Work(Generic[_T]):
             mode = torch.inference_mode() if self._inference else torch.no_grad()
             # torch.cuda.stream(None) would initialise CUDA in ranks of the CPU.
             stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-            with self._recorded, mode, stream:
+            with self._recorded or contextlib.nullcontext(), mode, stream:
                 while self._step is not None:
                     self._step.wait()
                     over = True
@@ -101,7 +101,8 @@ class Work(Generic[_T]):
         if self._finish is not None and self._failure is None:
             self._failure = error
             self._let_go()
-            self._recorded.end(error)
+            if self._recorded is not None:
+                self._recorded.end(error)
 
     def settle(self) -> None:
         """As `wait`, but what went wrong with the call is for `wait` to say. An exception from outside is raised."""
@@ -121,8 +122,3 @@ def without_traceback(error: _E) -> _E:
     kept.args = error.args  # which an OSError forgets until it is initialised
     kept.__dict__.update(error.__dict__)
     return kept
-
-
-def deliver(finish: Callable[[], _T], device: torch.device, recorded: PendingCall | None) -> _T | Work[_T]:
-    """What a call returns: a work whose `wait()` finishes it, and its entry; or, for None, the result."""
-    return finish() if recorded is None else Work((), finish, device, recorded)

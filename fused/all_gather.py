@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group, communicator_or_default
-from thinwire.comm.recorder.flight_recorder import DETAILS
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
-from thinwire.fused.collective_arguments import Call
+from thinwire.fused.collective_arguments import Arguments, check_out
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs, on_communicator
@@ -102,8 +101,8 @@ def all_gather(
         there = partial(all_gather, wire=wire, comm=comm, transport=transport)
         require_linear("all_gather", out, async_op)
         return with_gradient(x, there, _scatter(x.shape, grad_wire, comm, transport))
-    call = Call.of(all_gather, x, ["none", wire], comm, transport, async_op)
-    return _gather(call, [x.shape[0]] * call.comm.size, out)
+    given = Arguments.of(all_gather, x, ["none", wire], comm, transport, async_op)
+    return _gather(given, [x.shape[0]] * given.comm.size, out)
 
 
 @on_communicator
@@ -141,37 +140,37 @@ def all_gather_v(
         there = partial(all_gather_v, counts=counts, wire=wire, comm=comm, transport=transport)
         back = _scatter(x.shape, grad_wire, comm, transport, parse_integers(counts, here.size, "counts"))
         return with_gradient(x, there, back)
-    call = Call.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
-    comm = call.comm
+    given = Arguments.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
+    comm = given.comm
     if counts is None:
-        with call.recorded() as entry:
+        with given.call() as call:
             parsed = comm.exchange_counts([x.shape[0]] * comm.size)
-            entry[DETAILS] = ("counts", parsed)
-            return _gather(call, parsed, out)
+            call.tell("counts", parsed)
+            return _gather(given, parsed, out)
     parsed = parse_integers(counts, comm.size, "counts")
     if parsed[comm.rank] != x.shape[0]:
         raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
-    return _gather(call, parsed, out)
+    return _gather(given, parsed, out)
 
 
-def _gather(call: Call, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:
-    x, comm, wire = call.x, call.comm, call.wires[-1]
+def _gather(given: Arguments, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:
+    x, comm, wire = given.x, given.comm, given.wires[-1]
     shape, size, elements = [sum(counts), *x.shape[1:]], comm.size, math.prod(x.shape[1:])
     place = sum(counts[: comm.rank]) * elements * x.itemsize
-    call.check_out(out, shape, -place)
-    details = ("counts", counts) if call.what == "all_gather_v" else ()
+    check_out(given.what, x, out, shape, -place)
+    details = ("counts", counts) if given.what == "all_gather_v" else ()
     if not wire.quantized:
         if out is not None and x.numel() and out.data_ptr() + place == x.data_ptr():
             x = x.clone()  # all_to_all_v wants them apart
-        with call.recorded(details):
+        with given.call(details):
             return all_to_all_v(
                 x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
-                transport=call.transport, async_op=call.async_op,
+                transport=given.transport, async_op=given.async_op,
             )  # fmt: skip
     parts, row = gathered_parts([count * elements for count in counts])
 
     def staged(own: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        leg = GatherLeg(comm, parts, row, wire, x.dtype, own, call.describe(parts, row))
+        leg = GatherLeg(comm, parts, row, wire, x.dtype, own, given.describe(parts, row))
         return lambda: leg.recv_into(whole)
 
-    return call.run(ALL_GATHER, parts, row, out, shape, staged, details=details)
+    return given.run(ALL_GATHER, parts, row, out, shape, staged, details=details)

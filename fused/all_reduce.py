@@ -16,7 +16,7 @@ from thinwire.comm import Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.fused.codec import default_wire
 from thinwire.fused.collective import KEY, DirectCollectives
-from thinwire.fused.collective_arguments import Call
+from thinwire.fused.collective_arguments import Arguments, check_out
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
@@ -85,7 +85,7 @@ def all_reduce(
     ordinary = type(op) is str and op == "sum" and type(transport) is str and transport in _NOT_STAGED
     if ordinary and async_op is False and not wants_gradient(x):
         comm = communicator_or_default(comm)
-        direct = comm._attachments.get(KEY)
+        direct = comm.at_once(KEY)
         first = default_wire() if wire is None else wire
         named = type(first) in _NAMES and (gather_wire is None or type(gather_wire) in _NAMES)
         if type(direct) is DirectCollectives and named:
@@ -98,9 +98,9 @@ def all_reduce(
         there = partial(all_reduce, op=op, wire=wire, gather_wire=gather_wire, comm=comm, transport=transport)
         return with_gradient(x, there, _sum(x.shape, grad_wire, comm, transport))
     legs = [wire] if gather_wire is None else [wire, gather_wire]
-    call = Call.of(all_reduce, x, legs, comm, transport, async_op, op=op)
-    call.check_out(out, x.shape, 0)
-    comm, wires = call.comm, call.wires
+    given = Arguments.of(all_reduce, x, legs, comm, transport, async_op, op=op)
+    check_out(given.what, x, out, x.shape, 0)
+    comm, wires = given.comm, given.wires
     parts, row = split_parts(x.numel(), comm.size)
 
     def exactly(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
@@ -109,10 +109,10 @@ def all_reduce(
         return comm.all_reduce(whole, op, async_op=True).wait
 
     def staged(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        described = call.describe(parts, row)
+        described = given.describe(parts, row)
         leg = ScatterLeg(comm, source, parts, row, wires[0], described)
         # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
         gather = GatherLeg(comm, parts, row, wires[-1], x.dtype, leg, described)
         return lambda: gather.recv_into(whole)
 
-    return call.run(ALL_REDUCE, parts, row, out, x.shape, staged, exactly)
+    return given.run(ALL_REDUCE, parts, row, out, x.shape, staged, exactly)

@@ -16,10 +16,9 @@ import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.integrity import Rows
-from thinwire.comm.recorder.flight_recorder import TRANSPORT
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.tensors import is_dense, is_transforming, overwrite
-from thinwire.comm.work import Work, deliver
+from thinwire.comm.work import Work
 from thinwire.compiler import nothing_compiles
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
@@ -158,7 +157,7 @@ def all_to_all_v(
     if nothing_compiles():
         if type(comm) is not Communicator:
             comm = communicator_or_default(comm)
-        recorder = comm._recorder
+        recorder = comm.recorder
         begun = recorder.begun
         try:
             if is_auto(wire):
@@ -175,8 +174,8 @@ def all_to_all_v(
                 and not is_transforming()
             ):
                 named = default_wire() if wire is None else wire
-                plain = comm._attachments.get("all_to_all_v")
-                if type(named) in _NAMES and type(plain) is HostChannel and not comm._unfinished:
+                plain = comm.at_once("all_to_all_v")
+                if type(named) in _NAMES and type(plain) is HostChannel:
                     moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
                     if moved is not None:
                         return moved
@@ -246,7 +245,7 @@ def _thoroughly(
             return RecvBuffer(receives, out)
         # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
         zero = sum(counts) != receives.rows
-        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero, comm._result_memory))
+        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero, comm.result_memory))
 
     placed = None
     if counts is not None:
@@ -254,19 +253,17 @@ def _thoroughly(
         if not check and sends.counts[rank] != counts[rank]:
             raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
     quantized = [wire] if wire.quantized else []
-    recorder, expected = comm._settled_recorder(), () if counts is None else ("recv_counts", counts)
-    details = ("send_counts", sends.counts, *expected)
-    with recorder.begin("all_to_all_v", x.shape, x.dtype, wire, transport, details) as entry:
+    details = ("send_counts", sends.counts, *(() if counts is None else ("recv_counts", counts)))
+    with comm.call("all_to_all_v", x.shape, x.dtype, wire, transport, details) as call:
         channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
-        entry[TRANSPORT] = "staged" if isinstance(channel, Refusal) else "direct"
-        if recorder.track is not None:
-            recorder.sent(traffic_of(x, sends.counts, comm.rank, wire))
+        call.takes("staged" if isinstance(channel, Refusal) else "direct")
+        comm.sent(traffic_of, x, sends.counts, comm.rank, wire)
         if check:
             counts = _compare_with_peers(x, sends, counts, wire, comm)
             placed = placed or place(counts)
         if not isinstance(channel, Refusal):
             transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
-            return deliver(transfer.wait, comm.device, recorder.posted(entry) if async_op else None)
+            return comm.deliver(call, transfer.wait, comm.device, async_op)
         placed = placed or place(comm.exchange_counts(sends.counts))
         with torch.no_grad():
             finish = placed.output
@@ -274,7 +271,7 @@ def _thoroughly(
                 finish = _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
             elif math.prod(tail):
                 finish = _post_exact(x, sends, placed, comm)
-            return deliver(finish, placed.memory.device, recorder.posted(entry) if async_op else None)
+            return comm.deliver(call, finish, placed.memory.device, async_op)
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:
@@ -363,7 +360,7 @@ def _post_quantized(
     else:
         rows, row_out = (tensor.reshape(len(tensor), math.prod(x.shape[1:])) for tensor in (x, out))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    backend = select_backend(x.device, wire, comm._cpu_share.threads)
+    backend = select_backend(x.device, wire, comm.cpu_share.threads)
 
     def pack(start: int, stop: int, records: torch.Tensor) -> None:
         picked, row_index = row_sends.pick(rows, start, stop)

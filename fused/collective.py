@@ -34,7 +34,6 @@ from thinwire.fused.transport import (
     Refusal,
     open_direct,
     uses_triton,
-    voters,
 )
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
@@ -96,7 +95,7 @@ def open_collectives(
                 from thinwire.triton_kernels import collective as kernels
             else:
                 from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, voters(comm), comm._recorder)
+            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, comm.voters, comm.recorder)
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, KEY, layout.NUM_BYTES, settings, make)
@@ -150,8 +149,8 @@ class DirectCollectives(ExchangeTransport):
         recorder: FlightRecorder | None = None,
     ) -> None:
         super().__init__(KEY, memory, layout, rank, timeout, voters)
-        self._recorder = recorder
-        self._phase = _no_phase if recorder is None else recorder.phase
+        self._recorder = recorder or FlightRecorder(rank, layout.WORLD, KEY, "", timeout, writes=False)
+        self._phase = self._recorder.phase
         self._kernels = kernels
         self._words = self.report.data  # the same, of which a word is read sooner
         self._under_way = False  # whether a call is in the kernels
@@ -283,23 +282,22 @@ class DirectCollectives(ExchangeTransport):
             if len(self._plain_sums) >= _MOST_JOBS:
                 self._plain_sums.clear()
             kept = self._plain_sums[key] = job, legs
-        recorder = comm._settled_recorder()
-        if recorder.track is not None:  # a trace is told more
+        if comm.traced:  # a trace is told more
             return None
-        with recorder.begin("all_reduce", shape, dtype, kept[1], "direct"):
+        with comm.call("all_reduce", shape, dtype, kept[1], "direct"):
             filled = out
             overwrite("out", out)
             if filled is None and x.nbytes < LEAST_BYTES:
                 filled = torch.empty_like(x, memory_format=_CONTIGUOUS)  # at half the cost
             elif filled is None:
-                filled = comm._result_memory.new_empty(x, shape)
+                filled = comm.result_memory.new_empty(x, shape)
             self.run(kept[0], x, filled)
         return filled
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, times, done = self._kernels, (self.wait_seconds(), self.grace), 0
         whole = getattr(kernels, "whole", None)  # numba's have it
-        if whole is not None and (self._recorder is None or self._recorder.track is None):  # a trace wants phases
+        if whole is not None and self._recorder.track is None:  # a trace wants phases
             done = whole(lane, job, x, out, chunk)
             if done == DONE:
                 return
@@ -361,7 +359,3 @@ class DirectCollectives(ExchangeTransport):
                     f"  rank {peer}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
                 )
         return ConfigMismatch("\n".join(lines))
-
-
-def _no_phase(name: str) -> None:
-    return

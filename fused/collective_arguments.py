@@ -1,9 +1,8 @@
-"""A call of a collective: what it is given, checked before anything is sent, and which way it goes."""
+"""The arguments of a collective: what it is given, checked before anything is sent, and which way it goes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.exact.p2p import extent
 from thinwire.comm.exact.reductions import Reduction
-from thinwire.comm.recorder.flight_recorder import TRANSPORT, Entry
+from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.tensors import is_dense, overwrite, require_dense
-from thinwire.comm.work import Work, deliver
+from thinwire.comm.work import Work
 from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, require_float
 from thinwire.fused.collective import DirectCollectives, open_collectives
@@ -31,8 +30,8 @@ _NONE = object()  # not a reduction; None would be a wrong one
 
 
 @dataclass
-class Call:
-    """What every collective is called with.
+class Arguments:
+    """What a collective is called with.
 
     Attributes:
         what: the collective's name.
@@ -60,7 +59,7 @@ class Call:
         *,
         op: object = _NONE,
         alike: bool = True,
-    ) -> Call:
+    ) -> Arguments:
         """Refuses what cannot travel. `op` is a reduction's; `alike`: all ranks' tensors have one size."""
         comm = communicator_or_default(comm)
         check_transport(transport)
@@ -73,14 +72,10 @@ class Call:
         exactly = op is not _NONE and _reduces_exactly(what, op, x, resolved)
         return cls(what, x, resolved, comm, transport, async_op, exactly)
 
-    def check_out(self, out: torch.Tensor | None, shape: Sequence[int], place: int) -> None:
-        """As `check_out`."""
-        check_out(self.what, self.x, out, shape, place)
-
-    def recorded(self, details: tuple[Any, ...] = ()) -> AbstractContextManager[Entry]:
-        """The call's entry in the flight recorder, once this rank refuses nothing any more."""
+    def call(self, details: tuple[Any, ...] = ()) -> Call:
+        """Begins the call, once this rank refuses nothing any more."""
         x, legs = self.x, self.wires[-1:] if self.what.startswith("all_gather") else self.wires
-        return self.comm._settled_recorder().begin(self.what, x.shape, x.dtype, legs, self.transport, details)
+        return self.comm.call(self.what, x.shape, x.dtype, legs, self.transport, details)
 
     def describe(self, parts: Segments, row: int) -> str:
         """All that the ranks must agree on, the same text on ranks that do."""
@@ -107,12 +102,14 @@ class Call:
             details: for the flight recorder.
         """
         comm, wires, x = self.comm, self.wires, self.x
-        with self.recorded(details) as entry, torch.no_grad():
-            direct = None if self.exactly else self._choose()
-            entry[TRANSPORT] = "staged" if direct is None else "direct"
-            target = comm._result_memory.new_empty(x, shape) if out is None else out
+        with self.call(details) as call, torch.no_grad():
+            direct: DirectCollectives | Refusal | None = None
+            if not self.exactly:
+                direct = choose(self.what, self.transport, comm, wires, lambda: open_collectives(comm, wires=wires))
+            call.takes("direct" if isinstance(direct, DirectCollectives) else "staged")
+            target = comm.result_memory.new_empty(x, shape) if out is None else out
             finish = None
-            if direct is not None:
+            if isinstance(direct, DirectCollectives):
                 job = direct.job(op, parts, row, wires[0], wires[-1], x.dtype)
                 direct.run(job, _flat(x.detach()), target.detach().view(-1))
             elif target.numel():
@@ -124,14 +121,9 @@ class Call:
                     finish()
                 return target
 
-            if comm._recorder.track is not None and not self.exactly:
-                comm._recorder.sent(traffic_of(op, parts, row, comm.rank, wires, x.dtype))
-            return deliver(end, target.device, comm._recorder.posted(entry) if self.async_op else None)
-
-    def _choose(self) -> DirectCollectives | None:
-        comm, wires = self.comm, self.wires
-        found = choose(self.what, self.transport, comm, wires, lambda: open_collectives(comm, wires=wires))
-        return None if isinstance(found, Refusal) else found
+            if not self.exactly:
+                comm.sent(traffic_of, op, parts, row, comm.rank, wires, x.dtype)
+            return comm.deliver(call, end, target.device, self.async_op)
 
 
 def check_input(what: str, x: torch.Tensor, wires: Sequence[WireFormat], comm: Communicator) -> None:

@@ -85,7 +85,7 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
     if state.error_feedback and wire.quantized:
         lost = state.lost(bucket)
         gradients.add_(lost)
-        torch.sub(gradients, arrived(gradients, comm.size, wire, comm._cpu_share.threads), out=lost)
+        torch.sub(gradients, arrived(gradients, comm.size, wire, comm.cpu_share.threads), out=lost)
         lost.nan_to_num_(0.0, 0.0, 0.0)  # a step whose gradients overflowed is over with that step
     all_reduce(gradients, out=gradients, wire=wire, gather_wire=state.gather_wire, comm=comm, transport=state.transport)
     on_gpu = gradients.device.type == "cuda"

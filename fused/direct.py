@@ -14,7 +14,7 @@ from thinwire.fused.channel import FLAT_ROW, PIECES, Channel, RecvBuffer, Transf
 from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.host_channel import HostChannel
-from thinwire.fused.transport import Refusal, open_direct, uses_triton, voters
+from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.wire import WireFormat
 
 _KEY = "all_to_all_v"
@@ -43,8 +43,8 @@ def open_channel(
         on_device = uses_triton(comm)
 
         def make(memory: SymmetricMemory, crowded: bool) -> Channel:
-            ends = memory, layout, comm.rank, comm.timeout, voters(comm)
-            return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm._cpu_share.threads, crowded)
+            ends = memory, layout, comm.rank, comm.timeout, comm.voters
+            return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm.cpu_share.threads, crowded)
 
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.host_collectives import Attachment
+from thinwire.comm.calls import Attachment
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.fused.direct import open_channel
@@ -74,7 +74,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: G
     sizes, dtype = _checked(shape, dtype)
     num_bytes = math.prod(sizes) * dtype.itemsize
     comm = communicator_or_default(comm)
-    with comm._settled_recorder().begin("empty", sizes, dtype):
+    with comm.call("empty", sizes, dtype):
         comm.require_same("empty", {"shape": str(sizes), "dtype": str(dtype)})
         tensors = comm.attached(_KEY, lambda: SymmetricTensors(comm))
         with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then

@@ -288,7 +288,7 @@ class HostChannel(Channel):
                 if kind.out_shape == kind.shape and x.nbytes < LEAST_BYTES:  # at half the cost
                     out = torch.empty_like(x, memory_format=_CONTIGUOUS)
                 else:
-                    out = comm._result_memory.new_empty(x, kind.out_shape)
+                    out = comm.result_memory.new_empty(x, kind.out_shape)
             except RuntimeError:  # no memory
                 return None
             out_address = out.data_ptr()
@@ -297,9 +297,9 @@ class HostChannel(Channel):
             if x_address < out_address + kind.out_bytes and out_address < x_address + kind.x_bytes:
                 return None
             overwrite("out", out)
-        words, recorder = self._words, comm._recorder
+        words, recorder = self._words, comm.recorder
         words[self._x_word], words[self._out_word] = x_address, out_address
-        outer = recorder._current
+        outer = recorder.current
         try:
             recorder.enter(kind.recorded)
             # Whatever interrupts this, the next call finds what there is to end. One that ended as it should serves the

@@ -72,7 +72,7 @@ def int8_all_to_all_reduce(
         raise WireFormatError(f"int8_all_to_all_reduce gives float16, bfloat16 or float32; asked for {dtype}")
     factors = _factors(x, scales)
     gather_wire = WireFormat.parse(gather_wire)
-    with comm._settled_recorder().begin("int8_all_to_all_reduce", x.shape, x.dtype, gather_wire, transport):
+    with comm.call("int8_all_to_all_reduce", x.shape, x.dtype, gather_wire, transport), torch.no_grad():
         if check:
             digest = zlib.crc32(factors.cpu().numpy().tobytes())
             everyone = comm.all_gather_data(digest, int)
@@ -82,22 +82,21 @@ def int8_all_to_all_reduce(
         share = -(-x.numel() // comm.size)
         starts = [min(rank * share, x.numel()) for rank in range(comm.size + 1)]
         counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-        with torch.no_grad():
-            own = counts[comm.rank]
-            flat = x.detach().contiguous().view(-1)
-            received = all_to_all_v(flat, counts, [own] * comm.size, wire="none", comm=comm, transport=transport)
-            assert isinstance(received, torch.Tensor)
-            total = received.view(comm.size, own).sum(0, dtype=torch.int32).float()
-            if factors.numel() > 1:
-                channels = torch.arange(starts[comm.rank], starts[comm.rank] + own, device=x.device) % factors.numel()
-                total *= factors[channels]
-            else:
-                total *= factors
-            largest = torch.finfo(dtype).max
-            sums = total.clamp_(-largest, largest).to(dtype)
-            gathered = all_gather_v(sums, counts, wire=gather_wire, comm=comm, transport=transport)
-            assert isinstance(gathered, torch.Tensor)
-            return gathered.view(x.shape)
+        own = counts[comm.rank]
+        flat = x.detach().contiguous().view(-1)
+        received = all_to_all_v(flat, counts, [own] * comm.size, wire="none", comm=comm, transport=transport)
+        assert isinstance(received, torch.Tensor)
+        total = received.view(comm.size, own).sum(0, dtype=torch.int32).float()
+        if factors.numel() > 1:
+            channels = torch.arange(starts[comm.rank], starts[comm.rank] + own, device=x.device) % factors.numel()
+            total *= factors[channels]
+        else:
+            total *= factors
+        largest = torch.finfo(dtype).max
+        sums = total.clamp_(-largest, largest).to(dtype)
+        gathered = all_gather_v(sums, counts, wire=gather_wire, comm=comm, transport=transport)
+        assert isinstance(gathered, torch.Tensor)
+        return gathered.view(x.shape)
 
 
 def _factors(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:

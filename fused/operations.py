@@ -50,7 +50,7 @@ _OF_FORWARD = ("anchor", "x", "op", "wire", "gather_wire")  # and not of backwar
 
 
 def _recorder_of(*_: object, comm: Any = None, **__: object) -> FlightRecorder:
-    return communicator_or_default(comm)._recorder
+    return communicator_or_default(comm).recorder
 
 
 def on_communicator(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -149,7 +149,7 @@ class _Redistribute(torch.autograd.Function):
 @torch.no_grad()
 def _carry_out(plan: RedistributePlan, x: torch.Tensor, link: _Link, out: torch.Tensor | None = None) -> torch.Tensor:
     details = ("from", plan.src, "to", plan.dst)
-    with link.comm._settled_recorder().begin("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
+    with link.comm.call("redistribute", plan.shape, x.dtype, link.wire, link.transport, details):
         if 0 in plan.shape:
             return x.new_empty(plan.dst.shard_shape(plan.shape)) if out is None else out
         for step in plan.steps:
@@ -187,7 +187,7 @@ def _take_step(step: Step, x: torch.Tensor, link: _Link, out: torch.Tensor | Non
         moved = collect(out=None if out is None else out.view(-1), **through)
         return moved.view(shape) if out is None else out
     moved = collect(**through)
-    out = link.comm._result_memory.new_empty(x, shape) if out is None else out
+    out = link.comm.result_memory.new_empty(x, shape) if out is None else out
     views = [out[place] for place in places]
     for view, part in zip(views, moved.split([view.numel() for view in views]), strict=True):
         view.copy_(part.view(view.shape))

@@ -16,7 +16,7 @@ from thinwire.comm import Group
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_gather import all_gather
-from thinwire.fused.collective_arguments import Call
+from thinwire.fused.collective_arguments import Arguments, check_out
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
@@ -77,13 +77,13 @@ def reduce_scatter(
         require_linear("reduce_scatter", out, async_op, op, x.dtype)
         there = partial(reduce_scatter, op=op, wire=wire, comm=comm, transport=transport)
         return with_gradient(x, there, _gather(x.shape, grad_wire, comm, transport))
-    call = Call.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
-    comm = call.comm
+    given = Arguments.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
+    comm = given.comm
     if x.shape[0] % comm.size:
         raise CountsError(f"reduce_scatter: x has {x.shape[0]} rows, which {comm.size} ranks cannot share equally")
     share = x.numel() // comm.size
     shape = [x.shape[0] // comm.size, *x.shape[1:]]
-    call.check_out(out, shape, comm.rank * share * x.itemsize)
+    check_out(given.what, x, out, shape, comm.rank * share * x.itemsize)
     parts, row = gathered_parts([share] * comm.size)
 
     def exactly(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
@@ -92,7 +92,7 @@ def reduce_scatter(
         return comm.reduce_scatter(own, shares, op, async_op=True).wait
 
     def staged(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
-        leg = ScatterLeg(comm, whole, parts, row, call.wires[0], call.describe(parts, row))
+        leg = ScatterLeg(comm, whole, parts, row, given.wires[0], given.describe(parts, row))
         return lambda: leg.sum_into(own)
 
-    return call.run(REDUCE_SCATTER, parts, row, out, shape, staged, exactly)
+    return given.run(REDUCE_SCATTER, parts, row, out, shape, staged, exactly)

@@ -19,7 +19,6 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted, Sizes
 from thinwire.comm.integrity import Rows
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.fused.counts import dense_segments
 
 #: Bytes of the first piece of a pair's records, and of the longest. Over Gloo each costs posts, waits and wake-ups,
@@ -67,7 +66,7 @@ class StagedExchange:
 
     received: torch.Tensor
     _pieces: list[tuple[Posted, int, int]]
-    _recorder: FlightRecorder
+    _phase: Callable[[str], None]
 
     @classmethod
     def post(
@@ -92,17 +91,17 @@ class StagedExchange:
                 those of different sizes may have as many bytes.
             cut_like: bytes of larger records, whose pieces these shall be.
         """
-        recorder, slots = comm._recorder, dense_segments(recv_counts)
+        phase, slots = comm.phase, dense_segments(recv_counts)
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
-        received = comm._result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
-        packed = comm._result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
+        received = comm.result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
+        packed = comm.result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
         pieces: list[tuple[Posted, int, int]] = []
         most_rows = max(*recv_counts, *(send_counts or [0]))
-        for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm._exchange.backend):
-            if 0 < len(pieces) <= _GIVES_WAY and comm._exchange.backend == "gloo":
+        for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm.backend):
+            if 0 < len(pieces) <= _GIVES_WAY and comm.backend == "gloo":
                 os.sched_yield()
             incoming = slots.within(start, stop).cut(received)
-            recorder.phase("pack")
+            phase("pack")
             if send_counts is None:
                 outgoing = [incoming[comm.rank]] * comm.size
                 pack(start, stop, incoming[comm.rank])
@@ -112,18 +111,18 @@ class StagedExchange:
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
                 incoming[comm.rank].copy_(outgoing[comm.rank])
-            recorder.phase("post")
+            phase("post")
             rows = Rows(record_bytes, start)
             work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes, rows)
             pieces.append((work, start, stop))
-        return cls(received, pieces, recorder)
+        return cls(received, pieces, phase)
 
     def arrivals(self) -> Iterator[tuple[int, int]]:
         """Waits for each piece in turn and yields the (start, stop) that `pack` had."""
         for work, start, stop in self._pieces:
-            self._recorder.phase("wait for peers")
+            self._phase("wait for peers")
             work.wait()
-            self._recorder.phase("unpack")
+            self._phase("unpack")
             yield start, stop
         self._pieces.clear()
 

@@ -93,7 +93,7 @@ class ScatterLeg(_Rows):
     def __init__(
         self, comm: Communicator, x: torch.Tensor, parts: Segments, row: int, wire: WireFormat, call: str
     ) -> None:
-        super().__init__(comm.device, comm._cpu_share.threads, row, wire, x.dtype)
+        super().__init__(comm.device, comm.cpu_share.threads, row, wire, x.dtype)
         self.world, counts = comm.size, self.counts(parts)
         self.own_rows = counts[comm.rank]
 
@@ -145,7 +145,7 @@ class GatherLeg(_Rows):
         own: torch.Tensor | ScatterLeg,
         call: str,
     ) -> None:
-        super().__init__(comm.device, comm._cpu_share.threads, row, wire, dtype)
+        super().__init__(comm.device, comm.cpu_share.threads, row, wire, dtype)
         self.parts, counts, cut_like = parts, self.counts(parts), 0
         if isinstance(own, ScatterLeg):
             pack, cut_like = self._packs_sums(own, max(counts)), own.record_bytes

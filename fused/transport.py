@@ -16,9 +16,10 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
+from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange, name_ranks
-from thinwire.comm.host_collectives import Attachment, Setting
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.comm.work import without_traceback
@@ -144,15 +145,6 @@ def uses_triton(comm: Communicator) -> bool:
     return comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton"
 
 
-def voters(comm: Communicator) -> Exchange | None:
-    """Through what ranks agree on who is lost, once a kernel has given up; None where they do not.
-
-    On CUDA hosts learn of it when they next ask, each at its own time: a vote would take for lost who asks late.
-    """
-    standby = comm._standby  # of processes
-    return comm._exchange if comm.device.type == "cpu" and (standby is None or standby.can_agree) else None
-
-
 def open_direct(
     comm: Communicator,
     name: str,
@@ -175,7 +167,7 @@ def open_direct(
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
     found, described = _open_direct(comm, name, num_bytes, settings, make, generation)
-    comm._log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
+    comm.log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
     return found
 
 

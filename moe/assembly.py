@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +14,6 @@ from thinwire.comm import Communicator, Group
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.groups import group_of
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
@@ -24,7 +24,6 @@ from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Rounds, Started
 from thinwire.moe.gradients import MOST_LAYERS
 from thinwire.moe.staged import StagedRounds
-from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
 _MOST_GENERATIONS = 1 << 31
 _Kind = TypeVar("_Kind", bound=DirectRounds)
@@ -43,7 +42,7 @@ class Assembly:
         )  # fmt: skip
         self._closed = False
         self._num_layers = 0  # that have a number
-        with config.comm._settled_recorder().begin("ExpertParallel"):
+        with config.comm.call("ExpertParallel"):
             self._assemble(config, generation=0)
 
     def _assemble(self, config: ParallelConfig, generation: int) -> None:
@@ -67,14 +66,10 @@ class Assembly:
             self._rounds = found
         self.transport = self._rounds.name
         facts = self._facts()  # of which `open_direct` has told the first, where it was tried
-        self.comm._log(f"ExpertParallel: {'; '.join(facts if config.transport == 'staged' else facts[1:])}")
+        self.comm.log(f"ExpertParallel: {'; '.join(facts if config.transport == 'staged' else facts[1:])}")
 
     def _open_direct(
-        self,
-        kind: type[_Kind],
-        config: ParallelConfig | None = None,
-        generation: int | None = None,
-        begun: int = 0,
+        self, kind: type[_Kind], config: ParallelConfig | None = None, generation: int | None = None, begun: int = 0
     ) -> _Kind | Refusal:
         """Lanes for forward or for backward; see `DirectLanes.begin_at`. Collective."""
         config = config or self._config
@@ -154,7 +149,7 @@ class Assembly:
         self._require_not_closed()
         if not is_int(max_tokens, 0):
             raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
-        with self.comm._settled_recorder().begin("ensure_capacity"):
+        with self.comm.call("ensure_capacity"):
             self._make_room(max_tokens)
 
     def _make_room(self, need: int) -> None:
@@ -204,7 +199,7 @@ class Assembly:
         self._rounds, self._config = forward, config
         for lanes in old:
             lanes.close()
-        self.comm._log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {before}")
+        self.comm.log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {before}")
 
     def _larger(self, kind: type[_Kind], config: ParallelConfig, begun: int = 0) -> _Kind:
         lanes = self._open_direct(kind, config, self._generation + 1, begun)
@@ -240,10 +235,10 @@ class Assembly:
         elif group is None or isinstance(group, Iterable):
             comm = self.comm.shrink(self._lost if group is None else group)
         else:
-            comm = Communicator(group_of(group)[0], **self.comm._settings._asdict())
+            comm = Communicator(group_of(group)[0], **self.comm.settings._asdict())
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        with comm._settled_recorder().begin("rebuild"):
+        with comm.call("rebuild"):
             told = comm.all_gather_data((self._generation, self._config.max_tokens), (int, int))
             for rank, (generation, room) in enumerate(told):
                 if not 0 <= generation < _MOST_GENERATIONS:
@@ -286,7 +281,7 @@ class Assembly:
         self._rounds.close()
         if self._backward is not None:
             self._backward.close()
-        self.comm._result_memory.clear()
+        self.comm.result_memory.clear()
 
     def leave_to_parent(self) -> None:
         """In a process that was just forked: it is closed here, and its memory is left alone."""
@@ -301,36 +296,15 @@ class Assembly:
             "MoELayer copy the state_dict()"
         )
 
-    def _settle(self, lane: int) -> FlightRecorder:
-        """Ends what peers may wait for: calls under way, and a leg on the lane that was started; gives the recorder."""
-        recorder, rounds = self.comm._settled_recorder(), self._rounds
-        started = rounds.open_rounds[lane]
+    def _settle(self, lane: int) -> Rounds:
+        """Ends what peers may wait for: calls under way, and a leg on the lane that was started. Gives the rounds."""
+        self.comm.settle()
+        started = self._rounds.open_rounds[lane]
         if isinstance(started, Started):
-            rounds.open_rounds[lane] = None
-            try:
-                with recorder.begin("finish", transport=self.transport, details=rounds.place(lane), numbered=False):
-                    started.end()
-            except RoutingError:
-                pass  # of a leg that nobody asks for any more
-        return recorder
-
-    def _tell_refusal(self, lane: int, error: Exception) -> None:
-        """In place of a dispatch. `error` is what the flight recorder says of it."""
-        rounds = self._rounds
-        rounds.open_rounds[lane] = None
-        self._close_round(lane)
-        place = rounds.place(lane, 1)
-        with self.comm._recorder.begin("dispatch", wires=self.wire, transport=self.transport, details=place) as entry:
-            rounds.refuse(lane)
-            self.comm._recorder.failed(entry, error)
-
-    def _close_round(self, lane: int) -> None:
-        """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
-        rounds = self._rounds
-        if rounds.is_open(lane):
-            place, wire = rounds.place(lane), self.combine_wire
-            with self.comm._recorder.begin("abandon", wires=wire, transport=self.transport, details=place):
-                rounds.close_round(lane, LEFT_OPEN)
+            self._rounds.open_rounds[lane] = None
+            with contextlib.suppress(RoutingError):  # of a leg that nobody asks for any more
+                started.finish()
+        return self._rounds  # which may be others after that
 
     def _require_not_closed(self) -> None:
         if self._parent is not None:

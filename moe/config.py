@@ -194,7 +194,7 @@ class ParallelConfig(ParallelSettings):
     def _backend(self, wire: WireFormat) -> Backend:
         if self.is_double:
             return reference_backend("float64")
-        return select_backend(self.comm.device, wire, self.comm._cpu_share.threads)
+        return select_backend(self.comm.device, wire, self.comm.cpu_share.threads)
 
     @property
     def local_experts(self) -> range:

@@ -39,7 +39,7 @@ class DirectRounds(DirectLanes):
     ) -> Callable[[], Dispatched]:
         """Launches the dispatch kernel, then the wait for all peers, and routing."""
         self.raise_failure(lane)
-        recorder = self.config.comm._recorder
+        phase = self.config.comm.phase
         # Contiguous, as their kernel takes them: what is prepared is for the memory that it gets.
         tensors, topk_ids, weights = self.lanes[lane], topk_ids.contiguous(), topk_weights.float().contiguous()
         sends = x, topk_ids, weights, self.config.num_programs
@@ -51,15 +51,15 @@ class DirectRounds(DirectLanes):
             )
             self.take_turn(lane)
         self._wait_for_due(lane)
-        recorder.phase("quantise and store")
+        phase("quantise and store")
         self.rounds_begun[lane] += 1
         self.kernels.send_tokens(tensors, *sends, tag)
         self._open[lane] = True
 
         def end() -> Dispatched:
-            recorder.phase("wait for peers")
+            phase("wait for peers")
             self._end_leg(lane, DISPATCH)
-            recorder.phase("routing")
+            phase("routing")
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
                 torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
@@ -113,7 +113,7 @@ class DirectRounds(DirectLanes):
         weights. `as_they_are`: records, as `send_sums` has it.
         """
         self.raise_failure(lane)
-        recorder = self.config.comm._recorder
+        phase = self.config.comm.phase
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
 
@@ -129,14 +129,14 @@ class DirectRounds(DirectLanes):
         if self.on_gpu:
             self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
             self.take_turn(lane)
-        recorder.phase("sum, quantise and store")
+        phase("sum, quantise and store")
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
         self._open[lane] = False
 
         def end() -> None:
-            recorder.phase("wait for peers")
+            phase("wait for peers")
             self._end_leg(lane, COMBINE)
-            recorder.phase("sum at home")
+            phase("sum at home")
             self.kernels.sum_home(self.lanes[lane], out, of_tokens)
             self.raise_corruption(lane)
 
@@ -266,7 +266,7 @@ class _DirectRound(Dispatched):
     def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         config = self._rounds.config
-        tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm._result_memory)
+        tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
         self._rounds.kernels.gather(tensors, tokens, overflow)
         self._rounds.raise_corruption(self.lane)

@@ -8,11 +8,8 @@ With the sums come the gradients of router weights, each stored at its token's h
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
-from thinwire.comm.recorder.flight_recorder import Entry
 from thinwire.errors import LaneError
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
@@ -55,7 +52,7 @@ class DirectPlan(GradientPlan):
 
     def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounds, lane = self._rounds, self._lane
-        with self._recorded(rounds.phases[DISPATCH], dy):
+        with rounds.call_backward(rounds.phases[DISPATCH], dy.shape, self._dtype, rounds.config.wire, self._place):
             tensors = rounds.lanes[lane]
             rounds.open_rounds[lane] = self._open = None
             if rounds.is_open(lane):  # rows' gradients were not asked for
@@ -76,7 +73,7 @@ class DirectPlan(GradientPlan):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         rounds, lane = self._rounds, self._lane
         hidden, device = rounds.config.hidden_size, rounds.device
-        memory, shape = rounds.config.comm._result_memory, (self._ids.shape[0], hidden)
+        memory, shape = rounds.config.comm.result_memory, (self._ids.shape[0], hidden)
         dx = memory.new_empty(self._weights, shape, self._dtype)
         if self._open is None:  # the sums are not in the graph: only the tokens are
             self.send(dx.zero_(), 0)
@@ -92,17 +89,10 @@ class DirectPlan(GradientPlan):
             grads = _in_order_of_ids(tensors, self._ids_here, dots), home
         if rows is None:
             rows = dx[:0]
-        with self._recorded(rounds.phases[COMBINE], rows):
+        with rounds.call_backward(rounds.phases[COMBINE], rows.shape, self._dtype, rounds.config.wire, self._place):
             rounds.open_rounds[lane] = self._open = None
             rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, grads)()
         return dx if self.wants.rows else None, grads[1] if self.wants.weights and grads else None
-
-    def _recorded(self, name: str, rows: torch.Tensor) -> AbstractContextManager[Entry]:
-        rounds = self._rounds
-        if rounds.closed:
-            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
-        recorder, wire = rounds.config.comm._settled_recorder(), rounds.config.wire
-        return recorder.begin(name, rows.shape, self._dtype, wire, rounds.name, self._place)
 
 
 def _ids_of(lane: Lane) -> torch.Tensor:

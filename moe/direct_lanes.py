@@ -8,7 +8,7 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
-from thinwire.fused.transport import DirectTransport, voters
+from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Rounds, left_open
 from thinwire.moe.gradients import describe_tag
@@ -64,9 +64,9 @@ class DirectLanes(DirectTransport, Rounds):
 
     def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         comm = config.comm
-        DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, voters(comm))
+        DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
         Rounds.__init__(self, config, reason)
-        self.kernels = select_round_kernels(config.dispatch_backend, config.comm._cpu_share.threads)
+        self.kernels = select_round_kernels(config.dispatch_backend, config.comm.cpu_share.threads)
         self._scratch_bytes = 0
         if config.dispatch_backend.name == "numba":
             from thinwire.triton_kernels.cpu.dispatch import ids_are_experts  # it loads numba

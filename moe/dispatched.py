@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.recorder.flight_recorder import Entry
+from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.comm.tensors import is_transforming, overwrite
 from thinwire.compiler import opaque
@@ -20,7 +19,7 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import Link, RoundGradients, Wants
 from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Received
-from thinwire.triton_kernels.round_layout import ABANDONED
+from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN
 
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
 _STRIDED = torch.strided
@@ -86,8 +85,7 @@ class Dispatched(Received):
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open()
-        self._rounds.config.comm._settled_recorder()
-        with self._recorded("abandon", ()):
+        with self._call("abandon", ()):
             self._rounds.open_rounds[self.lane] = None
             self._rounds.close_round(self.lane, ABANDONED)
 
@@ -174,23 +172,22 @@ class Dispatched(Received):
         return rows
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        recorder = self._rounds.config.comm._recorder
-        if recorder.track is None and self._link is None:
+        comm = self._rounds.config.comm
+        if self._link is None and not comm.traced:
             return self._gather(capacity)
-        with recorder.aside("unpack"):
+        with comm.recorder.aside("unpack"):
             return super()._gather_linked(capacity)
 
     def _tell_traffic(self, leg: str) -> None:
         """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
-        config = self._rounds.config
-        if config.comm._recorder.track is not None and not self._rounds.on_gpu:
-            config.comm._recorder.sent(self.dispatch_traffic if leg == "dispatch" else self.combine_traffic)
+        if self._rounds.config.comm.traced and not self._rounds.on_gpu:
+            self._rounds.config.comm.sent(getattr, self, f"{leg}_traffic")
 
-    def _recorded(self, name: str, shape: Sequence[int]) -> AbstractContextManager[Entry]:
-        """The entry of the round's end in the flight recorder, once the communicator was settled."""
+    def _call(self, name: str, shape: Sequence[int]) -> Call:
+        """Begins the round's end."""
         rounds = self._rounds
         wire, place = rounds.config.combine_wire, rounds.place(self.lane)
-        return rounds.config.comm._recorder.begin(name, shape, self._dtype, wire, rounds.name, place)
+        return rounds.config.comm.call(name, shape, self._dtype, wire, rounds.name, place)
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
@@ -209,6 +206,12 @@ class Started:
         self._rounds = rounds
         self.lane = lane
 
+    def finish(self) -> Any:
+        """Waits for the peers' part, which they do not number as a call."""
+        place = self._rounds.place(self.lane)
+        with self._rounds.config.comm.call("finish", transport=self._rounds.name, details=place, numbered=False):
+            return self.end()
+
 
 class StartedDispatch(Started):
     """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
@@ -218,6 +221,26 @@ class StartedDispatch(Started):
     gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
     link: Link | None = None  # to autograd's graph; compiled code has its own
     graph: tuple[torch.Tensor, torch.Tensor]
+
+    def begin(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, whole: bool
+    ) -> None:
+        """Sends this rank's part on a free lane; if `whole`, waits for the peers' too."""
+        rounds, lane, config = self._rounds, self.lane, self._rounds.config
+        with config.comm.call("dispatch", x.shape, x.dtype, config.wire, rounds.name, rounds.place(lane, 1)):
+            self.end = rounds.begin(lane, x, topk_ids, topk_weights, self.wants.tag(layer))
+            if whole:
+                self.d = self.end()
+        if whole:
+            self.d._tell_traffic("dispatch")
+
+    def keep(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, compiled: bool) -> None:
+        """Keeps what the gradients' plan needs, which callers may overwrite, and takes a place in the graph."""
+        ids = topk_ids.clone()
+        self.gradients = RoundGradients(ids, self._rounds.config.comm.recorder)
+        self.graph = ids, topk_weights.detach().float().clone()
+        if not compiled:
+            self.link = Link.of(x, topk_weights, self.gradients)
 
 
 class StartedCombine(Started):
@@ -263,6 +286,19 @@ class Rounds:
     def close_round(self, lane: int, end: int) -> None:
         """Ends the open round without sums of this rank: ABANDONED, or LEFT_OPEN for the next dispatch on the lane."""
         raise NotImplementedError
+
+    def leave_open(self, lane: int) -> None:
+        """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
+        self.open_rounds[lane] = None
+        if self.is_open(lane):
+            with self.config.comm.call("abandon", None, None, self.config.combine_wire, self.name, self.place(lane)):
+                self.close_round(lane, LEFT_OPEN)
+
+    def call_backward(self, name: str, shape: Sequence[int], dtype: torch.dtype, wire: object, place: Any) -> Call:
+        """Begins a leg of backward of the round that had this place."""
+        if self.closed:
+            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
+        return self.config.comm.call(name, shape, dtype, wire, self.name, place)
 
     def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
         """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""

@@ -90,7 +90,7 @@ class Int8Experts(nn.Module):
         count = min(most, capacity) if capacity is not None else d._read_num_rows() if rows.index.is_cpu else most
         product = select_expert_gemm(rows.records.device, rows.wire)
         index, offsets = rows.index[:count], d.expert_offsets
-        memory, like = d._rounds.config.comm._result_memory, torch.empty(0, dtype=d._dtype, device=rows.records.device)
+        memory, like = d._rounds.config.comm.result_memory, torch.empty(0, dtype=d._dtype, device=rows.records.device)
         inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),), memory=memory)
         out = new_rows(like, count, (hidden,), memory=memory)
         # A model that is cast as a whole has scales of 16 bits; kernels read float32.

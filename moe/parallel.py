@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from thinwire.comm import Group
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
@@ -27,17 +26,13 @@ from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched, ExpertRows, Started, StartedCombine, StartedDispatch
-from thinwire.moe.gradients import MOST_LAYERS, GradientPlan, Link, RoundGradients, Wants
+from thinwire.moe.gradients import MOST_LAYERS, GradientPlan, RoundGradients, Wants
 from thinwire.moe.shared import shared
 from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 _AS_IT_IS = contextlib.nullcontext()
-
-
-def _recorder_of(parallel: ExpertParallel, *_: object, **__: object) -> FlightRecorder:
-    return parallel.comm._recorder
 
 
 class ExpertParallel(Assembly):
@@ -117,7 +112,7 @@ class ExpertParallel(Assembly):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @compiled_as(compiled_round.dispatch, find_recorder=_recorder_of)
+    @compiled_as(compiled_round.dispatch, find_recorder=lambda ep, *_, **__: ep.comm.recorder)
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> Dispatched:
@@ -166,7 +161,7 @@ class ExpertParallel(Assembly):
         started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
         return self._opened(started, started.d), started.gradients
 
-    @functools.partial(opaque, find_recorder=_recorder_of)
+    @functools.partial(opaque, find_recorder=lambda ep, *_, **__: ep.comm.recorder)
     def dispatch_start(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> StartedDispatch:
@@ -208,46 +203,39 @@ class ExpertParallel(Assembly):
         `wants` is what compiled code says.
         """
         compiled = wants is not None
+        wants = self._accept((x, topk_ids, topk_weights), lane, layer, wants)
+        # Kernels see memory, where the sign of a negative view is another.
+        if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
+            x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rounds, wanted = self._settle(lane), wants.rows or wants.weights
+        started = StartedDispatch(rounds, lane)
+        started.wants = wants
+        # Where nothing wants a gradient there is none to keep from being recorded.
+        with torch.no_grad() if wanted or compiled else _AS_IT_IS:
+            rounds.leave_open(lane)
+            started.begin(x, topk_ids, topk_weights, layer, whole)
+        if wanted:
+            started.keep(x, topk_ids, topk_weights, compiled)
+        if not whole:
+            rounds.open_rounds[lane] = started
+        return started
+
+    def _accept(self, tokens: tuple[torch.Tensor, ...], lane: int, layer: int, wants: Wants | None) -> Wants:
+        """What `dispatch` refuses before anything is sent, and tells the peers of. Gives what wants a gradient."""
         self._require_not_closed()
         self._require_lane(lane)
         if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
             raise RoutingError(f"layer is {layer!r}; an int of 0 to {MOST_LAYERS - 1} is needed")
         if is_transforming():  # in which peers cannot be told either
-            for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            for name, tensor in zip(("x", "topk_ids", "topk_weights"), tokens, strict=True):
                 require_dense(name, tensor)
         try:
-            self._rounds.check_tokens(x, topk_ids, topk_weights)
-            wants = Wants.of(x, topk_weights) if wants is None else wants
+            self._rounds.check_tokens(*tokens)
+            return Wants.of(tokens[0], tokens[2]) if wants is None else wants
         except ThinwireError as error:
             self.refuse(error, lane=lane)
             raise
-        # Kernels see memory, where the sign of a negative view is another.
-        if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
-            x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
-        shape, wanted = x.shape, wants.rows or wants.weights
-        x = x if x.stride(1) == 1 else x.contiguous()
-        recorder, rounds = self._settle(lane), self._rounds  # which may be others after that
-        rounds.open_rounds[lane] = None
-        started = StartedDispatch(rounds, lane)
-        started.wants = wants
-        # Where nothing wants a gradient there is none to keep from being recorded.
-        with torch.no_grad() if wanted or compiled else _AS_IT_IS:
-            self._close_round(lane)
-            with recorder.begin("dispatch", shape, x.dtype, self.wire, self.transport, rounds.place(lane, 1)):
-                started.end = rounds.begin(lane, x, topk_ids, topk_weights, wants.tag(layer))
-                if whole:
-                    started.d = started.end()
-            if whole:
-                started.d._tell_traffic("dispatch")
-        if wanted:
-            ids = topk_ids.clone()  # what a graph keeps, callers may overwrite
-            started.gradients = RoundGradients(ids, self.comm._recorder)
-            started.graph = ids, topk_weights.detach().float().clone()
-            if not compiled:
-                started.link = Link.of(x, topk_weights, started.gradients)
-        if not whole:
-            rounds.open_rounds[lane] = started
-        return started
 
     def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
         if started.gradients is not None:
@@ -266,11 +254,10 @@ class ExpertParallel(Assembly):
             )
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
-        recorder = self.comm._settled_recorder()
+        self.comm.settle()
         rounds.open_rounds[lane] = None
         with torch.no_grad():
-            with recorder.begin("finish", transport=self.transport, details=rounds.place(lane), numbered=False):
-                made = started.end()
+            made = started.finish()
             if isinstance(made, Dispatched):
                 made._tell_traffic("dispatch")
             return made
@@ -282,7 +269,7 @@ class ExpertParallel(Assembly):
         if isinstance(d, StagedRound):
             return StagedPlan(d, wants)
         if self._backward is None:
-            with self.comm._settled_recorder().begin("lanes for backward"):
+            with self.comm.call("lanes for backward"):
                 lanes = self._open_direct(BackwardRounds)
             if isinstance(lanes, Refusal):
                 kind = CapacityError if lanes.no_memory else TransportUnavailable
@@ -309,8 +296,11 @@ class ExpertParallel(Assembly):
         if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
             return
         with contextlib.suppress(ThinwireError):
-            self._settle(lane)
-            self._tell_refusal(lane, error)
+            rounds = self._settle(lane)
+            rounds.leave_open(lane)
+            with self.comm.call("dispatch", None, None, self.wire, rounds.name, rounds.place(lane, 1)) as call:
+                rounds.refuse(lane)
+                call.failed(error)
 
     @compiled_as(compiled_round.combine)
     def combine(
@@ -407,10 +397,9 @@ class ExpertParallel(Assembly):
             expert_out = expert_out.resolve_neg()
         if out is None:
             shape = d._num_sent, self.hidden_size
-            out = self.comm._result_memory.new_empty(expert_out, shape, d._dtype)
+            out = self.comm.result_memory.new_empty(expert_out, shape, d._dtype)
         rounds = self._rounds
-        self.comm._settled_recorder()
-        with d._recorded("combine", (expert_out.shape[0], self.hidden_size)):
+        with d._call("combine", (expert_out.shape[0], self.hidden_size)):
             rounds.open_rounds[d.lane] = None
             rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
             end = d._begin_combine(rows, out, weighted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from thinwire.comm import Group
-from thinwire.comm.host_collectives import Attachment
+from thinwire.comm.calls import Attachment
 from thinwire.compiler import opaque
 from thinwire.moe.config import ParallelConfig
 
@@ -67,7 +67,7 @@ def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     bound = inspect.signature(cls).bind(comm, *sizes, **settings)
     bound.apply_defaults()
     wanted = ParallelConfig.of(*bound.args[1:], **bound.kwargs, comm=comm)
-    wanted.comm._require_open()
+    wanted.comm.require_open()
     registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
     registry.made = [ep for ep in registry.made if not ep._closed]
     found = next((ep for ep in registry.made if _serves(ep._config, wanted)), None)

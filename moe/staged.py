@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.errors import LaneError, RoutingError
+from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
@@ -33,12 +33,12 @@ class StagedRounds(Rounds):
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
         """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
-        config, recorder = self.config, self.config.comm._recorder
+        config, phase = self.config, self.config.comm.phase
         self.rounds_begun[lane] += 1
-        recorder.phase("plan")
+        phase("plan")
         ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
-        recorder.phase("exchange counts")
+        phase("exchange counts")
         recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
@@ -60,7 +60,7 @@ class StagedRounds(Rounds):
 
         def end() -> Dispatched:
             arrived = exchange.wait()
-            recorder.phase("routing")
+            phase("routing")
             words = arrived.view(torch.int32)
             arrival = ArrivalPlan.of(
                 words[:, id_words],
@@ -92,7 +92,7 @@ class StagedRounds(Rounds):
         """
         comm = self.config.comm
         self._open[lane] = None
-        if comm._exchange.backend == "nccl":
+        if comm.backend == "nccl":
             return lambda: [end] * comm.size
         told = torch.full((comm.size, 1), end, dtype=torch.uint8, device="cpu")
         heard = told.clone()
@@ -204,7 +204,7 @@ class StagedRound(Dispatched):
         config = self._rounds.config
         like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
         # Places are different ones, so as many as there are rows leave none of them to be zero.
-        zero, memory = len(places) < num_rows, config.comm._result_memory
+        zero, memory = len(places) < num_rows, config.comm.result_memory
         tokens = new_rows(like, num_rows, (config.hidden_size,), zero, memory)
         config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
         return tokens
@@ -240,7 +240,7 @@ class StagedRound(Dispatched):
             records = exchange.wait()
             if missing:
                 raise left_open(self.lane, missing)
-            config.comm._recorder.phase("sum at home")
+            config.comm.phase("sum at home")
             config.combine_backend.sum_records(records, self._sends.record_index, config.combine_wire, out)
 
         return end
@@ -298,7 +298,7 @@ class StagedPlan(GradientPlan):
         )
         fits = arrival.rows < num_rows
         index, places = arrival.index[fits], arrival.rows[fits]
-        rows = new_rows(dy, num_rows, (config.hidden_size,), len(places) < num_rows, config.comm._result_memory)
+        rows = new_rows(dy, num_rows, (config.hidden_size,), len(places) < num_rows, config.comm.result_memory)
         config.grad_backend.unpack_rows(arrived, config.grad_wire, index, places, rows)
         weights = arrival.weights.new_zeros(num_rows)
         fits = (arrival.positions >= 0) & (arrival.positions < num_rows)
@@ -339,7 +339,7 @@ class StagedPlan(GradientPlan):
         )
         dx = dw = None
         if self.wants.rows:
-            dx = config.comm._result_memory.new_empty(rows, (self._num_tokens, hidden), self._dtype)
+            dx = config.comm.result_memory.new_empty(rows, (self._num_tokens, hidden), self._dtype)
             config.grad_backend.sum_records(home[:, :row_bytes], self._sends.record_index, wire, dx)
         if self.wants.weights:  # all but one of an expert's are zero
             tails = _floats(home.view(torch.int32)[:, tail], config.weight_dtype)
@@ -357,8 +357,6 @@ class StagedPlan(GradientPlan):
     ) -> torch.Tensor:
         rounds = self._rounds
         config, wire = rounds.config, rounds.config.grad_wire
-        if rounds.closed:
-            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
-        with config.comm._settled_recorder().begin(name, shape, self._dtype, wire, rounds.name, self._place):
+        with rounds.call_backward(name, shape, self._dtype, wire, self._place):
             label = f"{name} {wire!r} {self._dtype} {self._place}"
             return StagedExchange.post(config.comm, sends, receives, record_bytes, pack, label).wait()

@@ -27,7 +27,6 @@ from thinwire.comm.exact import nccl, p2p
 from thinwire.comm.exact.reductions import Reduction
 from thinwire.comm.exchange import Buffers
 from thinwire.comm.host_collectives import HostCollectives, collective
-from thinwire.comm.recorder.flight_recorder import NOT_RECORDED
 from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.comm.work import Step, Work
 from thinwire.errors import ArgumentError, CountsError
@@ -373,11 +372,10 @@ class Collectives(HostCollectives):
             name, tensor, details, numbered: for the flight recorder.
             posts_later: some steps are not posted before `wait`.
         """
-        self._require_open()
+        self.require_open()
         self.check_exchange()
-        recorder, backend = self._settled_recorder(), self._exchange.backend
-        with recorder.begin(name, tensor.shape, tensor.dtype, (), backend, details, numbered) as entry:
-            work = Work(collective, lambda: None, recorded=recorder.posted(entry) if async_op else NOT_RECORDED)
+        with self.call(name, tensor.shape, tensor.dtype, (), self.backend, details, numbered) as call:
+            work = Work(collective, lambda: None, recorded=call.posted() if async_op else None)
             if not async_op:
                 work.wait()
             elif posts_later:

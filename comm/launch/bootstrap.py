@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from thinwire.comm.agreement.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach, serve
 from thinwire.comm.agreement.standby import resolve_quorum
+from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
 from thinwire.comm.groups import as_device, backends_of, group_of, member_group
-from thinwire.comm.host_collectives import Attachment, Origin
+from thinwire.comm.host_collectives import Origin
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launch.launchers import RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
@@ -83,7 +84,7 @@ class Domains:
             return found
         self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
         like = self.current()
-        kept = {} if like is None else like._settings._asdict()
+        kept = {} if like is None else like.settings._asdict()
         made = Communicator(group, **{**kept, "device": device})
         atexit.register(made._close_all)
         self._of_groups.append((group, made))
@@ -233,7 +234,7 @@ def current_cpu_share() -> CpuShare:
     """What calls may use that no communicator is passed to; see `cpu_share`."""
     comm = current_domains().current()
     if comm is not None:
-        return comm._cpu_share
+        return comm.cpu_share
     return cpu_share(dist.get_world_size() if dist.is_initialized() else None)
 
 

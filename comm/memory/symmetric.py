@@ -140,9 +140,7 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
             offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer, heap.read_offer)
             _on_all_ranks(comm, lambda: buffer_ptrs.extend(heap.attach(offers)), None)
             assert heap.local is not None
-            comm._log(
-                f"symmetric memory: {heap.kind} heap, {num_bytes / 2**20:.1f} MiB a rank, generation {generation}"
-            )
+            comm.log(f"symmetric memory: {heap.kind} heap, {num_bytes / 2**20:.1f} MiB a rank, generation {generation}")
             return SymmetricMemory(heap.kind, generation, heap.local, buffer_ptrs, heap.mappings)
     except BaseException:
         # Not left to the end of `heap`: the error's traceback would keep it.

@@ -18,12 +18,12 @@ import platform
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from thinwire.comm.recorder.flight_files import describe_folder, write_file
 from thinwire.comm.recorder.trace_events import Event, Span, Trace, Track, Traffic, current_trace
@@ -40,31 +40,7 @@ _MASK = RING - 1
 _MOST_WRITTEN = 16  # files that one signal writes
 
 _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
-
-
-class Owner(Protocol):
-    """What a recorder's calls belong to."""
-
-    def end_by(self, error: BaseException) -> None: ...
-
-
-class PendingCall:
-    """What ends an asynchronous call's entry: `with` it the call is waited for. This one is for calls without one."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return
-
-    def end(self, error: BaseException) -> None:
-        """The call ended without being waited for."""
-
-
-#: For calls that have no entry.
-NOT_RECORDED = PendingCall()
+_UNTOLD = (None, None, None, (), None, ())  # what `enter` takes, of a call that says nothing
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
@@ -77,12 +53,12 @@ class FlightRecorder:
     Attributes:
         communicator: what all of its ranks know it by, once they have met.
         begun: calls so far, without those within others.
-        owner: the communicator, once it is made.
+        end: ends the communicator, once it is made and as long as there is one.
     """
 
     communicator = ""
     begun = 0
-    owner: Callable[[], Owner | None] | None = None
+    end: Callable[[], Callable[[BaseException], None] | None] | None = None  # a weak reference
     trace: Trace | None = None  # which its calls are added to
     track: Track | None = None
     _span: Span | None = None  # of the call that is being made
@@ -107,8 +83,7 @@ class FlightRecorder:
         self._number = 0
         self._named: tuple[int, Counter[Path]] = 0, Counter()  # a number, and traces named by it that each file had
         self._new: Entry = []
-        self._current: Entry | None = None  # of the call that is being made, in which others may be made
-        self._nested = _Nested(self)
+        self.current: Entry | None = None  # of the call that is being made, in which others may be made
         self._written: Path | None = None  # by the first PeerTimeout
         self._of_world = of_world
         if writes:
@@ -131,40 +106,9 @@ class FlightRecorder:
         traces[path] += 1
         return f"{self.communicator} {self._number} {traces[path]}"
 
-    def begin(
-        self,
-        name: str,
-        shape: Sequence[int] | None = None,
-        dtype: object = None,
-        wires: object = (),
-        transport: str | None = None,
-        details: tuple[Any, ...] = (),
-        numbered: bool = True,
-    ) -> AbstractContextManager[Entry]:
-        """Records a call, once nothing is left that this rank alone would refuse.
-
-        Args:
-            shape: a tensor's; a torch.Size as it is. As all of these, it must not hold the tensor.
-            wires: a wire format or several.
-            transport: the one that is taken; or as asked for, if the entry is told later.
-            details: names and values in turn: ints, text, tuples of ints, or what text is made of later.
-            numbered: whether all ranks make this call.
-        """
-        if self._current is not None:
-            self._current[INSIDE] = name
-            return self._nested
-        begun = self.begun
-        number = None
-        if numbered:
-            number = self._number = self._number + 1
-        self._new = self._entries[begun & _MASK] = [
-            number, name, shape, dtype, wires, transport, details, monotonic_ns(), 0, UNDER_WAY, None, None,
-        ]  # fmt: skip
-        self.begun = begun + 1
-        track = self.track  # which another thread may take away, with the end of its trace
-        if track is not None:
-            self._span = track.open(name, entry=self._new)
-        return self
+    def begin(self, *recorded: Any, numbered: bool = True) -> Call:
+        """A call that begins with `with`: its name, and as much as there is of what `enter` takes."""
+        return Call(self, (*recorded, *_UNTOLD[len(recorded) :]), numbered)
 
     def phase(self, name: str) -> None:
         """What the call under way does from now on, for a trace."""
@@ -182,30 +126,17 @@ class FlightRecorder:
         if event is not None:
             event.traffic = traffic
 
-    def __enter__(self) -> Entry:
-        entry = self._current = self._new
-        return entry
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._leave(error)
-        finally:
-            if error is not None:
-                self.ended_by(error)
-
     def ended_by(self, error: BaseException) -> None:
         """Ends the communicator, if what ended a call comes from outside: peers may have made that call.
 
         To make it again would be the next call there, and the ranks would be a call apart from then on.
         """
-        owner = None if self.owner is None or isinstance(error, ThinwireError) else self.owner()
-        if owner is not None:
-            owner.end_by(error)
+        end = None if self.end is None or isinstance(error, ThinwireError) else self.end()
+        if end is not None:
+            end(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        entry, self._current = self._current, None
+        entry, self.current = self.current, None
         if self._span is not None:
             self._last_event, self._span = self._span.close(), None
         if entry is None:
@@ -216,43 +147,39 @@ class FlightRecorder:
             entry[END] = monotonic_ns()
             entry[STATE] = DONE
 
-    def enter(self, recorded: tuple[Any, ...]) -> None:
-        """`begin` and what `with` does, in one and sooner: for calls of all ranks that take microseconds.
+    def enter(self, recorded: tuple[Any, ...], numbered: bool = True) -> None:
+        """Records a call, once nothing is left that this rank alone would refuse.
 
         An exception from outside may come at its end, too: so it is called within the `try` whose end is `leave`.
 
         Args:
-            recorded: name, shape, dtype, wires, transport, details, as `begin` takes them.
+            recorded: name, shape, dtype, wires, transport, details, as `Calls.call` takes them.
+            numbered: whether all ranks make this call.
         """
-        if self._current is not None:
-            self._current[INSIDE] = recorded[0]
+        if self.current is not None:
+            self.current[INSIDE] = recorded[0]
             return
         begun = self.begun
-        number = self._number = self._number + 1
-        entry = self._current = self._new = self._entries[begun & _MASK] = [
+        number = None
+        if numbered:
+            number = self._number = self._number + 1
+        entry = self.current = self._new = self._entries[begun & _MASK] = [
             number, *recorded, monotonic_ns(), 0, UNDER_WAY, None, None,
         ]  # fmt: skip
         self.begun = begun + 1
-        track = self.track
+        track = self.track  # which another thread may take away, with the end of its trace
         if track is not None:
             self._span = track.open(recorded[0], entry=entry)
 
     def leave(self, outer: Entry | None, error: BaseException | None = None) -> None:
-        """Ends what `enter` began, by an error or well; `outer` is what `_current` was before it."""
-        entry = self._current
-        if entry is outer or entry is None:
+        """Ends what `enter` began, by an error or well; `outer` is what `current` was before it."""
+        if self.current is outer or self.current is None:
             return
-        if error is not None or self._span is not None:
-            self.__exit__(None, error, None)
-            return
-        self._current = None
-        entry[END] = monotonic_ns()
-        entry[STATE] = DONE
-
-    def posted(self, entry: Entry) -> PendingCall:
-        """What ends a call that returns before it is done, for its Work."""
-        entry[STATE] = POSTED
-        return _PendingCall(self, entry)
+        try:
+            self._leave(error)
+        finally:
+            if error is not None:
+                self.ended_by(error)
 
     def failed(self, entry: Entry, error: BaseException) -> None:
         """Notes what ended a call."""
@@ -321,24 +248,51 @@ class FlightRecorder:
         _recorders.discard(self)
 
 
-class _Nested:
-    """Stands for a call within another one, whose entry it gives."""
+class Call:
+    """An operation under way. One within another has no entry: what is said of it is said of the outer one."""
 
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
+    __slots__ = ("_entry", "_numbered", "_outer", "_recorded", "_recorder")
 
-    def __enter__(self) -> Entry:
-        entry = self._recorder._current
-        assert entry is not None
-        return entry
+    def __init__(self, recorder: FlightRecorder, recorded: tuple[Any, ...], numbered: bool = True) -> None:
+        self._recorder, self._recorded, self._numbered = recorder, recorded, numbered
+
+    def __enter__(self) -> Call:
+        recorder = self._recorder
+        self._outer = recorder.current
+        try:
+            recorder.enter(self._recorded, self._numbered)
+            self._entry: Any = recorder.current
+        except BaseException as error:
+            recorder.leave(self._outer, error)
+            raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        return
+        self._recorder.leave(self._outer, error)
+
+    def takes(self, transport: str) -> None:
+        """Which way it goes, where what was asked for left that open."""
+        self._entry[TRANSPORT] = transport
+
+    def tell(self, *details: Any) -> None:
+        """Names and values in turn, where they are known only now."""
+        self._entry[DETAILS] = details
+
+    def failed(self, error: BaseException) -> None:
+        """Notes what ended it, if that is not raised within it."""
+        self._recorder.failed(self._entry, error)
+
+    def posted(self) -> PendingCall:
+        """What ends it, where it returns before it is done; for its Work."""
+        self._entry[STATE] = POSTED
+        return PendingCall(self._recorder, self._entry)
 
 
-class _PendingCall(PendingCall):
+class PendingCall:
+    """What ends an asynchronous call's entry: `with` it the call is waited for."""
+
     def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
         self._outer: Entry | None = None
@@ -347,7 +301,7 @@ class _PendingCall(PendingCall):
     def __enter__(self) -> None:
         # Another call on the communicator may be what waits.
         recorder = self._recorder
-        self._outer, recorder._current = recorder._current, self._entry
+        self._outer, recorder.current = recorder.current, self._entry
         self._outer_span = recorder._span
         track = recorder.track
         recorder._span = None if track is None else track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
@@ -358,9 +312,10 @@ class _PendingCall(PendingCall):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._recorder._leave(error)  # who waits again goes on with this call
-        self._recorder._current, self._recorder._span = self._outer, self._outer_span
+        self._recorder.current, self._recorder._span = self._outer, self._outer_span
 
     def end(self, error: BaseException) -> None:
+        """The call ended without being waited for."""
         self._recorder.failed(self._entry, error)
 
 

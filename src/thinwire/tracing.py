@@ -48,7 +48,7 @@ class trace:
             trace_recorders(begun)
             comm = find_communicator(self._comm)
             if comm is not None:
-                comm._join_trace(begun)
+                comm.join_trace(begun)
         except BaseException:
             self.__exit__(None, None, None)
             raise

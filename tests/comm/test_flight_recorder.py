@@ -97,14 +97,14 @@ def test_a_call_that_raised_says_what_and_the_next_one_is_by_itself(error: BaseE
 
 def test_what_is_waited_for_later_ends_then_even_when_the_ring_has_moved_on() -> None:
     made = recorder()
-    with made.begin("all_reduce") as entry:
-        waiting = made.posted(entry)
+    with made.begin("all_reduce") as call:
+        waiting = call.posted()
     assert written(made).operations[0].state == POSTED
     with waiting:
         assert written(made).operations[0].state == UNDER_WAY
     assert written(made).operations[0].state == DONE
-    with made.begin("reduce") as entry:
-        waiting = made.posted(entry)
+    with made.begin("reduce") as call:
+        waiting = call.posted()
     for _ in range(RING):
         with made.begin("barrier"):
             pass

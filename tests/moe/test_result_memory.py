@@ -60,10 +60,10 @@ def _rounds(comm: Communicator, transport: str, align: int, again: bool) -> list
     with parallel(comm, transport, align) as ep:
         for seed in range(2):
             if not again:
-                comm._result_memory.clear()
+                comm.result_memory.clear()
             elif found:
                 like = found[-1][0]
-                spoilt = [comm._result_memory.new_empty(like, like.shape).fill_(torch.nan) for _ in range(4)]
+                spoilt = [comm.result_memory.new_empty(like, like.shape).fill_(torch.nan) for _ in range(4)]
                 del spoilt
             x, ids, weights = inputs(comm, seed, TOKENS - 10 * seed)
             x.requires_grad_(), weights.requires_grad_()

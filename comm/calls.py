@@ -1,0 +1,136 @@
+"""What every public operation passes: what a communicator is to the operations over it.
+
+    with comm.call("all_gather", x.shape, x.dtype, wire, transport) as call:
+        call.takes("direct")
+        comm.sent(traffic_of, x, counts)
+        return comm.deliver(call, finish, x.device, async_op)
+
+An operation begins its call after all that this rank alone would refuse, and before anything is sent. Nothing of an
+earlier call is under way then, recorder and trace have it, and what ends it from outside ends the communicator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.comm.recorder.flight_recorder import Call, FlightRecorder
+from thinwire.comm.recorder.trace_events import Traffic
+from thinwire.comm.resources.result_memory import ResultMemory
+from thinwire.comm.work import Work
+from thinwire.errors import ThinwireError
+
+_T = TypeVar("_T")
+
+
+class Attachment(ABC):
+    """What may be kept with a communicator: something with a line for `explain`, and an end.
+
+    `settle` ends what is under way; it comes before anything else travels. Otherwise a rank could wait here for a peer
+    that waits for the rest of what this rank sends it. What that call comes to is for its own wait to say; `settle`
+    raises only what comes from outside, such as a signal handler's exception, and can be called again then.
+    """
+
+    outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes that it holds for tensors that callers got from it."""
+        return 0
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    def settle(self) -> None:
+        return  # for those that have nothing under way
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: `close` and what is under way touch nothing that the parent uses."""
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Calls:
+    """What a communicator is to the operations over it."""
+
+    result_memory: ResultMemory  # where new results lie
+    _recorder: FlightRecorder
+    _attachments: dict[str, Attachment]
+    _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
+    _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
+
+    def call(
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        wires: object = (),
+        transport: str | None = None,
+        details: tuple[Any, ...] = (),
+        numbered: bool = True,
+    ) -> Call:
+        """Begins an operation that this rank does not refuse any more: `with` it all is done that peers may notice.
+
+        Args:
+            shape: a tensor's; a torch.Size as it is. As all of these, it must not hold the tensor.
+            wires: a wire format or several.
+            transport: the one that is taken; or as asked for, if the call is told later.
+            details: names and values in turn: ints, text, tuples of ints, or what text is made of later.
+            numbered: whether all ranks make this call.
+
+        Raises:
+            ThinwireError: the communicator has ended at this rank; nothing was begun.
+        """
+        self.settle()
+        return Call(self._recorder, (name, shape, dtype, wires, transport, details), numbered)
+
+    def deliver(self, call: Call, finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
+        """What an operation returns: what `finish` makes on the device, or a Work whose `wait()` calls it."""
+        return Work((), finish, device, call.posted()) if async_op else finish()
+
+    @property
+    def recorder(self) -> FlightRecorder:
+        """The flight recorder: for what is no call, or outlives it, and for calls of microseconds."""
+        return self._recorder
+
+    @property
+    def phase(self) -> Callable[[str], None]:
+        """Takes what the call under way does from now on, for a trace. It does not hold the communicator."""
+        return self._recorder.phase
+
+    @property
+    def traced(self) -> bool:
+        """Whether a trace has what calls tell."""
+        return self._recorder.track is not None
+
+    def sent(self, make: Callable[..., Traffic], *arguments: object) -> None:
+        """Tells a trace, if there is one, what the call under way has sent, or the last one: `make(*arguments)`."""
+        if self._recorder.track is not None:
+            self._recorder.sent(make(*arguments))
+
+    def at_once(self, key: str) -> Attachment | None:
+        """What is attached, where nothing posted has to be ended before: for calls of microseconds, which else wait."""
+        return None if self._unfinished else self._attachments.get(key)
+
+    def settle(self) -> None:
+        """Ends what is under way of earlier calls, as peers may wait for it. What interrupts that leaves no entry.
+
+        Raises:
+            ThinwireError: it has ended at this rank, in a child or by an interrupt; direct rounds ask no more of it.
+        """
+        if self._ended is not None:
+            raise ThinwireError(self._ended)
+        if self._unfinished:
+            self._settle_collectives()
+        for attachment in self._attachments.values():
+            attachment.settle()
+
+    def _settle_collectives(self) -> None:
+        while self._unfinished:
+            self._unfinished[0].settle()
+            del self._unfinished[0]  # not before: after an exception from outside the next call goes on with it
