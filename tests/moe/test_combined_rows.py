@@ -65,7 +65,7 @@ def _summed(comm: Communicator, transport: str, wires: list[str]) -> None:
             wide = torch.zeros(len(rows.records), rows.records.shape[1] + 7, dtype=torch.uint8)[:, 7:]
             _same(wire, ep.combine(replace(rows, records=wide.copy_(rows.records)), ep.dispatch(*inputs)), expected)
             in_graph = compiled_round.dispatch(ep, *inputs)
-            _same(wire, compiled_round.combine(ep, rows, in_graph), expected)
+            _same(wire, ep.combine(rows, in_graph), expected)
             mixed = rows if comm.rank else tw.dequantize(rows, torch.float32)  # ranks need not agree
             _same(wire, ep.combine(mixed, ep.dispatch(*inputs)), expected)
             capacity = len(rows.records) // 2
@@ -231,7 +231,7 @@ def _refused(comm: Communicator, transport: str) -> None:
                 _same("no_grad", ep.combine(right, d), ep.combine(tw.dequantize(right), ep.dispatch(x, ids, weights)))
             in_graph = compiled_round.dispatch(ep, *given)
             with pytest.raises(tw.RoutingError, match="have no gradient"):
-                compiled_round.combine(ep, right, in_graph)
+                ep.combine(right, in_graph)
             in_graph.abandon()
 
 
