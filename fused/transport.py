@@ -295,6 +295,7 @@ class DirectTransport(Attachment):
         self.closed = False
         if voters is not None:
             voters.add_dependent(self)
+        self._thread = threading.get_ident()
         self.calls: dict[int, int] = {}
         self.peers_calls: Sequence[dict[int, int]] = ()
         self._prepared: set[Hashable] = set()
@@ -353,13 +354,22 @@ class DirectTransport(Attachment):
             with _prepare_lock:
                 launch()
             self._prepared.add(key)
+        self.count_call(lane)
+        if anew:
+            self._let_peers_prepare(lane)
+
+    def count_call(self, lane: int) -> None:
+        """This rank has come as far as one more call on the lane: what it launches next waits for no kernel to load."""
         if self.peers_calls and not self.capturing:
             self.calls[lane] = self.calls.get(lane, 0) + 1
-            if anew:
-                self._let_peers_prepare(lane)
 
     def _let_peers_prepare(self, lane: int) -> None:
-        """Waits for peers to prepare as many calls; one that does not come in time is for the kernels to name."""
+        """Waits for peers to prepare as many calls; one that does not come in time is for the kernels to name.
+
+        Not in backward on CUDA: autograd has one thread a device, on which the peers' backward waits for this one's.
+        """
+        if not self.peers_calls or threading.get_ident() != self._thread:
+            return
         number, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
         while any(calls.get(lane, 0) < number and _CLOSED not in calls for calls in self.peers_calls):
             if time.monotonic() > limit:
@@ -374,6 +384,10 @@ class DirectTransport(Attachment):
         """
         if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
+
+    def come_no_more(self) -> None:
+        """Peers that are threads need not wait for this rank."""
+        self.calls[_CLOSED] = 1
 
     def wait_seconds(self, lane: int = 0) -> float:
         """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be prepared."""
@@ -405,6 +419,7 @@ class DirectTransport(Attachment):
 
     def fail(self, error: ThinwireError) -> NoReturn:
         """Raises an error after which this end is of no more use."""
+        self.come_no_more()
         self.failure = without_traceback(error)
         raise error
 
@@ -469,7 +484,7 @@ class DirectTransport(Attachment):
         """
         if not self.closed:
             self.closed = True
-            self.calls[_CLOSED] = 1
+            self.come_no_more()
             self.memory.close()
 
 

@@ -301,7 +301,6 @@ class Assembly:
         self.comm.settle()
         started = self._rounds.open_rounds[lane]
         if isinstance(started, Started):
-            self._rounds.open_rounds[lane] = None
             with contextlib.suppress(RoutingError):  # of a leg that nobody asks for any more
                 started.finish()
         return self._rounds  # which may be others after that

@@ -92,6 +92,8 @@ class DirectRounds(DirectLanes):
 
     def close_round(self, lane: int, end: int) -> None:
         self.raise_failure(lane)
+        if self.on_gpu:
+            self.count_call(lane)
         self.take_turn(lane)
         self.kernels.close_round(self.lanes[lane], end)
         self._open[lane] = False

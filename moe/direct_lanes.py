@@ -162,6 +162,7 @@ class DirectLanes(DirectTransport, Rounds):
                 if self.capturing:
                     raise self._end_of(lane)  # what follows would become a part of the graph
                 self._failed = lane
+                self.come_no_more()
                 return
 
     def _tell_all_lanes(self) -> None:

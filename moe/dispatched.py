@@ -208,8 +208,9 @@ class Started:
 
     def finish(self) -> Any:
         """Waits for the peers' part, which they do not number as a call."""
-        place = self._rounds.place(self.lane)
-        with self._rounds.config.comm.call("finish", transport=self._rounds.name, details=place, numbered=False):
+        rounds = self._rounds
+        with rounds.config.comm.call("finish", transport=rounds.name, details=rounds.place(self.lane), numbered=False):
+            rounds.open_rounds[self.lane] = None  # not before: an interrupt would lose what peers still have to read
             return self.end()
 
 

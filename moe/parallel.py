@@ -254,8 +254,6 @@ class ExpertParallel(Assembly):
             )
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
-        self.comm.settle()
-        rounds.open_rounds[lane] = None
         with torch.no_grad():
             made = started.finish()
             if isinstance(made, Dispatched):

@@ -159,12 +159,11 @@ class FlightRecorder:
         if self.current is not None:
             self.current[INSIDE] = recorded[0]
             return
-        begun = self.begun
-        number = None
-        if numbered:
+        begun, number, now = self.begun, None, monotonic_ns()
+        if numbered:  # from here on nothing is called, where an interrupt could leave a number without an entry
             number = self._number = self._number + 1
         entry = self.current = self._new = self._entries[begun & _MASK] = [
-            number, *recorded, monotonic_ns(), 0, UNDER_WAY, None, None,
+            number, *recorded, now, 0, UNDER_WAY, None, None,
         ]  # fmt: skip
         self.begun = begun + 1
         track = self.track  # which another thread may take away, with the end of its trace

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -299,20 +298,38 @@ def test_a_call_that_is_under_way_keeps_its_time_when_one_on_another_lane_begins
 
 def test_a_rank_that_loaded_kernels_lets_threads_that_share_the_device_come_as_far(on_a_device: Any) -> None:
     device, call = on_a_device
-    transport = device.transport
     theirs: dict[int, int] = {}
-    transport.peers_calls = [transport.calls, theirs]
-    waits = threading.Thread(target=call, args=(torch.bfloat16, 0))
-    waits.start()
-    while waits.is_alive() and not transport.calls:
-        time.sleep(0.001)
-    waits.join(0.05)
-    assert waits.is_alive() and device.prepared and not device.launched
-    theirs[0] = 1 << 30
-    waits.join()
-    assert device.launched
+    device.transport.peers_calls = [device.transport.calls, theirs]
+    seen: list[tuple[int, int]] = []
+
+    def come() -> None:
+        seen.append((len(device.prepared), len(device.launched)))
+        theirs[0] = 1 << 30
+
+    peer = threading.Timer(0.3, come)
+    peer.start()
+    call(torch.bfloat16, 0)
+    peer.join()
+    assert seen[0][0] > 0 and seen[0][1] == 0 and device.launched
     theirs.clear()
     call(torch.bfloat16, 0)  # with kernels that were loaded before
+
+
+def test_in_another_thread_than_the_ranks_own_it_waits_for_nobody(on_a_device: Any) -> None:
+    device, call = on_a_device
+    device.transport.peers_calls = [device.transport.calls, {}]
+    autograds = threading.Thread(target=call, args=(torch.bfloat16, 0))
+    autograds.start()
+    autograds.join(TIMEOUT / 2)
+    assert not autograds.is_alive() and device.launched
+
+
+def test_a_round_that_is_closed_counts_as_far_as_one_that_is_combined(lanes_on_a_device: Any) -> None:
+    device, rounds = lanes_on_a_device
+    rounds.peers_calls = [rounds.calls]
+    _begin(rounds, 0, TOKENS)()
+    rounds.close_round(0, ABANDONED)
+    assert rounds.calls == {0: 2}
 
 
 @pytest.mark.parametrize("open_end", [open_collectives, lambda comm: open_channel(comm, None), _rounds_of])

@@ -96,3 +96,34 @@ def _closed_in_its_wait(comm: Communicator, by: str) -> None:
 @pytest.mark.parametrize("by", ["a signal handler", "another thread"])
 def test_who_closes_it_while_a_dispatch_waits_ends_that(by: str) -> None:
     run_ranks(_closed_in_its_wait, 2, by, timeout=15)
+
+
+def _finish_that_has_not_begun(comm: Communicator, transport: str) -> None:
+    with _both(comm, transport=transport) as ep:
+        d = ep.dispatch(*_tokens(comm, 1 + comm.rank))
+        started = ep.combine_start(d.tokens * 2, d)
+        if comm.rank == 0:
+            rounds: Any = ep._rounds
+            place, rounds.place = rounds.place, _interrupts
+            with pytest.raises(Interrupted):
+                ep.combine_finish(started)
+            rounds.place = place
+        assert ep.combine_finish(started).unique().tolist() == [2.0 + 2 * comm.rank]
+        again = ep.dispatch_start(*_tokens(comm, 3))
+        if comm.rank == 0:
+            rounds.place = _interrupts
+            with pytest.raises(Interrupted):
+                ep.dispatch_finish(again)
+            rounds.place = place
+        d = ep.dispatch_finish(again)
+        assert ep.combine(d.tokens, d).unique().tolist() == [3.0]
+
+
+def _interrupts(*_: object) -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_a_finish_that_is_interrupted_before_it_begins_can_be_repeated(transport: str) -> None:
+    """Else the leg would be lost, and this rank's next one would overwrite what its peer still reads."""
+    run_ranks(_finish_that_has_not_begun, 2, transport, mode="thread", timeout=60)
