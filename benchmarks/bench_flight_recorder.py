@@ -123,7 +123,7 @@ def _all_reduce(comm: Communicator, x: torch.Tensor, out: torch.Tensor, wire: st
 
 def _with(comm: Communicator, recorder: FlightRecorder, call: Callable[[], object]) -> Callable[[], object]:
     def run() -> None:
-        comm._recorder = recorder
+        comm.recorder = recorder
         call()
 
     return run

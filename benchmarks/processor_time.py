@@ -29,7 +29,7 @@ def account(comm: Communicator, function: Callable[[], object], calls: int) -> d
     """
     taken: dict[str, float] = defaultdict(float)
     phases = _Phases(taken)
-    recorder = comm._recorder
+    recorder = comm.recorder
     for _ in range(calls):
         comm.barrier()
         before = _threads()

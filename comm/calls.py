@@ -59,7 +59,8 @@ class Calls:
     """What a communicator is to the operations over it."""
 
     result_memory: ResultMemory  # where new results lie
-    _recorder: FlightRecorder
+    prepared: dict[object, Any]  # what operations keep for calls that differ in their tensors alone
+    recorder: FlightRecorder  # for what is no call, or outlives it
     _attachments: dict[str, Attachment]
     _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
     _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
@@ -87,35 +88,26 @@ class Calls:
             ThinwireError: the communicator has ended at this rank; nothing was begun.
         """
         self.settle()
-        return Call(self._recorder, (name, shape, dtype, wires, transport, details), numbered)
+        return Call(self.recorder, (name, shape, dtype, wires, transport, details), numbered)
 
     def deliver(self, call: Call, finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
         """What an operation returns: what `finish` makes on the device, or a Work whose `wait()` calls it."""
         return Work((), finish, device, call.posted()) if async_op else finish()
 
     @property
-    def recorder(self) -> FlightRecorder:
-        """The flight recorder: for what is no call, or outlives it, and for calls of microseconds."""
-        return self._recorder
-
-    @property
     def phase(self) -> Callable[[str], None]:
         """Takes what the call under way does from now on, for a trace. It does not hold the communicator."""
-        return self._recorder.phase
+        return self.recorder.phase
 
     @property
     def traced(self) -> bool:
         """Whether a trace has what calls tell."""
-        return self._recorder.track is not None
+        return self.recorder.track is not None
 
     def sent(self, make: Callable[..., Traffic], *arguments: object) -> None:
         """Tells a trace, if there is one, what the call under way has sent, or the last one: `make(*arguments)`."""
-        if self._recorder.track is not None:
-            self._recorder.sent(make(*arguments))
-
-    def at_once(self, key: str) -> Attachment | None:
-        """What is attached, where nothing posted has to be ended before: for calls of microseconds, which else wait."""
-        return None if self._unfinished else self._attachments.get(key)
+        if self.recorder.track is not None:
+            self.recorder.sent(make(*arguments))
 
     def settle(self) -> None:
         """Ends what is under way of earlier calls, as peers may wait for it. What interrupts that leaves no entry.

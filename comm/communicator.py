@@ -132,7 +132,7 @@ class Communicator(Collectives):
             "wire_version": WIRE_VERSION,
         }  # fmt: skip
         settings = {name: repr(value) for name, value in own.items()}
-        own_clock, traced = clock_name(), self._recorder.trace is not None
+        own_clock, traced = clock_name(), self.recorder.trace is not None
 
         def gather(value: object, shape: Any) -> list[Any]:
             nonlocal traced
@@ -149,22 +149,22 @@ class Communicator(Collectives):
         try:
             if self.size == 1:
                 require_usable([problem])
-            with self._recorder.begin("Communicator"):
+            with self.recorder.begin("Communicator"):
                 if self.size > 1:
                     self._standby = Standby.open(self.rank, gather, timeout, self.quorum)
                     exchange.agree = self._standby.agree
-                self._recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
+                self.recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
                 exchange.integrity = mode
-                trace = self._recorder.trace
+                trace = self.recorder.trace
                 if trace is not None:
-                    trace.name_run(self._recorder.communicator)
+                    trace.name_run(self.recorder.communicator)
                 if traced:
                     self.join_trace(trace)
             self._log_facts()
         except BaseException:
             exchange.close()
             raise
-        self._recorder.end = weakref.WeakMethod(self.end_by)
+        self.recorder.end = weakref.WeakMethod(self.end_by)
 
     @classmethod
     def of_threads(
@@ -204,9 +204,9 @@ class Communicator(Collectives):
             exchange = ThreadExchange(world, rank, timeout, chosen)
             exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
-            comm._recorder.communicator, comm._recorder.end = world.identity, weakref.WeakMethod(comm.end_by)
-            if comm._recorder.trace is not None:
-                comm._recorder.trace.name_run(world.identity)
+            comm.recorder.communicator, comm.recorder.end = world.identity, weakref.WeakMethod(comm.end_by)
+            if comm.recorder.trace is not None:
+                comm.recorder.trace.name_run(world.identity)
             comm._log_facts()
             communicators.append(comm)
         return communicators
@@ -466,7 +466,7 @@ class Communicator(Collectives):
             *([f"threads for rows of a large call: {self.cpu_share}"] if self._shares_rows else []),
             *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self.result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
-            self._recorder.describe(),
+            self.recorder.describe(),
         ]
 
     def explain(self) -> str:
@@ -486,9 +486,9 @@ class Communicator(Collectives):
             ThinwireError: THINWIRE_FLIGHT_RECORDER was "off" when the communicator was made.
             OSError: the folder or the file cannot be made.
         """
-        if not self._recorder.writes:
+        if not self.recorder.writes:
             raise ThinwireError(f'{VARIABLE} was "off" when this communicator was made; expected a folder, or no value')
-        return self._recorder.write("asked for")
+        return self.recorder.write("asked for")
 
     def close(self) -> None:
         """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
@@ -511,8 +511,8 @@ class Communicator(Collectives):
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")
             )
         self._exchange.close()
-        write_recorder(self._recorder)
-        self._recorder.close()
+        write_recorder(self.recorder)
+        self.recorder.close()
         if self._give_back is not None:
             self._give_back()
         elif self._origin.owns_group and self._group is not None and self._store is None:

@@ -53,7 +53,7 @@ _A = TypeVar("_A", bound=Attachment)
 
 def collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """A communicator's method that its peers call, too. See `opaque`."""
-    return opaque(method, find_recorder=lambda self, *_, **__: self._recorder)
+    return opaque(method, find_recorder=lambda self, *_, **__: self.recorder)
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class HostCollectives(Calls, ABC):
         self._closed = False
         self._store: dist.Store | None = None  # of a standalone group
         of_world = _place_in_world(exchange)
-        self._recorder = FlightRecorder(
+        self.recorder = FlightRecorder(
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world,
             writes=recorded and not is_off(),
         )  # fmt: skip
-        self._attachments, self._unfinished = {}, []
+        self._attachments, self._unfinished, self.prepared = {}, [], {}
         self.result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
         self._handle = register(self)
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from thinwire.comm import Group, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.codec import require_float, resolve_wire
-from thinwire.fused.collective_arguments import Arguments, check_out
+from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Counts, parse_integers
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient
 from thinwire.fused.operations import in_graphs, on_communicator
 from thinwire.fused.partition import gathered_parts
+from thinwire.fused.prepared import check_out, named_wires, overlap, prepared
+from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER
 from thinwire.wire import WireFormat
@@ -97,12 +97,17 @@ def all_gather(
     torch.Size([2, 3])
     >>> comm.close()
     """
-    if wants_gradient(x) and x.dim():
-        there = partial(all_gather, wire=wire, comm=comm, transport=transport)
-        require_linear("all_gather", out, async_op)
-        return with_gradient(x, there, _scatter(x.shape, grad_wire, comm, transport))
-    given = Arguments.of(all_gather, x, ["none", wire], comm, transport, async_op)
-    return _gather(given, [x.shape[0]] * given.comm.size, out)
+    comm = communicator_or_default(comm)
+    return find_all_gather(comm, x, wire, transport)(comm, x, out, async_op, grad_wire)
+
+
+def find_all_gather(
+    comm: Communicator, x: torch.Tensor, wire: str | WireFormat | None = None, transport: str = "auto"
+) -> PreparedAllGather:
+    """The call of these arguments, for tensors like x."""
+    return prepared(
+        comm, PreparedAllGather, x, "all_gather", transport, None, *named_wires(comm, "all_gather", x, [wire])
+    )
 
 
 @on_communicator
@@ -132,45 +137,76 @@ def all_gather_v(
     Raises:
         CountsError: counts that do not fit; else see `all_gather`.
     """
-    if wants_gradient(x) and x.dim():
+    comm = communicator_or_default(comm)
+    (wire,) = named_wires(comm, "all_gather_v", x, [wire], alike=False)
+    if counts is not None:
+        counts = tuple(parse_integers(counts, comm.size, "counts"))
+        call = prepared(comm, PreparedAllGather, x, "all_gather_v", transport, counts, wire)
+        return call(comm, x, out, async_op, grad_wire)
+    # What is refused is refused before ranks meet.
+    PreparedAllGather(comm, x, "all_gather_v", transport, None, wire)
+    if wants_gradient(x):
         require_linear("all_gather_v", out, async_op)
-        require_float(x, resolve_wire(wire), "all_gather_v")
-        here = communicator_or_default(comm)
-        counts = here.exchange_counts([x.shape[0]] * here.size) if counts is None else counts
-        there = partial(all_gather_v, counts=counts, wire=wire, comm=comm, transport=transport)
-        back = _scatter(x.shape, grad_wire, comm, transport, parse_integers(counts, here.size, "counts"))
-        return with_gradient(x, there, back)
-    given = Arguments.of(all_gather_v, x, ["none", wire], comm, transport, async_op, alike=False)
-    comm = given.comm
-    if counts is None:
-        with given.call() as call:
-            parsed = comm.exchange_counts([x.shape[0]] * comm.size)
-            call.tell("counts", parsed)
-            return _gather(given, parsed, out)
-    parsed = parse_integers(counts, comm.size, "counts")
-    if parsed[comm.rank] != x.shape[0]:
-        raise CountsError(f"counts[{comm.rank}] is {parsed[comm.rank]}, but x has {x.shape[0]} rows on that rank")
-    return _gather(given, parsed, out)
+    with comm.call("all_gather_v", x.shape, x.dtype, resolve_wire(wire), transport) as recorded:
+        counts = comm.exchange_counts([x.shape[0]] * comm.size)
+        recorded.tell("counts", counts)
+        call = PreparedAllGather(comm, x, "all_gather_v", transport, tuple(counts), wire)
+        return call(comm, x, out, async_op, grad_wire)
 
 
-def _gather(given: Arguments, counts: list[int], out: torch.Tensor | None) -> torch.Tensor | Work[torch.Tensor]:
-    x, comm, wire = given.x, given.comm, given.wires[-1]
-    shape, size, elements = [sum(counts), *x.shape[1:]], comm.size, math.prod(x.shape[1:])
-    place = sum(counts[: comm.rank]) * elements * x.itemsize
-    check_out(given.what, x, out, shape, -place)
-    details = ("counts", counts) if given.what == "all_gather_v" else ()
-    if not wire.quantized:
-        if out is not None and x.numel() and out.data_ptr() + place == x.data_ptr():
-            x = x.clone()  # all_to_all_v wants them apart
-        with given.call(details):
+class PreparedAllGather(PreparedCollective):
+    """An all-gather but for its tensors.
+
+    Args:
+        counts: rows of every rank; None: all have as many as this one.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        x: torch.Tensor,
+        what: str,
+        transport: str,
+        counts: tuple[int, ...] | None,
+        wire: str | WireFormat | None,
+    ) -> None:
+        super().__init__(comm, what, ALL_GATHER, x, ["none", wire], transport)
+        if counts is not None:
+            if counts[comm.rank] != x.shape[0]:
+                raise CountsError(
+                    f"counts[{comm.rank}] is {counts[comm.rank]}, but x has {x.shape[0]} rows on that rank"
+                )
+            self.details = ("counts", list(counts))
+        self._counts = [x.shape[0]] * comm.size if counts is None else list(counts)
+        elements = math.prod(x.shape[1:])
+        self.parts, self.row = gathered_parts([count * elements for count in self._counts])
+        self.out_shape = (sum(self._counts), *x.shape[1:])
+        self.place = -self.parts.displs[comm.rank] * x.itemsize
+
+    def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
+        """See `PreparedCall.back`."""
+        return _scatter(self.shape, grad_wire, comm, self.transport, self._counts)
+
+    def run(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """See `PreparedCall.run`. Exact rows take the way of all_to_all_v."""
+        wire = self.wires[-1]
+        if wire.quantized:
+            return super().run(comm, x, out, async_op)
+        self.check_input(comm, x)
+        if out is not None:
+            check_out(self.what, x, out, self.out_shape, self.place)
+            if overlap(x, out):
+                x = x.clone()  # all_to_all_v wants them apart
+        rows, size = x.shape[0], comm.size
+        with comm.call(self.what, self.shape, self.dtype, [wire], self.transport, self.details):
             return all_to_all_v(
-                x, [x.shape[0]] * size, counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
-                transport=given.transport, async_op=given.async_op,
+                x, [rows] * size, self._counts, send_displs=[0] * size, out=out, wire=wire, comm=comm,
+                transport=self.transport, async_op=async_op,
             )  # fmt: skip
-    parts, row = gathered_parts([count * elements for count in counts])
 
-    def staged(own: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        leg = GatherLeg(comm, parts, row, wire, x.dtype, own, given.describe(parts, row))
-        return lambda: leg.recv_into(whole)
-
-    return given.run(ALL_GATHER, parts, row, out, shape, staged, details=details)
+    def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """See `PreparedCollective.staged`."""
+        leg = GatherLeg(comm, self.parts, self.row, self.wires[-1], self.dtype, source, self.described)
+        return lambda: leg.recv_into(target)

@@ -12,21 +12,16 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Group, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
-from thinwire.fused.codec import default_wire
-from thinwire.fused.collective import KEY, DirectCollectives
-from thinwire.fused.collective_arguments import Arguments, check_out
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
-from thinwire.fused.size_switch import is_auto
+from thinwire.fused.prepared import named_wires, prepared
+from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
-
-_NOT_STAGED = ("auto", "direct")
-_NAMES = (str, WireFormat)
 
 
 def _sum(shape: torch.Size, grad_wire: str | WireFormat, comm: Group | None, transport: str) -> Operation:
@@ -82,37 +77,46 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    ordinary = type(op) is str and op == "sum" and type(transport) is str and transport in _NOT_STAGED
-    if ordinary and async_op is False and not wants_gradient(x):
-        comm = communicator_or_default(comm)
-        direct = comm.at_once(KEY)
-        first = default_wire() if wire is None else wire
-        named = type(first) in _NAMES and (gather_wire is None or type(gather_wire) in _NAMES)
-        if type(direct) is DirectCollectives and named:
-            if not (is_auto(first) or is_auto(gather_wire)):
-                summed = direct.sum_plainly(x, out, first, gather_wire, comm)
-                if summed is not None:
-                    return summed
-    if wants_gradient(x):
-        require_linear("all_reduce", out, async_op, op, x.dtype)
-        there = partial(all_reduce, op=op, wire=wire, gather_wire=gather_wire, comm=comm, transport=transport)
-        return with_gradient(x, there, _sum(x.shape, grad_wire, comm, transport))
-    legs = [wire] if gather_wire is None else [wire, gather_wire]
-    given = Arguments.of(all_reduce, x, legs, comm, transport, async_op, op=op)
-    check_out(given.what, x, out, x.shape, 0)
-    comm, wires = given.comm, given.wires
-    parts, row = split_parts(x.numel(), comm.size)
+    comm = communicator_or_default(comm)
+    return find_all_reduce(comm, x, op, wire, gather_wire, transport)(comm, x, out, async_op, grad_wire)
 
-    def exactly(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        if whole.data_ptr() != source.data_ptr():
-            whole.copy_(source)
-        return comm.all_reduce(whole, op, async_op=True).wait
 
-    def staged(source: torch.Tensor, whole: torch.Tensor) -> Callable[[], object]:
-        described = given.describe(parts, row)
-        leg = ScatterLeg(comm, source, parts, row, wires[0], described)
+def find_all_reduce(
+    comm: Communicator,
+    x: torch.Tensor,
+    op: object = "sum",
+    wire: str | WireFormat | None = None,
+    gather_wire: str | WireFormat | None = None,
+    transport: str = "auto",
+) -> PreparedAllReduce:
+    """The call of these arguments, for tensors like x."""
+    legs = named_wires(comm, "all_reduce", x, [wire] if gather_wire is None else [wire, gather_wire], op=op)
+    return prepared(comm, PreparedAllReduce, x, op, transport, *legs)
+
+
+class PreparedAllReduce(PreparedCollective):
+    """An all-reduce but for its tensors."""
+
+    def __init__(
+        self, comm: Communicator, x: torch.Tensor, op: object, transport: str, *wires: str | WireFormat | None
+    ) -> None:
+        super().__init__(comm, "all_reduce", ALL_REDUCE, x, wires, transport, op)
+        self.parts, self.row = split_parts(x.numel(), comm.size)
+        self.out_shape, self.place = tuple(x.shape), 0
+
+    def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
+        """See `PreparedCall.back`."""
+        return _sum(self.shape, grad_wire, comm, self.transport)
+
+    def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """See `PreparedCollective.staged`."""
+        leg = ScatterLeg(comm, source, self.parts, self.row, self.wires[0], self.described)
         # Here and not in wait(): what a call sends, it sends in the order of the calls, wherever ranks wait.
-        gather = GatherLeg(comm, parts, row, wires[-1], x.dtype, leg, described)
-        return lambda: gather.recv_into(whole)
+        gather = GatherLeg(comm, self.parts, self.row, self.wires[-1], self.dtype, leg, self.described)
+        return lambda: gather.recv_into(target)
 
-    return given.run(ALL_REDUCE, parts, row, out, x.shape, staged, exactly)
+    def reduced(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """See `PreparedCollective.reduced`."""
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+        return comm.all_reduce(target, self.reduction, async_op=True).wait

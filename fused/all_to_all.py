@@ -7,7 +7,6 @@ into the output, quantised rows as records (`thinwire.fused.staged`). Both give 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,20 +14,15 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.integrity import Rows
+from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.shaped_json import OneOf
-from thinwire.comm.tensors import is_dense, is_transforming, overwrite
 from thinwire.comm.work import Work
-from thinwire.compiler import nothing_compiles
 from thinwire.errors import CountsError
-from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, RecvBuffer, traffic_of
-from thinwire.fused.codec import default_wire, require_float, resolve_wire
-from thinwire.fused.collective_arguments import check_input, overlap
+from thinwire.fused.channel import Channel, RecvBuffer, Route, Transfer, traffic_of
+from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import (
     Counts,
     Segments,
-    dense_segments,
     equal_split,
     new_rows,
     parse_integers,
@@ -36,18 +30,15 @@ from thinwire.fused.counts import (
     send_segments,
 )
 from thinwire.fused.direct import open_channel, send_rows
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
-from thinwire.fused.host_channel import HostChannel
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.size_switch import is_auto, resolve_wires
-from thinwire.fused.staged import StagedExchange
-from thinwire.fused.transport import Refusal, check_transport, choose
-from thinwire.octets import as_bytes
+from thinwire.fused.prepared import PreparedCall, check_out, in_memory, named_wires, prepared
+from thinwire.fused.staged_all_to_all import post_rows
+from thinwire.fused.transport import Refusal, choose
 from thinwire.wire import WireFormat
 
-_NOT_STAGED = ("auto", "direct")
-_NAMES = (str, WireFormat)
 _MOST_ROWS = 1 << 40  # that are tried to be allocated
+_INTS = frozenset([int])
 
 
 def _backward(
@@ -84,6 +75,7 @@ def _num_rows(
     return 0 if isinstance(rows, int) and rows > _MOST_ROWS else rows
 
 
+@in_graphs(_num_rows, _backward)
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Counts | None = None,
@@ -154,147 +146,167 @@ def all_to_all_v(
     [[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]
     >>> comm.close()
     """
-    if nothing_compiles():
-        if type(comm) is not Communicator:
-            comm = communicator_or_default(comm)
-        recorder = comm.recorder
-        begun = recorder.begun
-        try:
-            if is_auto(wire):
-                comm.check_device("x", x)
-                (wire,) = resolve_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
-            # A small call takes microseconds: what `send_plainly` needs comes before all that tells errors apart.
-            if (
-                send_displs is None
-                and recv_displs is None
-                and (send_counts is None) == (recv_counts is None)
-                and not (async_op or check)
-                and type(transport) is str
-                and transport in _NOT_STAGED
-                and not is_transforming()
-            ):
-                named = default_wire() if wire is None else wire
-                plain = comm.at_once("all_to_all_v")
-                if type(named) in _NAMES and type(plain) is HostChannel:
-                    moved = plain.send_plainly(x, send_counts, recv_counts, out, named, comm)
-                    if moved is not None:
-                        return moved
-        except BaseException as error:
-            if recorder.begun != begun:  # the call is made, and its caller has no result; see `opaque`
-                recorder.ended_by(error)
-            raise
-    return _thoroughly(
-        x, send_counts, recv_counts, send_displs=send_displs, recv_displs=recv_displs, out=out, wire=wire, comm=comm,
-        transport=transport, async_op=async_op, check=check, grad_wire=grad_wire,
+    comm = communicator_or_default(comm)
+    call = find_all_to_all_v(
+        comm, x, send_counts, recv_counts, send_displs, recv_displs, wire, transport, check
     )  # fmt: skip
+    return call(comm, x, out, async_op, grad_wire)
 
 
-@in_graphs(_num_rows, _backward, all_to_all_v)
-def _thoroughly(
+def find_all_to_all_v(
+    comm: Communicator,
     x: torch.Tensor,
     send_counts: Counts | None = None,
     recv_counts: Counts | None = None,
-    *,
     send_displs: Counts | None = None,
     recv_displs: Counts | None = None,
-    out: torch.Tensor | None = None,
     wire: str | WireFormat | None = None,
-    comm: Group | None = None,
     transport: str = "auto",
-    async_op: bool = False,
     check: bool = False,
-    grad_wire: str | WireFormat = "none",
-) -> torch.Tensor | Work[torch.Tensor]:
-    comm = communicator_or_default(comm)
-    check_transport(transport)
-    if is_auto(wire):
-        comm.check_device("x", x)
-        (wire,) = resolve_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
-    wire = resolve_wire(wire)
-    if wants_gradient(x):
-        require_linear("all_to_all_v", out, async_op)
-        if send_counts is not None:
-            send_counts = parse_integers(send_counts, comm.size, "send_counts")
-            if recv_counts is None:  # backward needs to know them
-                send_segments(send_counts, send_displs, x.shape[0])
-                require_float(x, wire, "all_to_all_v")
-                recv_counts = comm.exchange_counts(send_counts)
-        there = partial(
-            all_to_all_v, send_counts=send_counts, recv_counts=recv_counts, send_displs=send_displs,
-            recv_displs=recv_displs, wire=wire, comm=comm, transport=transport, check=check,
+) -> PreparedAllToAllV:
+    """The call of these arguments, for tensors like x."""
+    (wire,) = named_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
+    return prepared(
+        comm, PreparedAllToAllV, x, wire, transport, check,
+        _parsed(send_counts, comm.size, "send_counts"), _parsed(recv_counts, comm.size, "recv_counts"),
+        _parsed(send_displs, comm.size, "send_displs"), _parsed(recv_displs, comm.size, "recv_displs"),
+    )  # fmt: skip
+
+
+def _parsed(values: Counts | None, size: int, name: str) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if type(values) is list and _INTS.issuperset(map(type, values)):
+        return tuple(values)  # the usual case; how many and how large is asked where a call is prepared
+    return tuple(parse_integers(values, size, name))
+
+
+class PreparedAllToAllV(PreparedCall):
+    """An all-to-all-v but for its tensors."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        x: torch.Tensor,
+        wire: str | WireFormat | None,
+        transport: str,
+        check: bool,
+        send_counts: Sequence[int] | None,
+        recv_counts: Sequence[int] | None,
+        send_displs: Sequence[int] | None,
+        recv_displs: Sequence[int] | None,
+    ) -> None:
+        super().__init__(comm, "all_to_all_v", x, [resolve_wire(wire)], transport)
+        counts = send_counts, recv_counts, send_displs, recv_displs
+        names = "send_counts", "recv_counts", "send_displs", "recv_displs"
+        sends, receives, self._send_displs, self._recv_displs = (
+            None if values is None else parse_integers(values, comm.size, name)
+            for values, name in zip(counts, names, strict=True)
+        )
+        if sends is None:
+            if any(values is not None for values in counts):
+                raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
+            sends = receives = equal_split(x.shape[0], comm.size)
+        self._wire, self._check = self.wires[0], check
+        self._sends, self._receives = send_segments(sends, self._send_displs, x.shape[0]), None
+        details: tuple[Any, ...] = ("send_counts", sends)
+        if receives is not None:
+            if not check and sends[comm.rank] != receives[comm.rank]:
+                raise CountsError(
+                    f"rank {comm.rank} sends itself {sends[comm.rank]} rows but expects {receives[comm.rank]}"
+                )
+            self._receives = receive_segments(receives, self._recv_displs, None)
+            details += ("recv_counts", receives)
+        self._recorded = self.what, self.shape, self.dtype, self._wire, transport, details
+        self._tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
+        self._channel: Channel | Refusal | None = None
+        self._route: Route | None = None  # of contiguous rows
+
+    def __call__(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, grad_wire: Any
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """See `PreparedCall.__call__`. Backward needs to know how many rows come."""
+        if self._receives is not None or not wants_gradient(x):
+            return super().__call__(comm, x, out, async_op, grad_wire)
+        require_linear(self.what, out, async_op)
+        receives = comm.exchange_counts(self._sends.counts)
+        call = find_all_to_all_v(
+            comm, x, self._sends.counts, receives, self._send_displs, self._recv_displs, self._wire, self.transport,
+            self._check,
         )  # fmt: skip
-        back = _backward(x.shape, send_counts, recv_counts, send_displs, recv_displs, grad_wire, comm, transport, check)
-        return with_gradient(x, there, back)
-    tail = _check_tensors(x, out, wire, comm)
-    counts: list[int] | None = None
-    if send_counts is None:
-        if recv_counts is not None or send_displs is not None or recv_displs is not None:
-            raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
-        counts = equal_split(x.shape[0], comm.size)
-        sends = send_segments(counts, None, x.shape[0])
-    else:
-        sends = send_segments(parse_integers(send_counts, comm.size, "send_counts"), send_displs, x.shape[0])
-        if recv_displs is not None:
-            parse_integers(recv_displs, comm.size, "recv_displs")
-        if recv_counts is not None:
-            counts = parse_integers(recv_counts, comm.size, "recv_counts")
+        return call(comm, x, out, async_op, grad_wire)
 
-    def place(counts: list[int]) -> RecvBuffer:
-        receives = receive_segments(counts, recv_displs, None if out is None else out.shape[0])
+    def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
+        """See `PreparedCall.back`."""
+        assert self._receives is not None
+        return _backward(
+            self.shape, self._sends.counts, self._receives.counts, self._send_displs, self._recv_displs, grad_wire,
+            comm, self.transport, self._check,
+        )  # fmt: skip
+
+    def run(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """See `PreparedCall.run`."""
+        self.check_input(comm, x)
         if out is not None:
-            return RecvBuffer(receives, out)
-        # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
-        zero = sum(counts) != receives.rows
-        return RecvBuffer(receives, new_rows(x, receives.rows, tail, zero, comm.result_memory))
+            check_out(self.what, x, out, self._any_rows, None)
+        placed = None if self._receives is None else self._place(comm, x, out, self._receives)
+        with comm.call(*self._recorded) as call:
+            channel = self._channel or self._choose(comm, call)
+            if comm.traced:
+                comm.sent(traffic_of, x, self._sends.counts, comm.rank, self._wire)
+            if self._check:
+                expected = None if self._receives is None else self._receives.counts
+                counts = _compare_with_peers(x, self._sends, expected, self._wire, comm)
+                placed = placed or self._place(comm, x, out, counts)
+            if isinstance(channel, Refusal):
+                placed = placed or self._place(comm, x, out, comm.exchange_counts(self._sends.counts))
+                with torch.no_grad():
+                    finish = post_rows(x, self._sends, placed, self._wire, comm)
+                    return comm.deliver(call, finish, x.device, async_op)
+            place = None if placed else partial(self._place, comm, x, out)
+            return comm.deliver(call, self._send(channel, x, placed, place, not async_op).wait, x.device, async_op)
 
-    placed = None
-    if counts is not None:
-        placed, rank = place(counts), comm.rank
-        if not check and sends.counts[rank] != counts[rank]:
-            raise CountsError(f"rank {rank} sends itself {sends.counts[rank]} rows but expects {counts[rank]}")
-    quantized = [wire] if wire.quantized else []
-    details = ("send_counts", sends.counts, *(() if counts is None else ("recv_counts", counts)))
-    with comm.call("all_to_all_v", x.shape, x.dtype, wire, transport, details) as call:
-        channel = choose("all_to_all_v", transport, comm, quantized, lambda: open_channel(comm, wire))
-        call.takes("staged" if isinstance(channel, Refusal) else "direct")
-        comm.sent(traffic_of, x, sends.counts, comm.rank, wire)
-        if check:
-            counts = _compare_with_peers(x, sends, counts, wire, comm)
-            placed = placed or place(counts)
-        if not isinstance(channel, Refusal):
-            transfer = send_rows(channel, x, tail, sends, placed, place, wire, wait=not async_op)
-            return comm.deliver(call, transfer.wait, comm.device, async_op)
-        placed = placed or place(comm.exchange_counts(sends.counts))
-        with torch.no_grad():
-            finish = placed.output
-            if math.prod(tail) and wire.quantized:
-                finish = _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
-            elif math.prod(tail):
-                finish = _post_exact(x, sends, placed, comm)
-            return comm.deliver(call, finish, placed.memory.device, async_op)
+    def _choose(self, comm: Communicator, call: Call) -> Channel | Refusal:
+        quantized = [self._wire] if self._wire.quantized else []
+        channel = choose(self.what, self.transport, comm, quantized, lambda: open_channel(comm, self._wire))
+        transport = "staged" if isinstance(channel, Refusal) else "direct"
+        call.takes(transport)
+        self._channel = channel
+        self._recorded = *self._recorded[:4], transport, self._recorded[5]
+        return channel
 
+    def _place(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, receives: Segments | list[int]
+    ) -> RecvBuffer:
+        """Where rows go; by counts, where only those are known."""
+        if not isinstance(receives, Segments):
+            receives = receive_segments(receives, self._recv_displs, None)
+        rows, covered = receives.rows, sum(receives.counts)
+        if out is None:
+            # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
+            out = new_rows(x, rows, self._tail, rows != covered, comm.result_memory)
+        elif rows > out.shape[0]:
+            receive_segments(receives.counts, self._recv_displs, out.shape[0])  # says which one does not fit
+        return RecvBuffer(receives, out)
 
-def _check_tensors(x: torch.Tensor, out: torch.Tensor | None, wire: WireFormat, comm: Communicator) -> torch.Size:
-    """All that can be refused of tensors before peers hear of this call. Returns the shape of a row."""
-    check_input("all_to_all_v", x, [wire], comm)
-    tail = x.shape[1:]
-    if out is None:
-        return tail
-    if not isinstance(out, torch.Tensor) or out.device != comm.device or not is_dense(out):
-        comm.check_device("out", out)
-    if out.dtype != x.dtype or out.dim() != x.dim() or out.shape[1:] != tail:
-        raise CountsError(
-            f"out is {out.dtype} {list(out.shape)}; it needs x's dtype, {x.dtype}, and row shape, {list(tail)}"
-        )
-    if not out.is_contiguous() or out.is_conj() or out.is_neg():
-        raise CountsError(
-            f"out must be contiguous and hold its own values; it has strides {list(out.stride())} for shape "
-            f"{list(out.shape)}, conj {out.is_conj()}, neg {out.is_neg()}"
-        )
-    if overlap(x, out):
-        raise CountsError("out shares memory with x: rows would be overwritten before they are sent")
-    overwrite("out", out)
-    return tail
+    def _send(
+        self,
+        channel: Channel,
+        x: torch.Tensor,
+        placed: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer] | None,
+        wait: bool,
+    ) -> Transfer:
+        if not in_memory(x):
+            return send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
+        if self._route is None:
+            transfer = send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
+            if not transfer.route.row_format.record_bytes:
+                self._route = transfer.route
+            return transfer
+        return channel.send(Transfer(channel, self._route, x, placed, place), wait=wait)
 
 
 def _compare_with_peers(
@@ -323,62 +335,3 @@ def _compare_with_peers(
                     f"{received[source]} from rank {source}"
                 )
     return [sent[comm.rank] for sent, _, _ in everyone]
-
-
-def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Communicator) -> Callable[[], torch.Tensor]:
-    """Rows travel as the bytes they are, straight out of x and into the output."""
-    sent = sends.cut(x.resolve_conj().resolve_neg().contiguous())
-    received = placed.segments.cut(placed.memory)
-
-    def byte_views(views: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
-
-    received[comm.rank].copy_(sent[comm.rank])
-    rows, label = Rows(x.itemsize * math.prod(x.shape[1:])), f"all_to_all_v {x.dtype} {list(x.shape[1:])}"
-    work = comm.post(byte_views(sent), byte_views(received), label, rows=rows)
-
-    def finish() -> torch.Tensor:
-        work.wait()
-        return placed.memory
-
-    return finish
-
-
-def _post_quantized(
-    x: torch.Tensor, sends: Segments, placed: RecvBuffer, wire: WireFormat, comm: Communicator
-) -> Callable[[], torch.Tensor]:
-    """Rows travel as records; each segment of a 1-D tensor as rows of FLAT_ROW elements, the last padded with zeros."""
-    flat, out, row_sends, row_receives = x.dim() == 1, placed.memory, sends, placed.segments
-    if flat:
-        row_sends, row_receives = (
-            dense_segments([-(-count // FLAT_ROW) for count in segments.counts])
-            for segments in (sends, placed.segments)
-        )
-        rows, row_out = x.new_zeros((row_sends.rows, FLAT_ROW)), x.new_empty((row_receives.rows, FLAT_ROW))
-        for part, first in zip(sends.cut(x), row_sends.displs, strict=True):
-            rows[first:].view(-1)[: len(part)] = part
-    else:
-        rows, row_out = (tensor.reshape(len(tensor), math.prod(x.shape[1:])) for tensor in (x, out))
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    backend = select_backend(x.device, wire, comm.cpu_share.threads)
-
-    def pack(start: int, stop: int, records: torch.Tensor) -> None:
-        picked, row_index = row_sends.pick(rows, start, stop)
-        backend.pack_rows(picked, wire, row_index, records)
-
-    row_bytes, label = wire.row_bytes(rows.shape[1], x.dtype), f"all_to_all_v {wire!r} {x.dtype} {list(x.shape[1:])}"
-    sizes = sends.counts, placed.segments.counts
-    exchange = StagedExchange.post(comm, row_sends.counts, row_receives.counts, row_bytes, pack, label, sizes=sizes)
-    slots = dense_segments(row_receives.counts)
-
-    def finish() -> torch.Tensor:
-        for start, stop in exchange.arrivals():
-            records, record_index = slots.pick(exchange.received, start, stop)
-            picked, row_index = row_receives.pick(row_out, start, stop)
-            backend.unpack_rows(records, wire, record_index, row_index, picked)
-        if flat:
-            for part, first in zip(placed.segments.cut(out), row_receives.displs, strict=True):
-                part.copy_(row_out[first:].view(-1)[: len(part)])
-        return out
-
-    return finish

@@ -83,31 +83,41 @@ class RecvBuffer(NamedTuple):
         return self.memory if self.finish is None else self.finish()
 
 
+class Route(NamedTuple):
+    """What calls have in common that differ in nothing but their tensors. Made by `Channel.route`.
+
+    Attributes:
+        row_format: the channel's own form of these rows.
+        step: bytes in x from one of what is counted to the next.
+        sends: the parts of x for each rank, within x.
+        words: what numba's kernel is told of all this.
+    """
+
+    row_format: Any
+    step: int
+    sends: Segments
+    words: memoryview | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
 
     Attributes:
-        row_format: the channel's own form of these rows.
+        route: how its rows go.
         x: what is sent, read until the call ends; the elements of a row lie side by side.
-        step: bytes from one of what is counted to the next.
-        sends: the parts of x for each rank, within x.
-        recv_buffer: where the peers' rows go; None where it is not known how many there are.
+        recv_buffer: where the peers' rows go, in the segments of the route; None where it is not known how many come.
         place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
             alone.
-        out: of a call whose rows the kernel places one after the other in a tensor, that tensor, until it is over.
         memory: what keeps the ranks' memory mapped for as long as this call may be in a kernel, once it is closed.
         stream, over: on CUDA the stream on which the call began; whether all steps were launched.
     """
 
     channel: Channel
-    row_format: Any
+    route: Route
     x: torch.Tensor | None
-    step: int
-    sends: Segments
     recv_buffer: RecvBuffer | None
     place: Callable[[list[int]], RecvBuffer] | None = None
-    out: torch.Tensor | None = field(default=None, init=False)
     memory: object = field(default=None, init=False)
     stream: torch.cuda.Stream | None = field(default=None, init=False)
     over: bool = field(default=False, init=False)
@@ -165,6 +175,10 @@ class Channel(ExchangeTransport):
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         raise NotImplementedError
 
+    def route(self, row_format: Any, step: int, sends: Segments, receives: Segments | None) -> Route:
+        """How rows of a form go. `receives`: where they go here; None where it is not known how many come."""
+        return Route(row_format, step, sends)
+
     def send(self, transfer: Transfer, *, wait: bool) -> Transfer:
         """Begins a call, and with `wait` ends it right away; what was under way before is ended first.
 
@@ -173,7 +187,8 @@ class Channel(ExchangeTransport):
             CountsError: with `wait`, as `Transfer.wait`; on CUDA also, by what a peer sent, in an earlier call, or
                 counts that are not given while a CUDA graph is captured, which could not be asked for.
         """
-        self.settle()
+        if self._under_way is not None:
+            self.settle()
         self.require_usable()
         self._begin(transfer, wait)
         return transfer
@@ -204,7 +219,7 @@ class Channel(ExchangeTransport):
                     raise
         if transfer is self._under_way:  # no signal handler's call has ended it, and may be under way itself
             self._under_way = None
-        transfer.x = transfer.out = None
+        transfer.x = None
         if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
             raise transfer.error
 

@@ -20,13 +20,10 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.recorder.flight_recorder import FlightRecorder
-from thinwire.comm.resources.result_memory import LEAST_BYTES
-from thinwire.comm.tensors import is_transforming, overwrite
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Segments
-from thinwire.fused.partition import describe_signature, signature_of, split_parts
+from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.transport import (
     BEFORE_CAPTURE,
     CLOSED,
@@ -65,7 +62,6 @@ _SLOTS = 2  # of a ring: the second leg's, by parity
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 _MOST_JOBS = 1024  # that are remembered
-_STRIDED, _CONTIGUOUS = torch.strided, torch.contiguous_format  # x may have odd strides, where a size is 1
 
 
 def open_collectives(
@@ -156,7 +152,6 @@ class DirectCollectives(ExchangeTransport):
         self._under_way = False  # whether a call is in the kernels
         self._held: object = None  # what keeps memory mapped that was closed then
         self._jobs: dict[tuple[object, ...], Job] = {}
-        self._plain_sums: dict[object, tuple[Job, list[WireFormat]]] = {}  # of plain calls, with their legs' formats
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
 
     def job(
@@ -178,7 +173,6 @@ class DirectCollectives(ExchangeTransport):
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)  # kernels may still read the parts that go
                 self._jobs.clear()
-                self._plain_sums.clear()
                 self._end.kept.clear()
             self._require_backend((wire, gather_wire))
             record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
@@ -202,8 +196,6 @@ class DirectCollectives(ExchangeTransport):
                 dtype=dtype,
                 rows_per_chunk=self.layout.rows_per_slot(record),
             )
-        elif self.capturing:
-            self._captured[id(job)] = job
         return job
 
     def _require_backend(self, wires: Sequence[WireFormat]) -> None:
@@ -213,8 +205,7 @@ class DirectCollectives(ExchangeTransport):
         """One whole call. On CUDA it is launched on the current stream, and nothing is waited for.
 
         Args:
-            x: 1-D (with numba's kernels, of any shape), contiguous: the whole tensor, or this rank's part for
-                ALL_GATHER.
+            x: contiguous: the whole tensor, or this rank's part for ALL_GATHER.
             out: likewise: the whole tensor, or this rank's part for REDUCE_SCATTER. It may be x (or, where one
                 is the whole tensor and the other a part, the place of the part in it).
 
@@ -223,7 +214,11 @@ class DirectCollectives(ExchangeTransport):
             IntegrityError: what arrived is not what was sent; the memory is of no more use.
         """
         self.require_usable()
+        if not hasattr(self._kernels, "whole"):  # numba's take tensors of any shape
+            x, out = x.detach().view(-1), out.detach().view(-1)
         if self.on_gpu:
+            if self.capturing:
+                self._captured[id(job)] = job
             self._prepare(job, x, out)
             self.take_turn()
         self._under_way = True  # to the end: what an exception from outside cuts off ends the communicator, see `close`
@@ -236,63 +231,6 @@ class DirectCollectives(ExchangeTransport):
             self._under_way = False
             raise
         self._under_way = False
-
-    def sum_plainly(
-        self,
-        x: object,
-        out: object,
-        wire: str | WireFormat,
-        gather_wire: str | WireFormat | None,
-        comm: Communicator,
-    ) -> torch.Tensor | None:
-        """A whole all-reduce, a sum, whose arguments have not been checked; raises as `run`.
-
-        It takes contiguous CPU tensors, and sizes and formats that were summed before: what such calls have in common
-        was decided then. A small call takes microseconds, and most of them would be Python's.
-
-        Args:
-            wire, gather_wire: formats or their names, of any text; None, for the second, means the first.
-
-        Returns:
-            The sums, in `out`, or in a new tensor if that is None. None: not done, and not begun either.
-        """
-        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not _STRIDED or x.requires_grad:
-            return None
-        if is_transforming():
-            return None
-        if x.is_neg() or not x.is_contiguous() or x.is_nested or not hasattr(self._kernels, "whole"):
-            return None
-        shape, dtype = x.shape, x.dtype
-        if out is not None:
-            if type(out) is not torch.Tensor or not out.is_cpu or out.layout is not _STRIDED or out.dtype is not dtype:
-                return None
-            if out.is_neg() or not out.is_contiguous() or out.is_nested or out.requires_grad or out.shape != shape:
-                return None
-            if 0 < abs(out.data_ptr() - x.data_ptr()) < x.nbytes:
-                return None
-        key = shape, dtype, wire, gather_wire
-        kept = self._plain_sums.get(key)
-        if kept is None:
-            # As entries of other ways have it, which ranks are compared by.
-            legs = [resolve_wire(wire)] if gather_wire is None else [resolve_wire(wire), resolve_wire(gather_wire)]
-            parts, row = split_parts(x.numel(), self.world)
-            job = self._jobs.get((ALL_REDUCE, *parts.counts, row, legs[0], legs[-1], dtype))
-            if job is None or not shape:
-                return None
-            if len(self._plain_sums) >= _MOST_JOBS:
-                self._plain_sums.clear()
-            kept = self._plain_sums[key] = job, legs
-        if comm.traced:  # a trace is told more
-            return None
-        with comm.call("all_reduce", shape, dtype, kept[1], "direct"):
-            filled = out
-            overwrite("out", out)
-            if filled is None and x.nbytes < LEAST_BYTES:
-                filled = torch.empty_like(x, memory_format=_CONTIGUOUS)  # at half the cost
-            elif filled is None:
-                filled = comm.result_memory.new_empty(x, shape)
-            self.run(kept[0], x, filled)
-        return filled
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
         kernels, times, done = self._kernels, (self.wait_seconds(), self.grace), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Segments(NamedTuple):
     @property
     def rows(self) -> int:
         """The largest `displ + count`: rows of a tensor that holds all segments."""
-        return max(map(sum, zip(*self, strict=True)))
+        return max(map(add, self.counts, self.displs))
 
     def within(self, start: int, stop: int) -> Segments:
         """Rows start ... stop - 1 of every segment; fewer, or none, where it ends before."""

@@ -110,16 +110,12 @@ class DeviceChannel(Channel):
 
     def _begin(self, transfer: Transfer, wait: bool) -> None:
         """Without `wait` the first pieces leave now, and all else with `Transfer.wait`."""
-        form, x, recv_buffer = transfer.row_format, transfer.x, transfer.recv_buffer
+        form, x, recv_buffer = transfer.route.row_format, transfer.x, transfer.recv_buffer
         if recv_buffer is None and self.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         assert x is not None
-        # From here on as the kernels want it.
-        if form.layout is None:
-            transfer.x = as_bytes(x.detach())
-        else:
-            transfer.x, transfer.step = x.detach(), transfer.step // x.itemsize
-        self._prepare(form, transfer.x, transfer.step)
+        transfer.x = as_bytes(x.detach()) if form.layout is None else x.detach()  # as the kernels want it
+        self._prepare(form, transfer.x, transfer.route.step // transfer.x.itemsize)
         transfer.stream = self.take_turn()
         self._note(transfer, self._nothing if recv_buffer is None else recv_buffer.segments)
         self._launch_send(transfer, 0)
@@ -140,7 +136,7 @@ class DeviceChannel(Channel):
             raise
 
     def _take_steps(self, transfer: Transfer) -> torch.Tensor:
-        form, recv_buffer = transfer.row_format, transfer.recv_buffer
+        form, recv_buffer = transfer.route.row_format, transfer.recv_buffer
         looks = recv_buffer is None or self.always_looks
         self._wait(form, kernels.HEADERS, 0, check=not looks)
         error: Exception | None = None
@@ -170,7 +166,7 @@ class DeviceChannel(Channel):
 
     def _move(self, transfer: Transfer, recv_buffer: RecvBuffer | None, pieces: list[int], looks: bool) -> None:
         """All steps from the taking of the first pieces on; without a buffer nothing is kept."""
-        form = transfer.row_format
+        form, sends = transfer.route.row_format, transfer.route.sends
         assert transfer.x is not None
         counts, out, out_stride = [0], transfer.x, 0
         if recv_buffer is not None:
@@ -179,7 +175,7 @@ class DeviceChannel(Channel):
                 out = as_bytes(out)
             else:
                 out_stride = form.step // out.itemsize
-        most_out = max(form.pieces(count) for count in transfer.sends.counts)
+        most_out = max(form.pieces(count) for count in sends.counts)
         for number in range(max(most_out, *pieces)):
             if 0 < number < most_out:
                 self._wait(form, kernels.ROOM, number)
@@ -195,18 +191,18 @@ class DeviceChannel(Channel):
                     self.raise_findings()
 
     def _launch_send(self, transfer: Transfer, number: int) -> None:
-        form = transfer.row_format
-        assert transfer.x is not None
-        items = form.items(transfer.sends.counts, number)
-        kernels.send(self._end, transfer.x, transfer.step, form.layout, form.flat, form.signature, number, items)
+        form, x = transfer.route.row_format, transfer.x
+        assert x is not None
+        items, stride = form.items(transfer.route.sends.counts, number), transfer.route.step // x.itemsize
+        kernels.send(self._end, x, stride, form.layout, form.flat, form.signature, number, items)
 
     @property
     def _nothing(self) -> Segments:
         return Segments([0] * self.world, [0] * self.world)
 
     def _note(self, transfer: Transfer, receives: Segments) -> None:
-        form = transfer.row_format
-        kernels.note(self._end, transfer.sends, receives, form.unit, form.per_piece)
+        form = transfer.route.row_format
+        kernels.note(self._end, transfer.route.sends, receives, form.unit, form.per_piece)
 
     def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
         kernels.wait(self._end, reason, number, form.signature, check, self.wait_seconds(), self.grace)

@@ -57,12 +57,15 @@ def send_rows(
     tail: torch.Size,
     sends: Segments,
     recv_buffer: RecvBuffer | None,
-    place: Callable[[list[int]], RecvBuffer],
+    place: Callable[[list[int]], RecvBuffer] | None,
     wire: WireFormat,
     *,
     wait: bool,
 ) -> Transfer:
     """Begins an all-to-all-v; its arguments have been checked. With `wait` it is over on return.
+
+    Args:
+        recv_buffer, place: as a Transfer's; one of them.
 
     Raises CapacityError for a 1-D tensor in a format with records longer than a piece, which only an alignment makes.
     """
@@ -78,21 +81,20 @@ def send_rows(
                 f"piece of the direct transport, {channel.layout.SLOT_BYTES} bytes: pass "
                 "transport='staged', or a smaller alignment"
             )
-        backend = select_backend(x.device, wire, channel.threads)
+        backend, place_rows = select_backend(x.device, wire, channel.threads), place
         x, sends = _pack(x, sends, wire, step, backend), dense_segments(sends.counts)
         recv_buffer = recv_buffer and _unpacked_into(recv_buffer, wire, step, backend)
-        transfer = Transfer(
-            channel, row_format, x, step, sends, recv_buffer, lambda n: _unpacked_into(place(n), wire, step, backend)
-        )
-        return channel.send(transfer, wait=wait)
-    if not x.is_contiguous():
+        place = place_rows and (lambda counts: _unpacked_into(place_rows(counts), wire, step, backend))
+
+    elif not x.is_contiguous():
         if wire.quantized and x.dim() > 1 and x.numel():
             x = x.flatten(1)
         if x.dim() == 2 and x.stride(1) == 1 and wire.quantized:
             step = x.stride(0) * x.itemsize  # rows may lie apart
         else:
             x = x.contiguous()
-    return channel.send(Transfer(channel, row_format, x, step, sends, recv_buffer, place), wait=wait)
+    route = channel.route(row_format, step, sends, None if recv_buffer is None else recv_buffer.segments)
+    return channel.send(Transfer(channel, route, x, recv_buffer, place), wait=wait)
 
 
 def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int, backend: Backend) -> torch.Tensor:

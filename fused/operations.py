@@ -50,7 +50,8 @@ _OF_FORWARD = ("anchor", "x", "op", "wire", "gather_wire")  # and not of backwar
 
 
 def _recorder_of(*_: object, comm: Any = None, **__: object) -> FlightRecorder:
-    return communicator_or_default(comm).recorder
+    found: Communicator = comm if type(comm) is Communicator else communicator_or_default(comm)
+    return found.recorder
 
 
 def on_communicator(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -59,7 +60,7 @@ def on_communicator(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def in_graphs(
-    rows: Callable[..., int], back: Callable[..., Operation], public: Callable[..., Any] | None = None
+    rows: Callable[..., int], back: Callable[..., Operation]
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a collective what it is in Python, and in graphs an operator, of its name and parameters.
 
@@ -67,12 +68,10 @@ def in_graphs(
         rows: how many the result has, of x's, `size` and what else the operator takes, by name.
         back: gives what carries gradients back to x, of its shape, `comm`, and those of the collective's parameters,
             by name, that are not of forward alone.
-        public: what users call, if that is not the function itself but calls it. The operator calls the function: what
-            is public asks whether anything is traced, by another thread too, and would come back here.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        name, parameters = (public or function).__name__, inspect.signature(function).parameters
+        name, parameters = function.__name__, inspect.signature(function).parameters
         names = [each for each in _TYPES if each in parameters or each in ("anchor", "handle", "size")]
         carried = [each for each in names if each not in _OF_FORWARD]
         call: Any = function

@@ -25,9 +25,9 @@ from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import require_float, resolve_wire
-from thinwire.fused.collective_arguments import check_out
 from thinwire.fused.gradients import require_linear
 from thinwire.fused.operations import on_communicator
+from thinwire.fused.prepared import check_out
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
@@ -103,7 +103,8 @@ def redistribute(
     if shape is not None and (not isinstance(shape, tuple | list) or tuple(shape) != whole):
         raise LayoutError(f"x is {list(x.shape)}, which in {src} is part of {whole}, not of {shape!r}")
     plan = plan_redistribute(whole, src, dst)
-    check_out("redistribute", x, out, dst.shard_shape(whole), None)
+    if out is not None:
+        check_out("redistribute", x, out, dst.shard_shape(whole), None)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _carry_out(plan, x, _Link(comm, there, transport), out)
     require_linear("redistribute", out, False)

@@ -12,14 +12,15 @@ from functools import partial
 
 import torch
 
-from thinwire.comm import Group
+from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_gather import all_gather
-from thinwire.fused.collective_arguments import Arguments, check_out
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
+from thinwire.fused.prepared import named_wires, prepared
+from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
@@ -73,26 +74,47 @@ def reduce_scatter(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    if wants_gradient(x):
-        require_linear("reduce_scatter", out, async_op, op, x.dtype)
-        there = partial(reduce_scatter, op=op, wire=wire, comm=comm, transport=transport)
-        return with_gradient(x, there, _gather(x.shape, grad_wire, comm, transport))
-    given = Arguments.of(reduce_scatter, x, [wire], comm, transport, async_op, op=op)
-    comm = given.comm
-    if x.shape[0] % comm.size:
-        raise CountsError(f"reduce_scatter: x has {x.shape[0]} rows, which {comm.size} ranks cannot share equally")
-    share = x.numel() // comm.size
-    shape = [x.shape[0] // comm.size, *x.shape[1:]]
-    check_out(given.what, x, out, shape, comm.rank * share * x.itemsize)
-    parts, row = gathered_parts([share] * comm.size)
+    comm = communicator_or_default(comm)
+    return find_reduce_scatter(comm, x, op, wire, transport)(comm, x, out, async_op, grad_wire)
 
-    def exactly(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
+
+def find_reduce_scatter(
+    comm: Communicator,
+    x: torch.Tensor,
+    op: object = "sum",
+    wire: str | WireFormat | None = None,
+    transport: str = "auto",
+) -> PreparedReduceScatter:
+    """The call of these arguments, for tensors like x."""
+    (wire,) = named_wires(comm, "reduce_scatter", x, [wire], op=op)
+    return prepared(comm, PreparedReduceScatter, x, op, transport, wire)
+
+
+class PreparedReduceScatter(PreparedCollective):
+    """A reduce-scatter but for its tensors."""
+
+    def __init__(
+        self, comm: Communicator, x: torch.Tensor, op: object, transport: str, wire: str | WireFormat | None
+    ) -> None:
+        super().__init__(comm, "reduce_scatter", REDUCE_SCATTER, x, [wire], transport, op)
+        if x.shape[0] % comm.size:
+            raise CountsError(f"reduce_scatter: x has {x.shape[0]} rows, which {comm.size} ranks cannot share equally")
+        share = x.numel() // comm.size
+        self.parts, self.row = gathered_parts([share] * comm.size)
+        self.out_shape = (x.shape[0] // comm.size, *x.shape[1:])
+        self.place = comm.rank * share * x.itemsize
+
+    def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
+        """See `PreparedCall.back`."""
+        return _gather(self.shape, grad_wire, comm, self.transport)
+
+    def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """See `PreparedCollective.staged`."""
+        leg = ScatterLeg(comm, source, self.parts, self.row, self.wires[0], self.described)
+        return lambda: leg.sum_into(target)
+
+    def reduced(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """See `PreparedCollective.reduced`."""
         # x may be overwritten where out is a part of it, so the shares are copied.
-        shares = list(whole.clone().view(comm.size, share).unbind())
-        return comm.reduce_scatter(own, shares, op, async_op=True).wait
-
-    def staged(whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
-        leg = ScatterLeg(comm, whole, parts, row, given.wires[0], given.describe(parts, row))
-        return lambda: leg.sum_into(own)
-
-    return given.run(REDUCE_SCATTER, parts, row, out, shape, staged, exactly)
+        shares = list(source.clone().view(comm.size, -1).unbind())
+        return comm.reduce_scatter(target, shares, self.reduction, async_op=True).wait

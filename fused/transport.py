@@ -402,7 +402,8 @@ class DirectTransport(Attachment):
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
         if self.failure is not None:
             raise self.failed_with(self.failure)
-        self.raise_findings()
+        if self.report[REPORT_STATUS] != RUNNING:
+            self.raise_findings()
 
     def failed_with(self, error: ThinwireError) -> ThinwireError:
         """What later calls raise."""

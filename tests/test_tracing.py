@@ -250,7 +250,7 @@ def test_without_a_trace_nothing_is_collected(tmp_path: Path) -> None:
         with tw.trace(tmp_path / "trace.json"):
             comm.barrier()
         comm.barrier()
-        assert comm._recorder.track is None and comm._recorder._span is None
+        assert comm.recorder.track is None and comm.recorder._span is None
 
     run_ranks(rank, 2, mode="thread")
     assert [len(events) for events in _events(tmp_path / "trace.json").values()] == [1, 1]

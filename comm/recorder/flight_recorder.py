@@ -40,7 +40,7 @@ _MASK = RING - 1
 _MOST_WRITTEN = 16  # files that one signal writes
 
 _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
-_UNTOLD = (None, None, None, (), None, ())  # what `enter` takes, of a call that says nothing
+_UNTOLD = (None, None, None, (), None, ())  # what is recorded of a call that says nothing
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
@@ -107,7 +107,7 @@ class FlightRecorder:
         return f"{self.communicator} {self._number} {traces[path]}"
 
     def begin(self, *recorded: Any, numbered: bool = True) -> Call:
-        """A call that begins with `with`: its name, and as much as there is of what `enter` takes."""
+        """A call that begins with `with`: its name, and as much as there is of what `Call` takes."""
         return Call(self, (*recorded, *_UNTOLD[len(recorded) :]), numbered)
 
     def phase(self, name: str) -> None:
@@ -146,39 +146,6 @@ class FlightRecorder:
         elif entry[STATE] is UNDER_WAY:
             entry[END] = monotonic_ns()
             entry[STATE] = DONE
-
-    def enter(self, recorded: tuple[Any, ...], numbered: bool = True) -> None:
-        """Records a call, once nothing is left that this rank alone would refuse.
-
-        An exception from outside may come at its end, too: so it is called within the `try` whose end is `leave`.
-
-        Args:
-            recorded: name, shape, dtype, wires, transport, details, as `Calls.call` takes them.
-            numbered: whether all ranks make this call.
-        """
-        if self.current is not None:
-            self.current[INSIDE] = recorded[0]
-            return
-        begun, number, now = self.begun, None, monotonic_ns()
-        if numbered:  # from here on nothing is called, where an interrupt could leave a number without an entry
-            number = self._number = self._number + 1
-        entry = self.current = self._new = self._entries[begun & _MASK] = [
-            number, *recorded, now, 0, UNDER_WAY, None, None,
-        ]  # fmt: skip
-        self.begun = begun + 1
-        track = self.track  # which another thread may take away, with the end of its trace
-        if track is not None:
-            self._span = track.open(recorded[0], entry=entry)
-
-    def leave(self, outer: Entry | None, error: BaseException | None = None) -> None:
-        """Ends what `enter` began, by an error or well; `outer` is what `current` was before it."""
-        if self.current is outer or self.current is None:
-            return
-        try:
-            self._leave(error)
-        finally:
-            if error is not None:
-                self.ended_by(error)
 
     def failed(self, entry: Entry, error: BaseException) -> None:
         """Notes what ended a call."""
@@ -248,7 +215,12 @@ class FlightRecorder:
 
 
 class Call:
-    """An operation under way. One within another has no entry: what is said of it is said of the outer one."""
+    """An operation under way. One within another has no entry: what is said of it is said of the outer one.
+
+    Args:
+        recorded: name, shape, dtype, wires, transport, details, as `Calls.call` takes them.
+        numbered: whether all ranks make this call.
+    """
 
     __slots__ = ("_entry", "_numbered", "_outer", "_recorded", "_recorder")
 
@@ -256,20 +228,41 @@ class Call:
         self._recorder, self._recorded, self._numbered = recorder, recorded, numbered
 
     def __enter__(self) -> Call:
-        recorder = self._recorder
+        recorder, recorded = self._recorder, self._recorded
         self._outer = recorder.current
+        if self._outer is not None:
+            self._entry: Entry = self._outer
+            self._entry[INSIDE] = recorded[0]
+            return self
         try:
-            recorder.enter(self._recorded, self._numbered)
-            self._entry: Any = recorder.current
-        except BaseException as error:
-            recorder.leave(self._outer, error)
+            begun, number, now = recorder.begun, None, monotonic_ns()
+            if (
+                self._numbered
+            ):  # from here on nothing is called, where an interrupt could leave a number without an entry
+                number = recorder._number = recorder._number + 1
+            self._entry = recorder.current = recorder._new = recorder._entries[begun & _MASK] = [
+                number, *recorded, now, 0, UNDER_WAY, None, None,
+            ]  # fmt: skip
+            recorder.begun = begun + 1
+            track = recorder.track  # which another thread may take away, with the end of its trace
+            if track is not None:
+                recorder._span = track.open(recorded[0], entry=self._entry)
+        except BaseException as error:  # from outside, which may come at the end, too
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._recorder.leave(self._outer, error)
+        recorder = self._recorder
+        if recorder.current is self._outer or recorder.current is None:
+            return
+        try:
+            recorder._leave(error)
+        finally:
+            if error is not None:
+                recorder.ended_by(error)
 
     def takes(self, transport: str) -> None:
         """Which way it goes, where what was asked for left that open."""

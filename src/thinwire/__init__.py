@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
     from thinwire.fused.empty import empty as empty
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
+    from thinwire.fused.prepare import Prepared as Prepared
+    from thinwire.fused.prepare import prepare as prepare
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.dispatched import Dispatched as Dispatched
@@ -53,6 +55,7 @@ _MODULES = {
     "fused.ddp": "AllReduceState all_reduce_hook",
     "fused.empty": "empty",
     "fused.int8_reduce": "int8_all_to_all_reduce",
+    "fused.prepare": "Prepared prepare",
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",
     "moe.dispatched": "Dispatched",

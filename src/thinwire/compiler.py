@@ -60,9 +60,9 @@ def opaque(
         recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
         begun = 0 if recorder is None else recorder.begun
         try:
+            if nothing_compiles():  # what is disabled takes ten microseconds
+                return function(*args, **kwargs)
             if disabled is None:
-                if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
-                    return function(*args, **kwargs)
                 disabled = torch.compiler.disable(function, reason=reason)
                 # Or it would be compiled for each function again, as all share its code.
                 torch._dynamo.decorators.skip(call)
@@ -108,9 +108,9 @@ def compiled_as(
             recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
             begun = 0 if recorder is None else recorder.begun
             try:
+                if nothing_compiles():
+                    return function(*args, **kwargs)
                 if disabled is None:
-                    if "torch._dynamo" not in sys.modules:
-                        return function(*args, **kwargs)
                     disabled = torch.compiler.disable(function, reason=reason)
                 return disabled(*args, **kwargs)
             except BaseException as error:

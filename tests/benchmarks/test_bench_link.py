@@ -198,9 +198,9 @@ def account_of_known_work(comm: Communicator) -> dict[str, float]:
 
         def work() -> None:
             burn(0.01)
-            comm._recorder.phase("pack")
+            comm.recorder.phase("pack")
             burn(0.04)
-            comm._recorder.phase("wait for peers")
+            comm.recorder.phase("wait for peers")
             other.submit(burn, 0.02).result()
 
         return processor_time.account(comm, work, calls=3)

@@ -478,7 +478,7 @@ def test_off_writes_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
     monkeypatch.setenv(VARIABLE, "off")
 
     def call(comm: Communicator) -> str:
-        assert not comm._recorder.writes
+        assert not comm.recorder.writes
         tw.all_reduce(torch.ones(4), comm=comm)
         comm.all_reduce(torch.ones(4), async_op=True).wait()
         with pytest.raises(ThinwireError, match='THINWIRE_FLIGHT_RECORDER was "off"'):

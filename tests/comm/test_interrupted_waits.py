@@ -131,8 +131,8 @@ def _waited_again(comm: Communicator, name: str, transport: str, wire: str) -> l
 
 
 def _recorded(comm: Communicator) -> list[tuple[object, ...]]:
-    assert isinstance(comm._recorder, FlightRecorder)
-    return [(entry[NAME], entry[NUMBER], entry[STATE]) for entry in comm._recorder._snapshot()]
+    assert isinstance(comm.recorder, FlightRecorder)
+    return [(entry[NAME], entry[NUMBER], entry[STATE]) for entry in comm.recorder._snapshot()]
 
 
 CASES: list[tuple[str, ...]] = [

@@ -17,16 +17,17 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused import all_to_all, transport
+from thinwire.fused import transport
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.direct import open_channel
 from thinwire.fused.transport import Refusal, open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
@@ -154,36 +155,34 @@ def test_calls_after_the_first_leave_the_process_group_alone() -> None:
     run_ranks(_alone, 2, timeout=120)
 
 
-def _plain_calls(comm: Communicator) -> None:
-    """After the first rows of a form, plain calls do without the thorough checks, and give the same."""
+def _prepared_calls(comm: Communicator) -> None:
+    """A prepared call gives what the function gives, into `out` and into a new tensor, before and after others."""
     size = comm.size
     generator = torch.Generator().manual_seed(comm.rank)
     counts = [[(3 * source + target) % 4 for target in range(size)] for source in range(size)]
     sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
+    shapes: list[tuple[int, ...]] = [(4 * size, 40), (4 * size, 2, 3), (4 * size,)]
     for wire in ("none", "int8", "int4:16"):
-        for shape in ((4 * size, 40), (4 * size, 2, 3), (4 * size,)):
+        for shape in shapes:
             x = torch.randn(shape, generator=generator)
+            call = tw.prepare(all_to_all_v, x, sent, received, wire=wire, comm=comm)
             out = torch.full((sum(received) + 2, *shape[1:]), 7.0)
             expected = out.clone()
             all_to_all_v(
                 x, sent, received, out=expected, wire=wire, comm=comm, recv_displs=_one_after_another(received)
             )
-            all_to_all.send_rows = _forbid  # type: ignore[assignment]
-            try:
-                assert all_to_all_v(x, sent, received, out=out, wire=wire, comm=comm) is out
-                fresh = all_to_all_v(x, sent, received, wire=wire, comm=comm, transport="direct")
-                for thorough in ({"async_op": True}, {"send_displs": [0] * size}, {"check": True}):
-                    with pytest.raises(_Forbidden):
-                        all_to_all_v(x, sent, received, wire=wire, comm=comm, **thorough)  # type: ignore[arg-type]
-            finally:
-                all_to_all.send_rows = send_rows
-            assert isinstance(fresh, torch.Tensor)
-            assert_same_bits(wire, expected, out)
-            assert_same_bits(wire, expected[: sum(received)], fresh)
+            for _ in range(2):
+                assert call(x, out) is out
+                fresh = call(x.clone())
+                pending = call(x, async_op=True)
+                assert isinstance(fresh, torch.Tensor) and isinstance(pending, Work)
+                assert_same_bits(wire, expected, out)
+                assert_same_bits(wire, expected[: sum(received)], fresh)
+                assert_same_bits(wire, fresh, pending.wait())
     # What the peers send is looked at all the same.
     with pytest.raises(CountsError) if comm.rank == 0 else contextlib.nullcontext():
         all_to_all_v(x, sent, [n + (comm.rank == 0 and r > 0) for r, n in enumerate(received)], wire=wire, comm=comm)
-    moved = all_to_all_v(x, sent, received, wire=wire, comm=comm)
+    moved = call(x)
     assert_same_bits("again", fresh, moved)  # type: ignore[arg-type]
 
 
@@ -212,8 +211,8 @@ def _one_after_another(counts: list[int]) -> list[int]:
     return [sum(counts[:peer]) for peer in range(len(counts))]
 
 
-def test_plain_calls_take_the_short_way_and_give_the_same() -> None:
-    run_ranks(_plain_calls, 3, timeout=120)
+def test_prepared_calls_give_what_the_function_gives() -> None:
+    run_ranks(_prepared_calls, 3, timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -141,13 +141,13 @@ def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[s
     _gradients(lambda x: (function(x),), x)
     runs = []
     for each in (function, _compiled(function, backend)):
-        begun = comm._recorder.begun
+        begun = comm.recorder.begun
         # The second forward comes before the first one's backward, on what both of them were compiled to.
         found = _gradients(lambda x, each=each: (each(x), each(x)), x)
         with torch.no_grad():
             found.append(each(x))
-        calls = [(entry[1], tuple(entry[2] or ())) for entry in comm._recorder._snapshot()]
-        runs.append((calls[begun - comm._recorder.begun :], found))
+        calls = [(entry[1], tuple(entry[2] or ())) for entry in comm.recorder._snapshot()]
+        runs.append((calls[begun - comm.recorder.begun :], found))
     assert runs[1][0] == runs[0][0]
     for one, other in zip(runs[1][1], runs[0][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -210,9 +210,9 @@ def _between(comm: tw.Communicator) -> None:
     def layers(x: torch.Tensor) -> tuple[torch.Tensor]:
         return (tw.reduce_scatter(checkpoint(kept, x, use_reentrant=False) * 2, **named),)
 
-    begun = comm._recorder.begun
+    begun = comm.recorder.begun
     _assert_equal(_gradients(_compiled(layers, "aot_eager"), x), _gradients(layers, x))
-    assert comm._recorder.begun - begun == 6 + 7, "a graph keeps what operators have given"
+    assert comm.recorder.begun - begun == 6 + 7, "a graph keeps what operators have given"
 
 
 @pytest.mark.exhaustive
@@ -247,12 +247,12 @@ def _default() -> None:
         for domain in (None, "other", None):
             group = tw.init(domain=domain)
             function(x)
-            begun = group._recorder.begun
+            begun = group.recorder.begun
             assert torch.equal(compiled(x), function(x))
-            assert group._recorder.begun == begun + 2, "the default communicator of the time"
-        begun = group._recorder.begun
+            assert group.recorder.begun == begun + 2, "the default communicator of the time"
+        begun = group.recorder.begun
         (found,) = run_ranks(lambda comm: compiled(x), 1, mode="thread")
-        assert torch.equal(found, x * 2 + 1) and group._recorder.begun == begun, "and of the thread"
+        assert torch.equal(found, x * 2 + 1) and group.recorder.begun == begun, "and of the thread"
         with pytest.raises(RankError, match="compiled for 1 ranks, and the communicator has 2"):
             run_ranks(lambda comm: compiled(x), 2, mode="thread")
         mesh = init_device_mesh("cpu", (1,))

@@ -313,7 +313,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor, Communic
     ),
     "an output that is the input": (
         CountsError,
-        "out overlaps x",
+        "out shares memory with x",
         lambda x, comm: redistribute(x, (2, 1), (2, 1), out=x, wire="none", comm=comm),
     ),
     "an output where a gradient is wanted": (

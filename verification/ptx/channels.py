@@ -86,10 +86,9 @@ class Channels:
             sends = Segments(counts[rank], starts[rank])
             step = inputs[rank].stride(0) * dtype.itemsize
             self.device.rank = rank
-            channel.send(
-                Transfer(channel, form, inputs[rank], step, sends, RecvBuffer(Segments(received, places), out)),
-                wait=rank not in halfway,
-            )
+            receives = Segments(received, places)
+            route = channel.route(form, step, sends, receives)
+            channel.send(Transfer(channel, route, inputs[rank], RecvBuffer(receives, out)), wait=rank not in halfway)
         return outs
 
     def check(self) -> None:

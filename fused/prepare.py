@@ -1,0 +1,106 @@
+"""Prepared calls for callers: a collective whose arguments are settled once, to be called with tensors alone.
+
+    prepared = thinwire.prepare(thinwire.all_reduce, x, wire="int8", comm=comm)
+    y = prepared(x)
+
+As MPI's persistent operations, and what a loop wants that makes the same small call at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm.work import Work
+from thinwire.compiler import opaque
+from thinwire.errors import ArgumentError
+from thinwire.fused.all_gather import all_gather, find_all_gather
+from thinwire.fused.all_reduce import all_reduce, find_all_reduce
+from thinwire.fused.all_to_all import all_to_all_v, find_all_to_all_v
+from thinwire.fused.prepared import PreparedCall
+from thinwire.fused.reduce_scatter import find_reduce_scatter, reduce_scatter
+from thinwire.wire import WireFormat
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+_FIND: dict[Callable[..., Any], Callable[..., PreparedCall]] = {
+    all_to_all_v: find_all_to_all_v,
+    all_reduce: find_all_reduce,
+    reduce_scatter: find_reduce_scatter,
+    all_gather: find_all_gather,
+}
+
+
+def _opaque(call: _C) -> _C:
+    return opaque(call, find_recorder=lambda prepared, *_, **__: prepared._comm.recorder)  # type: ignore[return-value]
+
+
+class Prepared:
+    """A collective with all of its arguments but the tensors. Made by `prepare`.
+
+    Attributes:
+        shape, dtype: of x.
+    """
+
+    def __init__(self, comm: Communicator, call: PreparedCall, grad_wire: str | WireFormat) -> None:
+        self._comm, self._call, self._grad_wire = comm, call, grad_wire
+        self.shape, self.dtype = call.shape, call.dtype
+
+    @_opaque
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, async_op: bool = False
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """The function's result for x, filled into `out` if that is given, or a Work; with gradients, as the function.
+
+        torch.compile calls it between two graphs; the function itself can be part of one.
+
+        Raises:
+            ArgumentError: x has another shape or dtype than the call was prepared for.
+        """
+        if not isinstance(x, torch.Tensor) or x.shape != self.shape or x.dtype != self.dtype:
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise ArgumentError(f"x is {got}; this {self._call.what} was prepared for {self.dtype} {list(self.shape)}")
+        return self._call(self._comm, x, out, async_op, self._grad_wire)
+
+
+def prepare(
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    *arguments: Any,
+    comm: Group | None = None,
+    grad_wire: str | WireFormat = "none",
+    **options: Any,
+) -> Prepared:
+    """A collective whose arguments are settled now: `prepared(x)` is `function(x, *arguments, **options)`.
+
+    It sends nothing. All ranks make the prepared call, or the function's, as they would the function's alone.
+
+    Args:
+        function: `all_to_all_v`, `all_reduce`, `reduce_scatter` or `all_gather`.
+        x: a tensor of the shape, dtype and device of those to come; its values are not looked at.
+        arguments, options: the function's, but for `out` and `async_op`, which are passed with each call.
+        comm, grad_wire: the function's.
+
+    Raises:
+        ArgumentError: another function, or an argument that it does not have.
+        CountsError, WireFormatError, TransportUnavailable: as the function.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm:
+    ...     double = tw.prepare(tw.all_reduce, torch.empty(3), wire="none", comm=comm)
+    ...     double(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    find = _FIND.get(function)
+    if find is None:
+        known = ", ".join(each.__name__ for each in _FIND)
+        raise ArgumentError(f"function is {function!r}; accepted: thinwire's {known}")
+    comm = communicator_or_default(comm)
+    try:
+        call = find(comm, x, *arguments, **options)
+    except TypeError as error:
+        raise ArgumentError(f"{function.__name__}: {error}") from error
+    return Prepared(comm, call, grad_wire)

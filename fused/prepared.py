@@ -1,0 +1,174 @@
+"""What follows from a call's arguments is settled once, and kept for calls that differ in their tensors alone.
+
+Each collective looks its arguments up (`prepared`), and runs what it finds there with its tensors; `thinwire.prepare`
+gives that to a caller. There is no other way into a collective, so calls give the same whether they were made before or
+not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.exact.p2p import extent
+from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.tensors import is_transforming, overwrite, require_dense
+from thinwire.comm.work import Work
+from thinwire.errors import CountsError, TransportUnavailable
+from thinwire.fused.codec import default_wire, require_float
+from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.size_switch import is_auto, resolve_wires
+from thinwire.fused.transport import check_transport
+from thinwire.wire import WireFormat
+
+_MOST_KEPT = 1024  # of one communicator
+_STRIDED = torch.strided
+
+_C = TypeVar("_C", bound="PreparedCall")
+
+
+class PreparedCall(ABC):
+    """A call but for its tensors. It holds none, no communicator, and nothing that a caller could change.
+
+    Attributes:
+        reduction: what it does to the ranks' tensors, if anything.
+
+    Args:
+        what: the collective's name.
+        x: an input like those to come; it is checked, and not kept.
+        wires: of its legs; one, where they have the same.
+
+    Raises:
+        TransportUnavailable, ArgumentError, WireFormatError, CountsError: nothing like x can travel.
+    """
+
+    reduction: object = "sum"
+
+    def __init__(
+        self, comm: Communicator, what: str, x: torch.Tensor, wires: Sequence[WireFormat], transport: str
+    ) -> None:
+        check_transport(transport)
+        self.what, self.wires, self.transport = what, wires, transport
+        self.check_input(comm, x)
+        for wire in wires:
+            require_float(x, wire, what)
+        if x.dim() < 1:
+            raise CountsError(f"{what} needs a tensor of at least 1 dimension; got a scalar")
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def check_input(self, comm: Communicator, x: torch.Tensor) -> None:
+        """Refuses what the shape and dtype of a tensor do not tell."""
+        # What nearly all tensors are, at the least cost.
+        if type(x) is not torch.Tensor or x.layout is not _STRIDED or x.device != comm.device or is_transforming():
+            comm.check_device("x", x)
+
+    def __call__(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, grad_wire: Any
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """The call with these tensors, of which `run` asks the same, and its gradients.
+
+        Raises:
+            WireFormatError: gradients are wanted of what has none.
+        """
+        if not wants_gradient(x):
+            return self.run(comm, x, out, async_op)
+        require_linear(self.what, out, async_op, self.reduction, self.dtype)
+        return with_gradient(x, partial(self.run, comm, out=None, async_op=False), self.back(comm, grad_wire))
+
+    @abstractmethod
+    def back(self, comm: Communicator, grad_wire: Any) -> Operation:
+        """What carries gradients of the result back to x."""
+
+    @abstractmethod
+    def run(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """The call with these tensors; x has the shape and dtype that this was made for, and all else is checked."""
+
+
+def prepared(comm: Communicator, make: Callable[..., _C], x: torch.Tensor, *arguments: Any) -> _C:
+    """`make(comm, x, *arguments)`, or what that gave before for a tensor of this shape and dtype."""
+    try:
+        key = make, x.shape, x.dtype, *arguments
+        found: _C | None = comm.prepared.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # x is no plain tensor, or an argument cannot be looked up
+        return make(comm, x, *arguments)
+    if found is None:
+        found = make(comm, x, *arguments)
+        if len(comm.prepared) >= _MOST_KEPT:
+            comm.prepared.clear()
+        comm.prepared[key] = found
+    return found
+
+
+def named_wires(
+    comm: Communicator,
+    what: str,
+    x: torch.Tensor,
+    wires: Sequence[str | WireFormat | None],
+    alike: bool = True,
+    op: object = "sum",
+) -> Sequence[str | WireFormat | None]:
+    """The wires of a call's legs, with what None and "auto" stand for at this moment.
+
+    Args:
+        alike: whether all ranks' messages have one size.
+        op: of a reduction; only sums are quantised.
+    """
+    for wire in wires:
+        if wire is None or is_auto(wire):
+            break
+    else:
+        return wires  # without more ado
+    if any(map(is_auto, wires)):
+        comm.check_device("x", x)
+        if Reduction.of(op, x.dtype).name != "sum":
+            return ["none" if is_auto(wire) else wire for wire in wires]
+        return resolve_wires(comm, what, x, wires, alike)
+    return [default_wire() if wire is None else wire for wire in wires]
+
+
+def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], place: int | None) -> None:
+    """Refuses an output that cannot be filled.
+
+    Args:
+        shape: that it must have; -1 rows are any number.
+        place: bytes from where x begins to where `out` must begin if they share memory; None: they must not.
+    """
+    if not isinstance(out, torch.Tensor) or out.device != x.device:
+        raise TransportUnavailable(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
+    require_dense("out", out)
+    wanted = out.shape[:1] + torch.Size(shape[1:]) if shape[:1] == (-1,) else shape
+    if out.dtype != x.dtype or out.shape != wanted:
+        sizes = ", ".join("rows" if size == -1 else str(size) for size in shape)
+        raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} [{sizes}]")
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise CountsError(
+            f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
+            f"{out.is_conj()}, neg {out.is_neg()}"
+        )
+    overwrite("out", out)
+    if overlap(x, out) and not (place is not None and out.data_ptr() == x.data_ptr() + place and in_memory(x)):
+        raise CountsError(f"{what}: out shares memory with x: it would be overwritten before it is sent")
+
+
+def in_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor's values lie one after the other where it begins."""
+    return x.is_contiguous() and not x.is_neg() and not x.is_conj()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one device may share memory."""
+    (first, stop), (start, last) = extent(a), extent(b)
+    return max(first, start) < min(stop, last)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,124 @@
+"""What all-reduce, reduce-scatter and all-gather have in common: one call of them, and which way it goes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.work import Work
+from thinwire.errors import WireFormatError
+from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
+from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.counts import Segments
+from thinwire.fused.partition import traffic_of
+from thinwire.fused.prepared import PreparedCall, check_out, in_memory
+from thinwire.fused.transport import Refusal, choose
+from thinwire.triton_kernels.exchange_layout import ALL_GATHER, Job
+from thinwire.wire import WireFormat
+
+
+class PreparedCollective(PreparedCall):
+    """One of the collectives, with `prepare` still to say what its tensors are.
+
+    Args:
+        op: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
+        wires: of its legs; one, where they have the same. An all-gather has a first leg that nothing travels on.
+        reduction: what it does to the ranks' tensors, if anything.
+
+    Attributes:
+        exactly: whether it is torch.distributed's affair: a reduction without a quantised leg, and no sum of floats.
+    """
+
+    parts: Segments  # elements of every rank's part
+    row: int  # elements of a row
+    out_shape: tuple[int, ...]
+    place: int  # bytes from where x begins to where an output may begin that shares its memory
+    details: tuple[object, ...] = ()  # for the flight recorder
+    _job: Job | None = None
+    _direct: DirectCollectives | Refusal | None = None
+
+    def __init__(
+        self,
+        comm: Communicator,
+        what: str,
+        op: int,
+        x: torch.Tensor,
+        wires: Sequence[str | WireFormat | None],
+        transport: str,
+        reduction: object = "sum",
+    ) -> None:
+        super().__init__(comm, what, x, [resolve_wire(wire) for wire in wires], transport)
+        self.op, self.reduction = op, reduction
+        self._legs = self.wires[-1:] if op == ALL_GATHER else self.wires
+        self.exactly = op != ALL_GATHER and self._reduces_exactly(Reduction.of(reduction, x.dtype).name)
+
+    def _reduces_exactly(self, name: str) -> bool:
+        quantized = [wire for wire in self.wires if wire.quantized]
+        if name != "sum" and quantized:
+            raise WireFormatError(
+                f"{self.what}: op {name!r} cannot be quantised ({quantized[0]}), only a sum can; "
+                'pass wire="none" for it'
+            )
+        return not quantized and (name != "sum" or self.dtype not in FLOAT_DTYPES)
+
+    @abstractmethod
+    def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """Begins a call through the process group, of flat tensors; what it returns ends the call."""
+
+    def reduced(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """The same of a reduction that is torch.distributed's affair."""
+        raise NotImplementedError
+
+    @property
+    def described(self) -> str:
+        """All that ranks must agree on, the same text on ranks that do."""
+        what = self.what.removesuffix("_v")
+        return f"{what} of {self.parts.counts} {self.dtype} in rows of {self.row} as {self.wires}"
+
+    def run(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """See `PreparedCall.run`."""
+        self.check_input(comm, x)
+        if out is not None:
+            check_out(self.what, x, out, self.out_shape, self.place)
+        with comm.call(self.what, self.shape, self.dtype, self._legs, self.transport, self.details) as call:
+            direct = self._direct
+            if direct is None:
+                if not self.exactly:
+                    direct = choose(self.what, self.transport, comm, self.wires, lambda: self._open(comm))
+                    self._direct = direct
+            call.takes("direct" if type(direct) is DirectCollectives else "staged")
+            target = comm.result_memory.new_empty(x, self.out_shape) if out is None else out
+            finish: Callable[[], object] | None = None
+            if isinstance(direct, DirectCollectives):
+                if self._job is None:
+                    legs = self.wires[0], self.wires[-1]
+                    self._job = direct.job(self.op, self.parts, self.row, *legs, self.dtype)
+                direct.run(self._job, x if in_memory(x) else _flat(x.detach()), target)
+            elif target.numel():
+                with torch.no_grad():
+                    begin = self.reduced if self.exactly else self.staged
+                    finish = begin(comm, _flat(x.detach()), target.detach().view(-1))
+            if not self.exactly:
+                comm.sent(traffic_of, self.op, self.parts, self.row, comm.rank, self.wires, self.dtype)
+
+            def end() -> torch.Tensor:
+                if finish is not None:
+                    with torch.no_grad():
+                        finish()
+                return target
+
+            return comm.deliver(call, end, target.device, async_op)
+
+    def _open(self, comm: Communicator) -> DirectCollectives | Refusal:
+        return open_collectives(comm, wires=self.wires)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
