@@ -17,7 +17,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError
+from thinwire.errors import ArgumentError, CountsError
 from thinwire.fused.channel import Channel, RecvBuffer, Route, Transfer, traffic_of
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import (
@@ -238,7 +238,8 @@ class PreparedAllToAllV(PreparedCall):
 
     def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
         """See `PreparedCall.back`."""
-        assert self._receives is not None
+        if self._receives is None:
+            raise ArgumentError("all_to_all_v was prepared without recv_counts; pass them for a way back")
         return _backward(
             self.shape, self._sends.counts, self._receives.counts, self._send_displs, self._recv_displs, grad_wire,
             comm, self.transport, self._check,

@@ -60,10 +60,34 @@ class Prepared:
         Raises:
             ArgumentError: x has another shape or dtype than the call was prepared for.
         """
-        if not isinstance(x, torch.Tensor) or x.shape != self.shape or x.dtype != self.dtype:
-            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        plain = isinstance(x, torch.Tensor) and not x.is_nested
+        if not plain or x.shape != self.shape or x.dtype != self.dtype:
+            got = f"{x.dtype} {list(x.shape)}" if plain else f"a {type(x).__name__}"
             raise ArgumentError(f"x is {got}; this {self._call.what} was prepared for {self.dtype} {list(self.shape)}")
         return self._call(self._comm, x, out, async_op, self._grad_wire)
+
+    @_opaque
+    def back(self, y: torch.Tensor, wire: str | WireFormat | None = None) -> torch.Tensor:
+        """The way back of the same rows: the transpose, which is what gradients take.
+
+        Rows of an all-to-all-v return to where they came from, and add up there if one was sent to several ranks; an
+        all-gather's are summed at their owner, a reduce-scatter's are gathered, an all-reduce's are summed. It can be
+        called any number of times, before and after calls of the way there.
+
+        Args:
+            y: of the result's shape and dtype.
+            wire: the format in transit; None means the `grad_wire` that was passed to `prepare`.
+
+        Returns:
+            A tensor of x's shape. Rows that were not sent are zero.
+
+        Raises:
+            ArgumentError: an all-to-all-v that was prepared without recv_counts.
+            CountsError: y does not have the rows of a result.
+        """
+        carry = self._call.back(self._comm, self._grad_wire if wire is None else wire)
+        result: torch.Tensor = carry(y)
+        return result
 
 
 def prepare(

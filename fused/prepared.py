@@ -54,7 +54,7 @@ class PreparedCall(ABC):
     ) -> None:
         check_transport(transport)
         self.what, self.wires, self.transport = what, wires, transport
-        self.check_input(comm, x)
+        comm.check_device("x", x)
         for wire in wires:
             require_float(x, wire, what)
         if x.dim() < 1:
@@ -62,7 +62,7 @@ class PreparedCall(ABC):
         self.shape, self.dtype = x.shape, x.dtype
 
     def check_input(self, comm: Communicator, x: torch.Tensor) -> None:
-        """Refuses what the shape and dtype of a tensor do not tell."""
+        """Refuses what the shape and dtype of a tensor do not tell; nested tensors have no shape."""
         # What nearly all tensors are, at the least cost.
         if type(x) is not torch.Tensor or x.layout is not _STRIDED or x.device != comm.device or is_transforming():
             comm.check_device("x", x)

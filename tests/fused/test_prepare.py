@@ -64,6 +64,31 @@ def test_a_prepared_call_gives_what_its_function_gives(transport: str) -> None:
     run_ranks(compare, WORLD, transport, mode="thread")
 
 
+def there_and_back(comm: Communicator) -> None:
+    sends, receives = ([1, 2], [1, 3]) if comm.rank == 0 else ([3, 1], [2, 1])
+    x = torch.arange(24.0).view(4, 6) + 100 * comm.rank
+    plan = tw.prepare(tw.all_to_all_v, x, sends, receives, wire="none", comm=comm)
+    for _ in range(2):
+        y: Any = plan(x)
+        z: Any = plan(x + 1)
+        for result in (z, y):  # in any order
+            expected = x.clone() + (result is z)
+            expected[sum(sends) :] = 0
+            assert torch.equal(plan.back(result), expected)
+    assert plan.back(y, wire="int8").sub(plan.back(y)).abs().max() > 0
+    twice = tw.prepare(tw.all_to_all_v, x, [4, 4], [4, 4], send_displs=[0, 0], wire="none", comm=comm, grad_wire="none")
+    y = twice(x)
+    assert torch.equal(twice.back(y), 2 * x), "rows that went to both ranks add up"
+    with pytest.raises(CountsError):
+        plan.back(x[:1])
+    with pytest.raises(ArgumentError, match="without recv_counts"):
+        tw.prepare(tw.all_to_all_v, x, sends, comm=comm).back(x)
+
+
+def test_rows_go_there_and_come_back_any_number_of_times() -> None:
+    run_ranks(there_and_back, WORLD, mode="thread")
+
+
 def test_it_can_be_compiled() -> None:
     with tw.init() as comm:
         prepared = tw.prepare(tw.all_reduce, torch.empty(5), wire="none", comm=comm)
