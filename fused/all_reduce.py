@@ -77,7 +77,7 @@ def all_reduce(
     tensor([0., 1., 2., 3.])
     >>> comm.close()
     """
-    comm = communicator_or_default(comm)
+    comm = comm if type(comm) is Communicator else communicator_or_default(comm)
     return find_all_reduce(comm, x, op, wire, gather_wire, transport)(comm, x, out, async_op, grad_wire)
 
 

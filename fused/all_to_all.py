@@ -30,7 +30,7 @@ from thinwire.fused.counts import (
     send_segments,
 )
 from thinwire.fused.direct import open_channel, send_rows
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient
+from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.prepared import PreparedCall, check_out, in_memory, named_wires, prepared
 from thinwire.fused.staged_all_to_all import post_rows
@@ -146,7 +146,7 @@ def all_to_all_v(
     [[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]
     >>> comm.close()
     """
-    comm = communicator_or_default(comm)
+    comm = comm if type(comm) is Communicator else communicator_or_default(comm)
     call = find_all_to_all_v(
         comm, x, send_counts, recv_counts, send_displs, recv_displs, wire, transport, check
     )  # fmt: skip
@@ -166,16 +166,17 @@ def find_all_to_all_v(
 ) -> PreparedAllToAllV:
     """The call of these arguments, for tensors like x."""
     (wire,) = named_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
+    size = comm.size
     return prepared(
         comm, PreparedAllToAllV, x, wire, transport, check,
-        _parsed(send_counts, comm.size, "send_counts"), _parsed(recv_counts, comm.size, "recv_counts"),
-        _parsed(send_displs, comm.size, "send_displs"), _parsed(recv_displs, comm.size, "recv_displs"),
+        None if send_counts is None else _parsed(send_counts, size, "send_counts"),
+        None if recv_counts is None else _parsed(recv_counts, size, "recv_counts"),
+        None if send_displs is None else _parsed(send_displs, size, "send_displs"),
+        None if recv_displs is None else _parsed(recv_displs, size, "recv_displs"),
     )  # fmt: skip
 
 
-def _parsed(values: Counts | None, size: int, name: str) -> tuple[int, ...] | None:
-    if values is None:
-        return None
+def _parsed(values: Counts, size: int, name: str) -> tuple[int, ...]:
     if type(values) is list and _INTS.issuperset(map(type, values)):
         return tuple(values)  # the usual case; how many and how large is asked where a call is prepared
     return tuple(parse_integers(values, size, name))
@@ -216,25 +217,20 @@ class PreparedAllToAllV(PreparedCall):
                     f"rank {comm.rank} sends itself {sends[comm.rank]} rows but expects {receives[comm.rank]}"
                 )
             self._receives = receive_segments(receives, self._recv_displs, None)
+            self._rows = self._receives.rows
             details += ("recv_counts", receives)
         self._recorded = self.what, self.shape, self.dtype, self._wire, transport, details
         self._tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
         self._channel: Channel | Refusal | None = None
         self._route: Route | None = None  # of contiguous rows
 
-    def __call__(
-        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, grad_wire: Any
-    ) -> torch.Tensor | Work[torch.Tensor]:
-        """See `PreparedCall.__call__`. Backward needs to know how many rows come."""
-        if self._receives is not None or not wants_gradient(x):
-            return super().__call__(comm, x, out, async_op, grad_wire)
-        require_linear(self.what, out, async_op)
-        receives = comm.exchange_counts(self._sends.counts)
-        call = find_all_to_all_v(
-            comm, x, self._sends.counts, receives, self._send_displs, self._recv_displs, self._wire, self.transport,
-            self._check,
-        )  # fmt: skip
-        return call(comm, x, out, async_op, grad_wire)
+    def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedAllToAllV:
+        """See `PreparedCall.reversible`: how many rows come."""
+        if self._receives is not None:
+            return self
+        sends, receives = self._sends.counts, comm.exchange_counts(self._sends.counts)
+        numbers = sends, receives, self._send_displs, self._recv_displs
+        return find_all_to_all_v(comm, x, *numbers, self._wire, self.transport, self._check)
 
     def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
         """See `PreparedCall.back`."""
@@ -253,21 +249,22 @@ class PreparedAllToAllV(PreparedCall):
         if out is not None:
             check_out(self.what, x, out, self._any_rows, None)
         placed = None if self._receives is None else self._place(comm, x, out, self._receives)
+        place = partial(self._place_counts, comm, x, out) if placed is None else None
         with comm.call(*self._recorded) as call:
             channel = self._channel or self._choose(comm, call)
-            if comm.traced:
+            if comm.recorder.track is not None:
                 comm.sent(traffic_of, x, self._sends.counts, comm.rank, self._wire)
             if self._check:
                 expected = None if self._receives is None else self._receives.counts
                 counts = _compare_with_peers(x, self._sends, expected, self._wire, comm)
-                placed = placed or self._place(comm, x, out, counts)
-            if isinstance(channel, Refusal):
-                placed = placed or self._place(comm, x, out, comm.exchange_counts(self._sends.counts))
-                with torch.no_grad():
-                    finish = post_rows(x, self._sends, placed, self._wire, comm)
-                    return comm.deliver(call, finish, x.device, async_op)
-            place = None if placed else partial(self._place, comm, x, out)
-            return comm.deliver(call, self._send(channel, x, placed, place, not async_op).wait, x.device, async_op)
+                placed = placed or self._place_counts(comm, x, out, counts)
+            if not isinstance(channel, Refusal):
+                transfer = self._send(channel, x, placed, place, not async_op)
+                return comm.deliver(call, transfer.wait, x.device, True) if async_op else transfer.wait()
+            placed = placed or self._place_counts(comm, x, out, comm.exchange_counts(self._sends.counts))
+            with torch.no_grad():
+                finish = post_rows(x, self._sends, placed, self._wire, comm)
+                return comm.deliver(call, finish, x.device, async_op)
 
     def _choose(self, comm: Communicator, call: Call) -> Channel | Refusal:
         quantized = [self._wire] if self._wire.quantized else []
@@ -278,16 +275,18 @@ class PreparedAllToAllV(PreparedCall):
         self._recorded = *self._recorded[:4], transport, self._recorded[5]
         return channel
 
-    def _place(
-        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, receives: Segments | list[int]
+    def _place_counts(
+        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, counts: list[int]
     ) -> RecvBuffer:
-        """Where rows go; by counts, where only those are known."""
-        if not isinstance(receives, Segments):
-            receives = receive_segments(receives, self._recv_displs, None)
-        rows, covered = receives.rows, sum(receives.counts)
+        return self._place(comm, x, out, receive_segments(counts, self._recv_displs, None))
+
+    def _place(self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, receives: Segments) -> RecvBuffer:
+        """Where rows go."""
+        rows = self._rows if receives is self._receives else receives.rows
         if out is None:
             # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
-            out = new_rows(x, rows, self._tail, rows != covered, comm.result_memory)
+            zero = self._recv_displs is not None and rows != sum(receives.counts)
+            out = new_rows(x, rows, self._tail, zero, comm.result_memory)
         elif rows > out.shape[0]:
             receive_segments(receives.counts, self._recv_displs, out.shape[0])  # says which one does not fit
         return RecvBuffer(receives, out)

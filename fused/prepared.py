@@ -21,7 +21,7 @@ from thinwire.comm.tensors import is_transforming, overwrite, require_dense
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, TransportUnavailable
 from thinwire.fused.codec import default_wire, require_float
-from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
+from thinwire.fused.gradients import Operation, require_linear, with_gradient
 from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
@@ -59,12 +59,12 @@ class PreparedCall(ABC):
             require_float(x, wire, what)
         if x.dim() < 1:
             raise CountsError(f"{what} needs a tensor of at least 1 dimension; got a scalar")
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape, self.dtype, self._device = x.shape, x.dtype, x.device
 
     def check_input(self, comm: Communicator, x: torch.Tensor) -> None:
         """Refuses what the shape and dtype of a tensor do not tell; nested tensors have no shape."""
         # What nearly all tensors are, at the least cost.
-        if type(x) is not torch.Tensor or x.layout is not _STRIDED or x.device != comm.device or is_transforming():
+        if type(x) is not torch.Tensor or x.layout is not _STRIDED or x.device != self._device or is_transforming():
             comm.check_device("x", x)
 
     def __call__(
@@ -75,10 +75,15 @@ class PreparedCall(ABC):
         Raises:
             WireFormatError: gradients are wanted of what has none.
         """
-        if not wants_gradient(x):
+        if not x.requires_grad or not torch.is_grad_enabled():
             return self.run(comm, x, out, async_op)
         require_linear(self.what, out, async_op, self.reduction, self.dtype)
-        return with_gradient(x, partial(self.run, comm, out=None, async_op=False), self.back(comm, grad_wire))
+        call = self.reversible(comm, x)
+        return with_gradient(x, partial(call.run, comm, out=None, async_op=False), call.back(comm, grad_wire))
+
+    def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedCall:
+        """The same call, with all that its way back has to know."""
+        return self
 
     @abstractmethod
     def back(self, comm: Communicator, grad_wire: Any) -> Operation:

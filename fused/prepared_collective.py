@@ -104,7 +104,7 @@ class PreparedCollective(PreparedCall):
                 with torch.no_grad():
                     begin = self.reduced if self.exactly else self.staged
                     finish = begin(comm, _flat(x.detach()), target.detach().view(-1))
-            if not self.exactly:
+            if comm.recorder.track is not None and not self.exactly:
                 comm.sent(traffic_of, self.op, self.parts, self.row, comm.rank, self.wires, self.dtype)
 
             def end() -> torch.Tensor:
