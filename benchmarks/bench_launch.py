@@ -60,7 +60,7 @@ def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
     x, out = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
     weights, rows = torch.rand(TOKENS, TOP_K), torch.randn(CAPACITY, HIDDEN).bfloat16()
-    lane, dropped = ep._rounds.lanes[0], torch.empty((), dtype=torch.bool)
+    lane, dropped = ep._assembly.rounds.lanes[0], torch.empty((), dtype=torch.bool)
 
     def whole() -> None:
         d = ep.dispatch(x, ids, weights)
@@ -84,7 +84,7 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")
     if comm.rank:
         return None
-    ep._rounds.on_gpu = True  # from here on the host waits for nothing
+    ep._assembly.rounds.on_gpu = True  # from here on the host waits for nothing
     by_triton = mock.patch.object(Launcher, "__call__", _ask_triton)
     figures = []
     for name, call in calls(ep).items():

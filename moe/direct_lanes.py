@@ -56,13 +56,18 @@ def _scratch_bytes(layout: RoundLayout) -> int:
 
 
 class DirectLanes(DirectTransport, Rounds):
-    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object.
+
+    Rounds go on from the number `begun`, below 2**31.
+    """
 
     name = "direct"
     phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
     tagged_by = "layer"
 
-    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
+    def __init__(
+        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
+    ) -> None:
         comm = config.comm
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
         Rounds.__init__(self, config, reason)
@@ -98,11 +103,11 @@ class DirectLanes(DirectTransport, Rounds):
         self._told_all = False  # that it ended, on every lane
         self._waits = False  # whether a call is in a wait on the CPU
         self._held: object = None  # what keeps memory mapped that was closed then
+        if begun:
+            self._begin_at(begun)
 
-    def begin_at(self, number: int) -> None:
-        """Of lanes that no peer has written to yet: rounds go on from a number below 2**31."""
-        if number == 0:
-            return
+    def _begin_at(self, number: int) -> None:
+        """No peer has written to them yet: rounds go on from a number below 2**31."""
         for lane in self.lanes:
             lane.control[signal.CONTROL_EPOCH] = number
             lines = lane.buffer[lane.layout.SIGNALS :][: 2 * self.world * signal.SIGNAL_LINE_BYTES]

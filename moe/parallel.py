@@ -12,30 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
-from thinwire.comm import Group
-from thinwire.comm.tensors import is_transforming, require_dense
+from thinwire.comm import Communicator, Group
+from thinwire.comm.groups import group_of
+from thinwire.comm.tensors import is_int, is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
-from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError, TransportUnavailable
-from thinwire.fused.transport import Refusal
+from thinwire.errors import LaneError, RoutingError, ThinwireError
 from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, ExpertRows, Started, StartedCombine, StartedDispatch
-from thinwire.moe.gradients import MOST_LAYERS, GradientPlan, RoundGradients, Wants
+from thinwire.moe.dispatched import Dispatched, ExpertRows, Rounds, Started, StartedCombine, StartedDispatch
+from thinwire.moe.gradients import MOST_LAYERS, RoundGradients, Wants
 from thinwire.moe.shared import shared
-from thinwire.moe.staged import StagedPlan, StagedRound
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 _AS_IT_IS = contextlib.nullcontext()
+_MOST_GENERATIONS = 1 << 31
 
 
-class ExpertParallel(Assembly):
+class ExpertParallel:
     """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
 
     The constructor is collective. One object serves all layers of a model that have these sizes: see `shared`.
@@ -78,6 +80,8 @@ class ExpertParallel(Assembly):
     ([1, 1, 0, 1], [2.0, 1.0, 0.0])
     """
 
+    _parent: int | None = None  # the process that it is of, in one that was forked from there
+
     def __init__(
         self,
         comm: Group,
@@ -101,8 +105,25 @@ class ExpertParallel(Assembly):
             transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
             comm=comm,
         )  # fmt: skip
-        super().__init__(config)
+        self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
+        self.wire, self.combine_wire, self.grad_wire = config.wire, config.combine_wire, config.grad_wire
+        self.lanes, self.align, self.num_programs, self.dtype = (
+            config.lanes, config.align, config.num_programs, config.dtype,
+        )  # fmt: skip
+        self._closed = False
+        self._num_layers = 0  # that have a number
+        with config.comm.call("ExpertParallel"):
+            self._assemble(config, generation=0)
         self._handle = register(self)
+
+    def _assemble(self, config: ParallelConfig, generation: int) -> None:
+        """Everything that depends on the group. Collective."""
+        self._assembly = Assembly(config, generation)
+        self.transport = self._assembly.rounds.name
+        self.comm, self.timeout, self.local_experts = config.comm, config.peer_timeout, config.local_experts
+        self.num_local_experts = len(self.local_experts)  # of a range torch.compile makes symbols
+        self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
+        self.grad_backend = config.grad_backend
 
     shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared)  # torch.compile wants its name
 
@@ -231,7 +252,7 @@ class ExpertParallel(Assembly):
             for name, tensor in zip(("x", "topk_ids", "topk_weights"), tokens, strict=True):
                 require_dense(name, tensor)
         try:
-            self._rounds.check_tokens(*tokens)
+            self._assembly.rounds.check_tokens(*tokens)
             return Wants.of(tokens[0], tokens[2]) if wants is None else wants
         except ThinwireError as error:
             self.refuse(error, lane=lane)
@@ -239,15 +260,15 @@ class ExpertParallel(Assembly):
 
     def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
         if started.gradients is not None:
-            started.gradients.plan = self._gradient_plan(d, started.wants, *started.graph)
+            started.gradients.plan = self._assembly.gradient_plan(d, started.wants, *started.graph)
             d._link = started.link
-        self._rounds.open_rounds[d.lane] = d
+        self._assembly.rounds.open_rounds[d.lane] = d
         return d
 
     def _finish(self, started: Started, kind: type[Started], name: str) -> Any:
         if not isinstance(started, kind):
             raise LaneError(f"started is a {type(started).__name__}; what {name}_start returned is needed")
-        rounds, lane = self._rounds, started.lane
+        rounds, lane = self._assembly.rounds, started.lane
         if started._rounds is not rounds:
             raise LaneError(
                 f"this {name} was started by another ExpertParallel, or is over since rebuild or ensure_capacity"
@@ -259,21 +280,6 @@ class ExpertParallel(Assembly):
             if isinstance(made, Dispatched):
                 made._tell_traffic("dispatch")
             return made
-
-    def _gradient_plan(
-        self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> GradientPlan:
-        """The way of a round's gradients. The first one on the direct transport is collective: it allocates lanes."""
-        if isinstance(d, StagedRound):
-            return StagedPlan(d, wants)
-        if self._backward is None:
-            with self.comm.call("lanes for backward"):
-                lanes = self._open_direct(BackwardRounds)
-            if isinstance(lanes, Refusal):
-                kind = CapacityError if lanes.no_memory else TransportUnavailable
-                raise kind(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
-            self._backward = lanes
-        return DirectPlan(self._backward, d, wants, topk_ids, topk_weights)
 
     @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
@@ -343,7 +349,7 @@ class ExpertParallel(Assembly):
         It raises what `combine` does.
         """
         d = compiled_round.uncompiled(d)
-        started = StartedCombine(self._rounds, d.lane if isinstance(d, Dispatched) else 0)
+        started = StartedCombine(self._assembly.rounds, d.lane if isinstance(d, Dispatched) else 0)
         started.out = self._begin_combine(expert_out, d, out, weighted, started)
         return started
 
@@ -369,7 +375,7 @@ class ExpertParallel(Assembly):
         """Checks and begins; ends as well, or leaves that to `started`. Returns what is full at the end."""
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
-        if d._rounds is not self._rounds:
+        if d._rounds is not self._assembly.rounds:
             raise LaneError(
                 "this round was dispatched by another ExpertParallel, or is over since rebuild or ensure_capacity"
             )
@@ -396,7 +402,7 @@ class ExpertParallel(Assembly):
         if out is None:
             shape = d._num_sent, self.hidden_size
             out = self.comm.result_memory.new_empty(expert_out, shape, d._dtype)
-        rounds = self._rounds
+        rounds = self._assembly.rounds
         with d._call("combine", (expert_out.shape[0], self.hidden_size)):
             rounds.open_rounds[d.lane] = None
             rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
@@ -407,3 +413,153 @@ class ExpertParallel(Assembly):
                 started.end, rounds.open_rounds[d.lane] = end, started
         d._tell_traffic("combine")
         return out
+
+    def next_layer(self) -> int:
+        """A number for one more layer of a model, for `dispatch`; the same on all ranks that make as many layers."""
+        self._num_layers += 1
+        return self._num_layers % MOST_LAYERS
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a rank may dispatch at once without more room being made, as `ensure_capacity` does."""
+        return self._assembly.config.max_tokens
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held between calls: lanes of the direct transport, none if staged.
+
+        The same before and after each call, but for `ensure_capacity`, and the first dispatch that wants gradients,
+        which adds as many lanes.
+        """
+        return sum(rounds.memory_bytes for rounds in self._assembly.all_rounds)
+
+    @opaque
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device.
+
+        Raises:
+            PeerTimeout: a peer did not answer in time.
+            IntegrityError: what arrived in an earlier call is not what was sent.
+            RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
+        """
+        self._require_not_closed()
+        for rounds in self._assembly.all_rounds:
+            rounds.check()
+
+    @opaque
+    def ensure_capacity(self, max_tokens: int) -> None:
+        """Makes room for dispatches of as many tokens as the rank needs that asks for most. Collective.
+
+        Nothing happens where there is room. Otherwise the direct transport allocates all lanes anew, those of backward
+        too, and then gives the old ones back: for a moment it holds both. Backward of earlier rounds may still come. On
+        CUDA this waits for the device, and graphs that were captured are of no use after it. The staged transport has
+        no lanes, and only takes note.
+
+        Args:
+            max_tokens: what this rank is going to dispatch at most.
+
+        Raises:
+            RoutingError: not an int of at least 0; nothing was sent.
+            LaneError: on every rank, where a lane is in use on one: nothing was changed. Or closed.
+            CapacityError: on every rank: there is no memory for that; lanes are as before.
+            PeerTimeout: a rank did not come. Then this object is of use for `rebuild` and `close` alone.
+        """
+        self._require_not_closed()
+        if not is_int(max_tokens, 0):
+            raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
+        with self.comm.call("ensure_capacity"):
+            self._assembly.make_room(max_tokens)
+
+    def rebuild(self, group: Group | Iterable[int] | None = None) -> None:
+        """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
+
+        Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
+        that was given up and wakes. `comm`, `local_experts` and, with transport `"auto"`, the transport may be others
+        afterwards. The old communicator stays the caller's.
+
+        Args:
+            group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
+                has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
+                communicator, or a process group that is given this one's device, timeout and integrity.
+
+        Raises:
+            ArgumentError: ranks that this one's communicator does not have.
+            ThinwireError: this rank is one of those that are lost, or the others go on without it.
+            PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
+            ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
+        """
+        self._require_not_closed()
+        if isinstance(group, Communicator):
+            comm = group
+        elif group is None or isinstance(group, Iterable):
+            comm = self.comm.shrink(self._lost if group is None else group)
+        else:
+            comm = Communicator(group_of(group)[0], **self.comm.settings._asdict())
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        with comm.call("rebuild"):
+            told = comm.all_gather_data((self._assembly.generation, self._assembly.config.max_tokens), (int, int))
+            for rank, (generation, room) in enumerate(told):
+                if not 0 <= generation < _MOST_GENERATIONS:
+                    raise ThinwireError(
+                        f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
+                    )
+                if not is_int(room, 0):
+                    raise ThinwireError(f"rank {rank} has room for {room} tokens, expected 0 to 2**31 - 1")
+            self.close()
+            # Some ranks may have more room: those of another group, or those at which ensure_capacity came through.
+            most = max(room for _, room in told)
+            config = replace(self._assembly.config, comm=comm, max_tokens=most)
+            self._assemble(config, max(generation for generation, _ in told) + 1)
+        self._closed = False
+
+    @property
+    def _lost(self) -> tuple[int, ...] | None:
+        each = (rounds.lost for rounds in self._assembly.all_rounds)
+        return next((lost for lost in each if lost is not None), None)
+
+    def explain(self) -> str:
+        """What was chosen, and why."""
+        return "\n".join((*self._assembly.facts(), self.comm.explain()))
+
+    def close(self) -> None:
+        """Ends every round and gives memory back; the communicator stays open. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._assembly.rounds.open_rounds[:] = [None] * self.lanes
+        for rounds in self._assembly.all_rounds:
+            rounds.close()
+        self.comm.result_memory.clear()
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: it is closed here, and its memory is left alone."""
+        if not self._closed:
+            self._closed, self._parent = True, os.getppid()
+            self._assembly.rounds.open_rounds[:] = [None] * self.lanes
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
+            "itself, as one serves all layers of these sizes, or construct another one on all ranks; of a sharded "
+            "MoELayer copy the state_dict()"
+        )
+
+    def _settle(self, lane: int) -> Rounds:
+        """Ends what peers may wait for: calls under way, and a leg on the lane that was started. Gives the rounds."""
+        self.comm.settle()
+        started = self._assembly.rounds.open_rounds[lane]
+        if isinstance(started, Started):
+            with contextlib.suppress(RoutingError):  # of a leg that nobody asks for any more
+                started.finish()
+        return self._assembly.rounds  # which may be others after that
+
+    def _require_not_closed(self) -> None:
+        if self._parent is not None:
+            raise LaneError(f"this ExpertParallel is of process {self._parent}, from which this one was forked")
+        if self._closed:
+            raise LaneError("this ExpertParallel is closed")
+
+    def _require_lane(self, lane: object) -> None:
+        if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < self.lanes:
+            raise LaneError(f"there is no lane {lane!r}; this ExpertParallel has lanes 0 ... {self.lanes - 1}")

@@ -70,7 +70,7 @@ def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     wanted.comm.require_open()
     registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
     registry.made = [ep for ep in registry.made if not ep._closed]
-    found = next((ep for ep in registry.made if _serves(ep._config, wanted)), None)
+    found = next((ep for ep in registry.made if _serves(ep._assembly.config, wanted)), None)
     if found is None:
         found = cls(*bound.args, **bound.kwargs)
         registry.made.append(found)

@@ -378,7 +378,7 @@ def interrupt_a_vote(comm: Communicator, operation: str) -> None:
     x = torch.ones(2, 64)
     if operation == "dispatch":
         ep = tw.ExpertParallel(part, 2, 1, 64, 2, transport="direct", timeout=0.3)
-        direct: Any = ep._rounds
+        direct: Any = ep._assembly.rounds
     else:
         function = getattr(tw, operation)
         function(x, transport="direct", comm=part)
@@ -462,7 +462,7 @@ def test_who_does_not_come_is_left_out_though_nobody_missed_it(tmp_path: Path) -
 def lose_experts(comm: Communicator, transport: str) -> tuple[object, ...]:
     ep = tw.ExpertParallel(comm, 6, 2, 64, 8, transport=transport, timeout=1.0)
     x, ids, weights = _tokens(comm.rank)
-    ep.combine(ep.dispatch(x, ids, weights).tokens, ep._rounds.open_rounds[0])
+    ep.combine(ep.dispatch(x, ids, weights).tokens, ep._assembly.rounds.open_rounds[0])
     if comm.rank == 0:
         die()
     with pytest.raises(PeerTimeout) as caught:

@@ -111,7 +111,7 @@ def _kind(launch: Launch) -> str:
 @contextlib.contextmanager
 def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
     with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct", timeout=TIMEOUT) as ep:
-        rounds: Any = ep._rounds
+        rounds: Any = ep._assembly.rounds
         rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
         ids, weights = torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
 
@@ -159,7 +159,7 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
 
 def _rounds_of(comm: Communicator) -> object:
     with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct") as ep:
-        return ep._rounds
+        return ep._assembly.rounds
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
 def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
     """The device, and two lanes for gradients."""
     with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep:
-        rounds: Any = ep._open_direct(BackwardRounds)
+        rounds: Any = ep._assembly._open(BackwardRounds, ep._assembly.config, 0)
         rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
         with _device_of(rounds) as device:
             yield device, rounds

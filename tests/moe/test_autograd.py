@@ -98,7 +98,7 @@ def _calls(comm: Communicator, ep: tw.ExpertParallel, transport: str) -> dict[st
         try:
             return ep.combine(x[:1].expand(len(d.tokens), HIDDEN), d)
         finally:
-            d.abandon() if ep._rounds.open_rounds[0] is d else None
+            d.abandon() if ep._assembly.rounds.open_rounds[0] is d else None
 
     return {
         "all_to_all_v": lambda x: tw.all_to_all_v(x, **options),
@@ -150,7 +150,7 @@ def _outputs(comm: Communicator, transport: str) -> None:
             try:
                 ep.combine(d.tokens, d, out=out)
             finally:
-                d.abandon() if ep._rounds.open_rounds[0] is d else None
+                d.abandon() if ep._assembly.rounds.open_rounds[0] is d else None
 
         calls: dict[str, tuple[int, Callable[..., Any]]] = {
             "combine": (4, combine),

@@ -562,8 +562,8 @@ def _corrupted_tail(comm: Communicator) -> str:
     with _make(comm, "direct", timeout=20.0) as ep:
         _sharded(ep, (x, ids, weights, experts)).sum().backward()
         y = _sharded(ep, (x, ids, weights, experts)).sum()
-        assert ep._backward is not None
-        lane, kernels = ep._backward.lanes[0], ep._backward.kernels
+        assert ep._assembly.backward is not None
+        lane, kernels = ep._assembly.backward.lanes[0], ep._assembly.backward.kernels
         assert weights.grad is not None
         wait, before = kernels.wait, weights.grad.clone()
 

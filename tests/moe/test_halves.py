@@ -133,7 +133,7 @@ def _lost(comm: Communicator, transport: str) -> None:
     own = Communicator(comm.group, timeout=3.0)
     ep = ExpertParallel(own, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport=transport, lanes=2)
     batch = tokens(comm.rank, "one_expert", torch.float32, 0)
-    ep.combine(ep.dispatch(*batch).tokens, ep._rounds.open_rounds[0])
+    ep.combine(ep.dispatch(*batch).tokens, ep._assembly.rounds.open_rounds[0])
     if comm.rank == 1:
         return  # in place of the halves
     with pytest.raises(PeerTimeout) as caught:

@@ -52,10 +52,10 @@ def corrupted(comm: Communicator, leg: str, backends: tuple[str, ...] = ()) -> s
         os.environ["THINWIRE_BACKEND"] = backends[comm.rank]
     with ExpertParallel(comm, 7, 2, 200, 9, lanes=2, timeout=100.0 if backends else 20.0) as ep:
         one_round(ep)
-        assert isinstance(ep._rounds, DirectRounds)
+        assert isinstance(ep._assembly.rounds, DirectRounds)
         lane, kernels, told = (
-            ep._rounds.lanes[0],
-            ep._rounds.kernels,
+            ep._assembly.rounds.lanes[0],
+            ep._assembly.rounds.kernels,
             IntegrityError if comm.rank == VICTIM else PeerTimeout,
         )
         wait = kernels.wait

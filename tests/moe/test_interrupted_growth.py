@@ -61,7 +61,7 @@ def _lost(comm: Communicator, how: str, step: str) -> list[tuple[int, int]]:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyboardInterrupt
 
-        setattr(ep, step, lost)
+        setattr(ep._assembly, step, lost)
         with pytest.raises(KeyboardInterrupt):
             ep.ensure_capacity(6)
         for call in (lambda: ep.dispatch(*_tokens(comm, 3, 1)), lambda: ep.ensure_capacity(1), ep.rebuild):
@@ -79,7 +79,7 @@ def _lost(comm: Communicator, how: str, step: str) -> list[tuple[int, int]]:
     return _end(ep, ep.dispatch(_tokens(comm, 3, 6)[0], ids, torch.ones(6, 4)))
 
 
-_STEPS = ["_make_room", "_open_direct"]
+_STEPS = ["make_room", "_open"]
 
 
 def _killed(comm: Communicator, store: Any, step: str) -> list[tuple[int, int]]:

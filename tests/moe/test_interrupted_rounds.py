@@ -103,7 +103,7 @@ def _finish_that_has_not_begun(comm: Communicator, transport: str) -> None:
         d = ep.dispatch(*_tokens(comm, 1 + comm.rank))
         started = ep.combine_start(d.tokens * 2, d)
         if comm.rank == 0:
-            rounds: Any = ep._rounds
+            rounds: Any = ep._assembly.rounds
             place, rounds.place = rounds.place, _interrupts
             with pytest.raises(Interrupted):
                 ep.combine_finish(started)

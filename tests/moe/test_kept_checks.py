@@ -62,15 +62,15 @@ def _same(comm: Communicator, transport: str, seed: int, calls: int) -> dict[str
     ):
         for _ in range(calls):
             arguments = _arguments(rng)
-            known = len(ep._rounds._accepted)
-            other._rounds._accepted.clear()
-            expected = _outcome(other._rounds, arguments)
+            known = len(ep._assembly.rounds._accepted)
+            other._assembly.rounds._accepted.clear()
+            expected = _outcome(other._assembly.rounds, arguments)
             assert expected is None or issubclass(expected[0], ThinwireError), expected
-            assert _outcome(ep._rounds, arguments) == expected, arguments
+            assert _outcome(ep._assembly.rounds, arguments) == expected, arguments
             if expected is None:
                 assert all(-1 <= expert < NUM_EXPERTS for expert in arguments[1].flatten().tolist())
             seen["refused" if expected else "accepted"] += 1
-            seen["known"] += not expected and len(ep._rounds._accepted) == known
+            seen["known"] += not expected and len(ep._assembly.rounds._accepted) == known
     return seen
 
 

@@ -354,7 +354,7 @@ def _lie(comm: Communicator) -> None:
         ep.dispatch(torch.zeros(8, 64), ids, weights)
     if comm.rank == 1:
         comm.exchange_counts = honest  # type: ignore[method-assign]
-        ep._generation = -3
+        ep._assembly.generation = -3
     with pytest.raises(ThinwireError, match="rank 1 is at generation -3, expected 0 to"):
         ep.rebuild(comm)
 

@@ -249,9 +249,9 @@ def _expect_timeout(calls: _Calls, call: Call, victims: tuple[int, ...]) -> floa
     waited = time.monotonic() - started
     error = caught.value
     assert error.ranks == victims, str(error)
-    assert isinstance(ep._rounds, DirectRounds)
+    assert isinstance(ep._assembly.rounds, DirectRounds)
     assert (error.lane, error.phase) == (own_lane, kind), str(error)
-    assert error.epoch == ep._rounds.rounds_begun[own_lane], str(error)
+    assert error.epoch == ep._assembly.rounds.rounds_begun[own_lane], str(error)
     assert f"no answer from rank{'s' * (len(victims) > 1)} {', '.join(map(str, victims))} within" in str(error)
     assert waited <= TIMEOUT + SPARE, f"{waited:.2f} s"
     _expect_nothing_more(calls, victims)
@@ -264,7 +264,7 @@ def _expect_nothing_more(calls: _Calls, victims: tuple[int, ...]) -> None:
     later: list[Callable[[], object]] = [ep.check]
     for lane, round_ in calls.rounds.items():
         d = round_.dispatched
-        if d is not None and ep._rounds.open_rounds[lane] is d:
+        if d is not None and ep._assembly.rounds.open_rounds[lane] is d:
             later += [partial(d.gather, 3), partial(ep.combine, torch.zeros(3, SETTINGS.hidden), d)]
     later += [partial(RandomRound(ep, SETTINGS, "later").dispatch, lane) for lane in range(SETTINGS.lanes)]
     for again in later:
@@ -376,25 +376,25 @@ def _die(comm: Communicator, store: dist.Store, fault: Fault) -> float | None:
 def _prepare_death(ep: ExpertParallel, store: dist.Store, how: str) -> None:
     if how == "before":
         _send_oneself(signal.SIGKILL)
-    assert isinstance(ep._rounds, DirectRounds)
-    kernels = ep._rounds.kernels
+    assert isinstance(ep._assembly.rounds, DirectRounds)
+    kernels = ep._assembly.rounds.kernels
     if how == "waiting":
-        ep._rounds.kernels = _signalled_in_its_wait(kernels.wait, ep, store, signal.SIGKILL)
+        ep._assembly.rounds.kernels = _signalled_in_its_wait(kernels.wait, ep, store, signal.SIGKILL)
     else:
-        ep._rounds.kernels = replace(
+        ep._assembly.rounds.kernels = replace(
             kernels, send_tokens=_telling_rank_0(kernels.send_tokens), send_sums=_telling_rank_0(kernels.send_sums)
         )
 
 
 def _signalled_in_its_wait(wait: Callable[..., None], ep: ExpertParallel, store: dist.Store, number: int) -> Any:
     """Kernels whose next wait for a combine is interrupted, a little after it has begun."""
-    assert isinstance(ep._rounds, DirectRounds)
-    kernels = ep._rounds.kernels
+    assert isinstance(ep._assembly.rounds, DirectRounds)
+    kernels = ep._assembly.rounds.kernels
 
     def interrupted(lane: Lane, phase: int, *others: object) -> None:
         if phase == COMBINE:
-            assert isinstance(ep._rounds, DirectRounds)
-            ep._rounds.kernels = kernels
+            assert isinstance(ep._assembly.rounds, DirectRounds)
+            ep._assembly.rounds.kernels = kernels
             store.set(f"waiting {lane.rank}", "")
             threading.Timer(0.2, _send_oneself, [number]).start()
         wait(lane, phase, *others)
@@ -448,7 +448,7 @@ def _die_in_turn(comm: Communicator, store: dist.Store) -> None:
     assert caught.value.ranks == (1,) and caught.value.lane == 1
     del caught
     _rebuild(ep, [0, 2])
-    assert ep._generation == 2
+    assert ep._assembly.generation == 2
     _close(ep)
 
 
@@ -498,12 +498,14 @@ def _stop(comm: Communicator, store: dist.Store, when: str) -> set[int]:
 
 def _stop_and_wake(calls: _Calls, store: dist.Store, when: str) -> set[int]:
     ep = calls.ep
-    assert isinstance(ep._rounds, DirectRounds)
+    assert isinstance(ep._assembly.rounds, DirectRounds)
     remaining = [_D0, _C0, _D0, _C0]
     if when != "dispatch":
         calls.make(remaining.pop(0))
     if when == "wait":
-        ep._rounds.kernels = _signalled_in_its_wait(ep._rounds.kernels.wait, ep, store, signal.SIGSTOP)
+        ep._assembly.rounds.kernels = _signalled_in_its_wait(
+            ep._assembly.rounds.kernels.wait, ep, store, signal.SIGSTOP
+        )
     else:
         _send_oneself(signal.SIGSTOP)
     with pytest.raises(PeerTimeout) as caught:

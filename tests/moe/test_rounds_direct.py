@@ -81,8 +81,8 @@ def transcript(comm: Communicator, transport: str, poisoned: bool, rounds: int) 
 def poison(ep: ExpertParallel) -> None:
     """Overwrites all of the lanes' memory but the signals, while no peer can be writing to it."""
     ep.comm.barrier()
-    assert isinstance(ep._rounds, DirectRounds)
-    for lane in ep._rounds.lanes:
+    assert isinstance(ep._assembly.rounds, DirectRounds)
+    for lane in ep._assembly.rounds.lanes:
         lane.buffer[lane.layout.IDS :] = 0xFF
     ep.check()
     ep.comm.barrier()
@@ -288,8 +288,8 @@ def test_who_waits_for_long_leaves_the_core_to_others() -> None:
 def _missing_signal(comm: Communicator) -> None:
     """The rounds above would fail if a rank read before it was told: here a wait is left out."""
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct", wire="none") as ep:
-        assert isinstance(ep._rounds, DirectRounds)
-        ep._rounds.kernels = replace(ep._rounds.kernels, wait=lambda *arguments: None)
+        assert isinstance(ep._assembly.rounds, DirectRounds)
+        ep._assembly.rounds.kernels = replace(ep._assembly.rounds.kernels, wait=lambda *arguments: None)
         poison(ep)
         x, ids, weights = tokens(comm.rank, "one_expert", torch.float32, 0)
         if comm.rank == 0:

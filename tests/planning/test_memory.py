@@ -53,7 +53,7 @@ def tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
 
 def bytes_held(ep: tw.ExpertParallel) -> int:
     """Of all storages that the object's tensors have, each once; peers' buffers are the peers'."""
-    memories = [rounds.memory for rounds in (ep._rounds, ep._backward) if hasattr(rounds, "memory")]
+    memories = [rounds.memory for rounds in ep._assembly.all_rounds if hasattr(rounds, "memory")]
     peers = {int(at) for memory in memories for at in memory.buffer_ptrs} - {m.local.data_ptr() for m in memories}
     storages = {found.untyped_storage() for found in tensors_in(vars(ep), set())}
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

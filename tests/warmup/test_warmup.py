@@ -115,7 +115,7 @@ def _wanted(comm: Communicator, sizes: Sizes, rank: int) -> set[str]:
 
 def _round(comm: Communicator) -> None:
     with tw.ExpertParallel(comm, 13, 3, 512, 24, wire="int8", transport="direct", timeout=30) as ep:
-        rounds: Any = ep._rounds
+        rounds: Any = ep._assembly.rounds
         rounds.kernels, rounds.on_gpu = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4)), True
         d = ep.dispatch(torch.zeros(7, 512).bfloat16(), torch.zeros(7, 3, dtype=torch.int64), torch.zeros(7, 3))
         rows, _ = d.gather(16)

@@ -107,7 +107,7 @@ inline round() {
     wait(COMBINE)
 }
 
-inline rebuild() { /* moe/assembly.py rebuild */
+inline rebuild() { /* moe/parallel.py rebuild */
     atomic { generation = 1; epoch = 0; came_to_rebuild++ }
     came_to_rebuild == RANKS;
 #ifdef BROKEN_SAME_MEMORY /* the owner clears its memory and uses it again */

@@ -314,8 +314,8 @@ class Oracle:
 
 def lanes_of(ep: ExpertParallel) -> list[Lane]:
     """The lanes of the direct transport."""
-    assert isinstance(ep._rounds, DirectRounds)
-    return ep._rounds.lanes
+    assert isinstance(ep._assembly.rounds, DirectRounds)
+    return ep._assembly.rounds.lanes
 
 
 class RandomRound:
@@ -444,9 +444,9 @@ def run_rank(
         settings = Settings.draw(schedule, rng)
         pauses.draw_pace()
         ep = settings.make(comm, timeout)
-        assert isinstance(ep._rounds, DirectRounds)
-        kernels = ep._rounds.kernels
-        ep._rounds.kernels = pauses.around(kernels if change is None else change(kernels))
+        assert isinstance(ep._assembly.rounds, DirectRounds)
+        kernels = ep._assembly.rounds.kernels
+        ep._assembly.rounds.kernels = pauses.around(kernels if change is None else change(kernels))
         memory_bytes = ep.memory_bytes
         rank = _Rank(ep, schedule, settings, rng, pauses, seen, f"{schedule.name}, seed {seed}, rank {comm.rank}")
         for _ in range(min(ROUNDS_OF_ONE_EP, rounds - seen["rounds"])):
@@ -498,7 +498,7 @@ class _Rank:
             self._dispatch_nonsense(lane, round_.part)
         if self.schedule.interpreted:
             num_programs = self.pauses.rng.randint(1, 5)
-            self.ep._rounds.config = replace(self.ep._rounds.config, num_programs=num_programs)
+            self.ep._assembly.rounds.config = replace(self.ep._assembly.rounds.config, num_programs=num_programs)
         round_.dispatch(lane)
         self.open[lane] = round_
         if self.pauses.rng.random() < 0.5:
