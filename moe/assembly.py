@@ -15,8 +15,10 @@ from thinwire.fused.transport import Refusal, choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
-from thinwire.moe.dispatched import Dispatched, Rounds, Started
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
+from thinwire.moe.legs import Started
+from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
 
 _Kind = TypeVar("_Kind", bound=DirectRounds)

@@ -23,12 +23,7 @@ from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    DISPATCH,
-    DTYPE_CODES,
-    Lane,
-)
+from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
 
 
 class DirectRounds(DirectLanes):
@@ -279,7 +274,7 @@ class _DirectRound(Dispatched):
         if weighted:
             # The kernel that sums rows, told that every record has one, of weight 1.
             positions = torch.full_like(self._tensors.positions, -1)
-            positions[:, :1] = self._row_of_each_record()
+            positions[:, :1] = self._arrived.row_of_each()
             tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)

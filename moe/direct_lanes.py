@@ -10,8 +10,8 @@ from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import Rounds, left_open
 from thinwire.moe.gradients import describe_tag
+from thinwire.moe.round_transport import Rounds, left_open
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
     CHECKED_NAMES,
@@ -206,12 +206,7 @@ class DirectLanes(DirectTransport, Rounds):
             f"sent, by its checksums: the {CHECKED_NAMES[what]}{of} from rank {source}; no lane can be used any more, "
             "rebuild() makes new ones",
         )
-        return IntegrityError(
-            text,
-            rank=source,
-            rows=(range(row, row + 1),),
-            call=epoch,
-        )
+        return IntegrityError(text, rank=source, rows=(range(row, row + 1),), call=epoch)
 
     def _timeout(self, lane: int) -> PeerTimeout:
         report, everyone = self._reports[lane], range(self.world)

@@ -1,33 +1,36 @@
-"""One round of expert parallelism, between dispatch and combine, and what expert parallelism asks of a transport."""
+"""One round of expert parallelism, between dispatch and combine: what experts see of it, and what they may give back.
+
+A *record* is a token that came from one rank, whatever number of this rank's experts it is for. Expert-major, it is a
+row for each of them, `tokens`; token-major, it is one row, `records`. Both have a compact form, the same on every
+transport, whose size the host must know, and a fixed one, which needs no synchronisation and may be captured in a CUDA
+graph. A lane of the direct transport has a place for every token that could come, and most are empty. The fixed form of
+records is not those places, but what came, in order, and zeros behind it: so experts in fixed shapes choose how many
+rows they pay for. Kernels that read records in place have `rows` and `index`.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
-from thinwire.comm.exchange import name_ranks
-from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.recorder.trace_events import Traffic
-from thinwire.comm.tensors import is_transforming, overwrite
+from thinwire.comm.tensors import overwrite
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.codec import WireRows
-from thinwire.moe.config import ParallelConfig
-from thinwire.moe.gradients import Link, RoundGradients, Wants
+from thinwire.moe.gradients import Link
 from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
-from thinwire.moe.received import Received
-from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN
+from thinwire.moe.received import Arrived, Records, RowRouting, check_capacity, experts_of, take
+from thinwire.moe.round_transport import Rounds
+from thinwire.triton_kernels.round_layout import ABANDONED
 
-_MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
-_STRIDED = torch.strided
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
 
 
-class Dispatched(Received):
+class Dispatched(ABC):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
     On the direct transport rows and index are the lane's own, on CUDA counts and offsets too: the next dispatch on the
@@ -43,11 +46,232 @@ class Dispatched(Received):
         lane: the lane of the round.
     """
 
+    rows: torch.Tensor
+    index: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+
+    # Of a round as it begins; on the class, as setting each would be a good part of making one.
+    _tokens: torch.Tensor | None = None
+    _records: torch.Tensor | None = None
+    _num_rows: int | None = None  # of `tokens`, once the host knows
+    _num_records: int | None = None
+    _capacity: int | None = None  # of what was gathered in a fixed shape
+    _record_capacity: int | None = None
+    _known: Arrived | None = None
+    _link: Link | None = None  # to the graph, of a round that wants gradients
+
     def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
         self._rounds = rounds
         self._dtype = x.dtype
         self._num_sent = x.shape[0]  # tokens that this rank dispatched
         self.lane = lane
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # By expert
+
+    @property
+    @opaque
+    def tokens(self) -> torch.Tensor:
+        """The experts' input: [expert_offsets[-1], hidden] in x's dtype, expert-sorted, padding rows zero.
+
+        They have a gradient where x wants one.
+
+        How many rows there are must be known on the host for that, so on CUDA this waits for the device; `gather` does
+        not.
+
+        Raises:
+            LaneError: the round is over.
+            PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
+        """
+        self._require_open()
+        if self._tokens is None or (self._link is not None and self._link.lacks_gradient(self._tokens)):
+            self._num_rows = self._read_num_rows()
+            self._tokens, _ = self._gather_linked(self._num_rows)
+        return self._tokens
+
+    @opaque
+    def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' input in a fixed shape. Does not wait for the device.
+
+        Args:
+            capacity: rows of the result. Rows past it are dropped: they add nothing to `combine`.
+
+        Returns:
+            tokens [capacity, hidden], zero past the last row, and whether rows were dropped: bool [], on the device.
+
+        Raises:
+            LaneError: the round is over.
+            CapacityError: a negative capacity, or more rows than there is memory for.
+        """
+        self._require_open()
+        check_capacity(capacity)
+        gathered = self._gather_linked(capacity)
+        self._capacity = capacity
+        return gathered
+
+    @property
+    @opaque
+    def weights(self) -> torch.Tensor:
+        """The router weight of each row of `tokens`: float32 [rows], 0 where it is padding.
+
+        What an expert named twice was given is added up. They have a gradient where topk_weights wants one; `combine`
+        applies them itself, and theirs comes beside that. Waits and raises as `tokens`.
+        """
+        return self._routing().weights
+
+    @property
+    @opaque
+    def expert_ids(self) -> torch.Tensor:
+        """The expert of each row of `tokens`: int64 [rows], counted from this rank's first, -1 where it is padding.
+
+        So they index what a rank has of its experts; `ep.local_experts.start` more is the global id. Waits and raises
+        as `tokens`.
+        """
+        return self._routing().expert_ids
+
+    @property
+    @opaque
+    def source(self) -> torch.Tensor:
+        """Where each row of `tokens` came from: int64 [rows, 2], rank and number of the token there, -1 for padding.
+
+        On the staged transport the number is what that rank says; it is not compared with anything. Waits and raises as
+        `tokens`.
+        """
+        return self._routing().source
+
+    @opaque
+    def gather_routing(self, capacity: int) -> RowRouting:
+        """`weights`, `expert_ids` and `source` of the rows that `gather(capacity)` returns. Does not wait.
+
+        Raises:
+            LaneError: the round is over.
+            CapacityError: a negative capacity, or more rows than there is memory for.
+        """
+        self._require_open()
+        check_capacity(capacity)
+        found = self._arrived.of_rows(self.index, self.expert_offsets, capacity)
+        if self._link is None:
+            return found
+        rows = torch.arange(capacity, device=self.index.device)
+        return found._replace(weights=self._link.weights(found.weights, (rows, capacity)))
+
+    def _routing(self) -> RowRouting:
+        self._require_open()
+        if self._num_rows is None:
+            self._num_rows = self._read_num_rows()
+        return self.gather_routing(self._num_rows)
+
+    def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        comm = self._rounds.config.comm
+        if self._link is None and not comm.traced:
+            return self._gather(capacity)
+        with comm.recorder.aside("unpack"):
+            return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # By token
+
+    @property
+    @opaque
+    def records(self) -> torch.Tensor:
+        """The tokens that came, one row a record: [records, hidden] in x's dtype, by source rank, then token.
+
+        The same on both transports. They have a gradient where x wants one. `combine(..., weighted=True)` takes a row
+        for each of them. How many there are must be known on the host, so on CUDA this waits for the device;
+        `gather_records` does not.
+
+        Raises:
+            LaneError: the round is over.
+            PeerTimeout: on CUDA, a peer did not answer the dispatch in time.
+        """
+        self._require_open()
+        if self._records is None or (self._link is not None and self._link.lacks_gradient(self._records)):
+            num_records = self._read_num_records()
+            self._records = self._gather_records(self._arrived.first(num_records))
+        return self._records
+
+    @property
+    @opaque
+    def record_ids(self) -> torch.Tensor:
+        """The experts of each of `records` on this rank: int64 [records, top_k], ascending, -1 behind them.
+
+        They are counted from this rank's first, as `expert_ids`. An expert of another rank is none of them. Waits and
+        raises as `records`.
+        """
+        return self._record_routing().expert_ids
+
+    @property
+    @opaque
+    def record_weights(self) -> torch.Tensor:
+        """Their router weights: float32 [records, top_k], 0 where there is no expert.
+
+        They have a gradient where topk_weights wants one. Waits and raises as `records`.
+        """
+        return self._record_routing().weights
+
+    @property
+    @opaque
+    def record_source(self) -> torch.Tensor:
+        """Where each of `records` came from: int64 [records, 2], rank and number of the token there.
+
+        Waits and raises as `records`.
+        """
+        return self._record_routing().source
+
+    @opaque
+    def gather_records(self, capacity: int) -> Records:
+        """The records in a fixed shape, and all that is known of them. Does not wait for the device.
+
+        Args:
+            capacity: rows of the result. Records past it are dropped: they add nothing to `combine`. On the direct
+                transport no more than `rows.shape[0]` ever come.
+
+        Raises:
+            LaneError: the round is over.
+            CapacityError: a negative capacity, or more rows than there is memory for.
+        """
+        self._require_open()
+        check_capacity(capacity)
+        chosen = self._arrived.first(capacity)
+        tokens = self._gather_records(chosen)
+        overflow = self._arrived.came.sum() > capacity
+        weights, expert_ids, source = self._routing_of(chosen)
+        self._record_capacity = capacity
+        return Records(tokens, expert_ids, weights, source, overflow)
+
+    def _read_num_records(self) -> int:
+        """How many came, on the host."""
+        if self._num_records is None:
+            self._num_rows = self._read_num_rows()  # waits, and raises what kernels reported
+            self._num_records = int(self._arrived.came.sum())
+        return self._num_records
+
+    def _record_routing(self) -> RowRouting:
+        self._require_open()
+        num_records = self._read_num_records()
+        return self._routing_of(self._arrived.first(num_records))
+
+    def _routing_of(self, chosen: torch.Tensor) -> RowRouting:
+        positions, weights, source = self._arrived.at(chosen)
+        if self._link is not None:
+            weights = self._link.weights(weights, (positions, self._most_rows))
+        experts = torch.where(positions >= 0, experts_of(positions, self.expert_offsets), -1)
+        return RowRouting(weights, experts, source)
+
+    def _gather_records(self, chosen: torch.Tensor) -> torch.Tensor:
+        if self._link is None:
+            return self._unpack(chosen)
+        overflow = torch.zeros((), dtype=torch.bool, device=chosen.device)
+        return self._link.gather(lambda: (self._unpack(chosen), overflow), self._places_of(chosen))[0]
+
+    def _places_of(self, chosen: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Gradients travel by row of an expert: a record's is that of its first, and the others add nothing to it."""
+        return take(self._arrived.positions, chosen, -1)[:, 0], self._most_rows
+
+    @property
+    def _most_rows(self) -> int:
+        return self.index.shape[0] if self._num_rows is None else self._num_rows
 
     @property
     @opaque
@@ -74,6 +298,9 @@ class Dispatched(Received):
             )
         return QuantizedRows.of(self.rows, self.index, config.wire, config.hidden_size)
 
+    # -----------------------------------------------------------------------------------------------------------------
+    # Its end
+
     @opaque
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
@@ -85,37 +312,9 @@ class Dispatched(Received):
             PeerTimeout: a peer did not answer in time.
         """
         self._require_open()
-        with self._call("abandon", ()):
+        with self._rounds.call("abandon", self.lane, (), self._dtype):
             self._rounds.open_rounds[self.lane] = None
             self._rounds.close_round(self.lane, ABANDONED)
-
-    @property
-    @abstractmethod
-    def dispatch_traffic(self) -> Traffic:
-        """What this rank sent to dispatch its tokens. Waits for the device.
-
-        Raises:
-            LaneError: on the direct transport, when the lane has gone on to a later round.
-        """
-
-    @property
-    @abstractmethod
-    def combine_traffic(self) -> Traffic:
-        """What this rank sends back for the tokens that it received. Waits for the device.
-
-        Raises:
-            LaneError: on the direct transport, when the lane has gone on to a later round.
-        """
-
-    @abstractmethod
-    def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
-        """Sends the weighted sums of what was checked home; what is returned waits, and fills `out` at home."""
-
-    def _traffic(self, counts: Sequence[int], record_bytes: int, beside: int = 0) -> Traffic:
-        """Of a leg with so many records for each rank, and so many bytes beside them."""
-        config = self._rounds.config
-        rows = sum(counts) - counts[config.comm.rank]
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
 
     def _check_combine(self, expert_out: ExpertRows, out: torch.Tensor | None, weighted: object) -> torch.Tensor:
         """What `combine` refuses before anything is sent. Returns the rows: floats, or records of the combine wire."""
@@ -171,23 +370,37 @@ class Dispatched(Received):
         overwrite("out", out)
         return rows
 
-    def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        comm = self._rounds.config.comm
-        if self._link is None and not comm.traced:
-            return self._gather(capacity)
-        with comm.recorder.aside("unpack"):
-            return super()._gather_linked(capacity)
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a transport gives
+
+    @property
+    @abstractmethod
+    def dispatch_traffic(self) -> Traffic:
+        """What this rank sent to dispatch its tokens. Waits for the device.
+
+        Raises:
+            LaneError: on the direct transport, when the lane has gone on to a later round.
+        """
+
+    @property
+    @abstractmethod
+    def combine_traffic(self) -> Traffic:
+        """What this rank sends back for the tokens that it received. Waits for the device.
+
+        Raises:
+            LaneError: on the direct transport, when the lane has gone on to a later round.
+        """
+
+    def _traffic(self, counts: Sequence[int], record_bytes: int, beside: int = 0) -> Traffic:
+        """Of a leg with so many records for each rank, and so many bytes beside them."""
+        config = self._rounds.config
+        rows = sum(counts) - counts[config.comm.rank]
+        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
 
     def _tell_traffic(self, leg: str) -> None:
         """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
         if self._rounds.config.comm.traced and not self._rounds.on_gpu:
             self._rounds.config.comm.sent(getattr, self, f"{leg}_traffic")
-
-    def _call(self, name: str, shape: Sequence[int]) -> Call:
-        """Begins the round's end."""
-        rounds = self._rounds
-        wire, place = rounds.config.combine_wire, rounds.place(self.lane)
-        return rounds.config.comm.call(name, shape, self._dtype, wire, rounds.name, place)
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
@@ -196,200 +409,28 @@ class Dispatched(Received):
                 "lane"
             )
 
-
-class Started:
-    """A leg of which this rank has sent its part, until it is finished or a later dispatch takes the lane."""
-
-    end: Callable[[], Any]  # waits for the peers' part
-
-    def __init__(self, rounds: Rounds, lane: int) -> None:
-        self._rounds = rounds
-        self.lane = lane
-
-    def finish(self) -> Any:
-        """Waits for the peers' part, which they do not number as a call."""
-        rounds = self._rounds
-        with rounds.config.comm.call("finish", transport=rounds.name, details=rounds.place(self.lane), numbered=False):
-            rounds.open_rounds[self.lane] = None  # not before: an interrupt would lose what peers still have to read
-            return self.end()
-
-
-class StartedDispatch(Started):
-    """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
-
-    d: Dispatched  # at the end
-    wants: Wants
-    gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
-    link: Link | None = None  # to autograd's graph; compiled code has its own
-    graph: tuple[torch.Tensor, torch.Tensor]
-
-    def begin(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, whole: bool
-    ) -> None:
-        """Sends this rank's part on a free lane; if `whole`, waits for the peers' too."""
-        rounds, lane, config = self._rounds, self.lane, self._rounds.config
-        with config.comm.call("dispatch", x.shape, x.dtype, config.wire, rounds.name, rounds.place(lane, 1)):
-            self.end = rounds.begin(lane, x, topk_ids, topk_weights, self.wants.tag(layer))
-            if whole:
-                self.d = self.end()
-        if whole:
-            self.d._tell_traffic("dispatch")
-
-    def keep(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, compiled: bool) -> None:
-        """Keeps what the gradients' plan needs, which callers may overwrite, and takes a place in the graph."""
-        ids = topk_ids.clone()
-        self.gradients = RoundGradients(ids, self._rounds.config.comm.recorder)
-        self.graph = ids, topk_weights.detach().float().clone()
-        if not compiled:
-            self.link = Link.of(x, topk_weights, self.gradients)
-
-
-class StartedCombine(Started):
-    """What `ExpertParallel.combine_start` returns, for `combine_finish`."""
-
-    out: torch.Tensor  # filled at the end
-
-
-class Rounds:
-    """The rounds of one transport, which was chosen for a reason."""
-
-    name: str  # the transport's
-    on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
-
-    def __init__(self, config: ParallelConfig, reason: str) -> None:
-        self.config = config
-        self.reason = reason
-        self.closed = False
-        # What each lane is in use for: a round that may be read and combined, or a leg that is to be finished.
-        self.open_rounds: list[Dispatched | Started | None] = [None] * config.lanes
-        self.rounds_begun = [0] * config.lanes
-        self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched on the CPU
-        self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
-
-    def begin(
-        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
-    ) -> Callable[[], Dispatched]:
-        """Begins a round on a lane on which none is open, whose arguments were checked.
-
-        What is returned waits for the peers' part. `tag` is a `Wants.tag`; ranks with different ones raise
-        RoutingError here or there, and nothing is taken.
-        """
-        raise NotImplementedError
-
-    def refuse(self, lane: int) -> None:
-        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
-        raise NotImplementedError
-
-    def is_open(self, lane: int) -> bool:
-        """Whether a round was dispatched on the lane and not combined."""
-        raise NotImplementedError
-
-    def close_round(self, lane: int, end: int) -> None:
-        """Ends the open round without sums of this rank: ABANDONED, or LEFT_OPEN for the next dispatch on the lane."""
-        raise NotImplementedError
-
-    def leave_open(self, lane: int) -> None:
-        """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
-        self.open_rounds[lane] = None
-        if self.is_open(lane):
-            with self.config.comm.call("abandon", None, None, self.config.combine_wire, self.name, self.place(lane)):
-                self.close_round(lane, LEFT_OPEN)
-
-    def call_backward(self, name: str, shape: Sequence[int], dtype: torch.dtype, wire: object, place: Any) -> Call:
-        """Begins a leg of backward of the round that had this place."""
-        if self.closed:
-            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
-        return self.config.comm.call(name, shape, dtype, wire, self.name, place)
-
-    def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
-        """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""
-        return "lane", lane, "epoch", self.rounds_begun[lane] + ahead
-
-    def describe(self) -> str:
-        """What it is and why, for `explain`."""
-        raise NotImplementedError
-
     @property
-    def lost(self) -> tuple[int, ...] | None:
-        """The ranks that a wait of its own named; None where it did not, or leaves waiting to the communicator."""
-        return None
+    def _arrived(self) -> Arrived:
+        if self._known is None:
+            self._known = self._read_arrived()
+        return self._known
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held between calls."""
-        return 0
+    @abstractmethod
+    def _read_num_rows(self) -> int:
+        """Rows of the experts' input with padding, on the host."""
 
-    def check(self) -> None:
-        """Raises what went wrong on the device since the last call."""
+    @abstractmethod
+    def _read_arrived(self) -> Arrived:
+        """What it knows of the records. Does not wait for the device."""
 
-    def close(self) -> None:
-        """Gives back what it holds."""
-        self.closed = True
+    @abstractmethod
+    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `gather` returns."""
 
-    def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """What `dispatch` refuses before anything is sent."""
-        config = self.config
-        plain = _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights)
-        if plain and not self.on_gpu and not is_transforming():
-            # Shapes and dtypes are looked at once: a decode step is over in microseconds.
-            kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
-            if kind not in self._accepted:
-                self._check_kinds(x, topk_ids, topk_weights)
-                if len(self._accepted) >= _MOST_ACCEPTED:
-                    self._accepted.clear()
-                self._accepted.add(kind)
-        else:
-            self._check_kinds(x, topk_ids, topk_weights)
-        # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
-        if self.on_gpu or not topk_ids.numel():
-            return
-        look = self._ids_are_experts
-        if look is not None and topk_ids.is_contiguous() and not topk_ids.is_neg():
-            if look(topk_ids, config.num_experts):
-                return
-        lowest, highest = (int(bound) for bound in topk_ids.aminmax())
-        if lowest < -1 or highest >= config.num_experts:
-            raise RoutingError(
-                f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
-                "stands for none"
-            )
+    @abstractmethod
+    def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Records by number, int64 [n], dequantised: [n, hidden] in x's dtype, zero for -1."""
 
-    def _check_kinds(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        config = self.config
-        check_device = config.comm.check_device
-        check_device("x", x)
-        check_device("topk_ids", topk_ids)
-        check_device("topk_weights", topk_weights)
-        dtypes = config.row_dtypes if config.dtype is None else (config.dtype,)
-        given = x.shape
-        if x.dtype not in dtypes or len(given) != 2 or given[1] != config.hidden_size:
-            accepted = config.describe_dtypes() if config.dtype is None else config.dtype
-            raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
-        tokens = given[0]
-        if tokens > config.max_tokens:
-            raise CapacityError(
-                f"{tokens} tokens were passed; this ExpertParallel has room for {config.max_tokens}: ensure_capacity "
-                "makes more"
-            )
-        shape = (tokens, config.top_k)
-        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:
-            raise RoutingError(
-                f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; int32 or int64 {list(shape)} is needed"
-            )
-        if not topk_weights.is_floating_point() or topk_weights.shape != shape:
-            raise RoutingError(
-                f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
-            )
-
-
-def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
-    """What a combine comes to if ranks have left the round open."""
-    return RoutingError(
-        f"lane {lane}: {name_ranks(ranks)} left this round open and went on to the next dispatch, so the sums of the "
-        "experts there are missing; the round is over, and all ranks may go on"
-    )
-
-
-def _is_plain(tensor: object) -> bool:
-    """Whether it is a dense CPU tensor, and of no class of its own."""
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_nested
+    @abstractmethod
+    def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
+        """Sends the weighted sums of what was checked home; what is returned waits, and fills `out` at home."""

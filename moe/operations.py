@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from thinwire.errors import LaneError
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Link, RoundGradients, Wants, once
+from thinwire.moe.legs import StartedDispatch, Tokens
 from thinwire.operators import OPS, differentiable, operator, registered
 from thinwire.triton_kernels.codec import sum_dtype
 
@@ -30,9 +31,9 @@ from thinwire.triton_kernels.codec import sum_dtype
 class _Parallel(Protocol):
     """What operators need of an ExpertParallel."""
 
-    def _whole_dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, lane: int, layer: int, wants: Wants | None
-    ) -> tuple[Dispatched, RoundGradients | None]: ...
+    def _begin_round(
+        self, tokens: Tokens, lane: int, layer: int, whole: bool, wants: Wants | None
+    ) -> StartedDispatch: ...
 
     def combine(self, expert_out: Tensor, d: Dispatched, *, out: Tensor | None = None) -> Tensor: ...
 
@@ -111,8 +112,9 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
     parallel, wanted = _parallel_of(handle), Wants.of_tag(wants)
-    d, gradients = parallel._whole_dispatch(x, topk_ids, topk_weights, lane, layer, wanted)
-    return _new_ticket(d, gradients), d.expert_counts.clone(), d.expert_offsets.clone()
+    started = parallel._begin_round((x, topk_ids, topk_weights), lane, layer, True, wanted)
+    d = started.d
+    return _new_ticket(d, started.gradients), d.expert_counts.clone(), d.expert_offsets.clone()
 
 
 def _fake_gather(

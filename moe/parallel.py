@@ -27,13 +27,14 @@ from thinwire.errors import LaneError, RoutingError, ThinwireError
 from thinwire.moe import compiled_round
 from thinwire.moe.assembly import Assembly
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.dispatched import Dispatched, ExpertRows, Rounds, Started, StartedCombine, StartedDispatch
-from thinwire.moe.gradients import MOST_LAYERS, RoundGradients, Wants
+from thinwire.moe.dispatched import Dispatched, ExpertRows
+from thinwire.moe.gradients import MOST_LAYERS, Wants
+from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
+from thinwire.moe.round_transport import Rounds
 from thinwire.moe.shared import shared
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
-_AS_IT_IS = contextlib.nullcontext()
 _MOST_GENERATIONS = 1 << 31
 
 
@@ -167,20 +168,7 @@ class ExpertParallel:
             PeerTimeout: a peer did not answer in time.
             IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
         """
-        return self._whole_dispatch(x, topk_ids, topk_weights, lane, layer)[0]
-
-    def _whole_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        lane: int,
-        layer: int,
-        wants: Wants | None = None,
-    ) -> tuple[Dispatched, RoundGradients | None]:
-        """`dispatch`; with `wants` of compiled code, whose tensors do not know it any more, but for the graph."""
-        started = self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=True, wants=wants)
-        return self._opened(started, started.d), started.gradients
+        return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=True).d
 
     @functools.partial(opaque, find_recorder=lambda ep, *_, **__: ep.comm.recorder)
     def dispatch_start(
@@ -197,7 +185,7 @@ class ExpertParallel:
         It raises what `dispatch` does, but for what is wrong at other ranks: with the direct transport
         `dispatch_finish` raises that.
         """
-        return self._begin_round(x, topk_ids, topk_weights, lane, layer, whole=False)
+        return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=False)
 
     @opaque
     def dispatch_finish(self, started: StartedDispatch) -> Dispatched:
@@ -207,42 +195,20 @@ class ExpertParallel:
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
             RoutingError, PeerTimeout, IntegrityError: as `dispatch`. It is over then.
         """
-        return self._opened(started, self._finish(started, StartedDispatch, "dispatch"))
+        return self._open(started, self._finish(started, StartedDispatch, "dispatch"))
 
     def _begin_round(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        lane: int,
-        layer: int,
-        whole: bool,
-        wants: Wants | None = None,
+        self, tokens: Tokens, lane: int, layer: int, whole: bool, wants: Wants | None = None
     ) -> StartedDispatch:
-        """`dispatch_start`, and if `whole` all of `dispatch` but for the gradients' plan.
-
-        `wants` is what compiled code says.
-        """
-        compiled = wants is not None
-        wants = self._accept((x, topk_ids, topk_weights), lane, layer, wants)
-        # Kernels see memory, where the sign of a negative view is another.
-        if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
-            x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
-        x = x if x.stride(1) == 1 else x.contiguous()
-        rounds, wanted = self._settle(lane), wants.rows or wants.weights
-        started = StartedDispatch(rounds, lane)
-        started.wants = wants
-        # Where nothing wants a gradient there is none to keep from being recorded.
-        with torch.no_grad() if wanted or compiled else _AS_IT_IS:
-            rounds.leave_open(lane)
-            started.begin(x, topk_ids, topk_weights, layer, whole)
-        if wanted:
-            started.keep(x, topk_ids, topk_weights, compiled)
-        if not whole:
-            rounds.open_rounds[lane] = started
+        """`dispatch_start`, or if `whole` all of `dispatch`. `wants` is for compiled code, whose tensors do not say."""
+        wants = self._accept(tokens, lane, layer, wants)
+        started = StartedDispatch(self._settle(lane), lane, wants)
+        started.begin(tokens, layer, whole)
+        if whole:
+            self._open(started, started.d)
         return started
 
-    def _accept(self, tokens: tuple[torch.Tensor, ...], lane: int, layer: int, wants: Wants | None) -> Wants:
+    def _accept(self, tokens: Tokens, lane: int, layer: int, wants: Wants | None) -> Wants:
         """What `dispatch` refuses before anything is sent, and tells the peers of. Gives what wants a gradient."""
         self._require_not_closed()
         self._require_lane(lane)
@@ -258,11 +224,12 @@ class ExpertParallel:
             self.refuse(error, lane=lane)
             raise
 
-    def _opened(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
+    def _open(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
+        d._tell_traffic("dispatch")
         if started.gradients is not None:
             started.gradients.plan = self._assembly.gradient_plan(d, started.wants, *started.graph)
             d._link = started.link
-        self._assembly.rounds.open_rounds[d.lane] = d
+        d._rounds.open_rounds[d.lane] = d
         return d
 
     def _finish(self, started: Started, kind: type[Started], name: str) -> Any:
@@ -276,10 +243,7 @@ class ExpertParallel:
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
         with torch.no_grad():
-            made = started.finish()
-            if isinstance(made, Dispatched):
-                made._tell_traffic("dispatch")
-            return made
+            return started.finish()
 
     @opaque
     def refuse(self, error: Exception, *, lane: int = 0) -> None:
@@ -302,7 +266,7 @@ class ExpertParallel:
         with contextlib.suppress(ThinwireError):
             rounds = self._settle(lane)
             rounds.leave_open(lane)
-            with self.comm.call("dispatch", None, None, self.wire, rounds.name, rounds.place(lane, 1)) as call:
+            with rounds.call("dispatch", lane, ahead=1) as call:
                 rounds.refuse(lane)
                 call.failed(error)
 
@@ -332,9 +296,7 @@ class ExpertParallel:
             WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
             TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
         """
-        if isinstance(d, compiled_round.CompiledRound):
-            d = compiled_round.uncompiled(d)
-        return self._begin_combine(expert_out, d, out, weighted, None)
+        return self._begin_combine(expert_out, d, out, weighted, whole=True).out
 
     @opaque
     def combine_start(
@@ -348,10 +310,7 @@ class ExpertParallel:
 
         It raises what `combine` does.
         """
-        d = compiled_round.uncompiled(d)
-        started = StartedCombine(self._assembly.rounds, d.lane if isinstance(d, Dispatched) else 0)
-        started.out = self._begin_combine(expert_out, d, out, weighted, started)
-        return started
+        return self._begin_combine(expert_out, d, out, weighted, whole=False)
 
     @opaque
     def combine_finish(self, started: StartedCombine) -> torch.Tensor:
@@ -365,54 +324,20 @@ class ExpertParallel:
         return started.out
 
     def _begin_combine(
-        self,
-        expert_out: ExpertRows,
-        d: Dispatched,
-        out: torch.Tensor | None,
-        weighted: bool,
-        started: StartedCombine | None,
-    ) -> torch.Tensor:
-        """Checks and begins; ends as well, or leaves that to `started`. Returns what is full at the end."""
+        self, expert_out: ExpertRows, d: Dispatched, out: torch.Tensor | None, weighted: bool, whole: bool
+    ) -> StartedCombine:
+        """`combine_start`, or if `whole` all of `combine`."""
+        if isinstance(d, compiled_round.CompiledRound):
+            d = compiled_round.uncompiled(d)
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._rounds is not self._assembly.rounds:
             raise LaneError(
                 "this round was dispatched by another ExpertParallel, or is over since rebuild or ensure_capacity"
             )
-        d._require_open()
-        given = d._check_combine(expert_out, out, weighted)
-        if d._link is not None and torch.is_grad_enabled():
-            places = d._places_of(d._chosen(len(given))) if weighted else None
-            return d._link.combine(given, lambda rows: self._end_round(rows, d, None, weighted, started), places)
-        return self._end_round(given, d, out, weighted, started)
-
-    def _end_round(
-        self,
-        expert_out: torch.Tensor,
-        d: Dispatched,
-        out: torch.Tensor | None,
-        weighted: bool,
-        started: StartedCombine | None,
-    ) -> torch.Tensor:
-        """The same, of arguments that were checked."""
-        if expert_out.requires_grad:
-            expert_out = expert_out.detach()
-        if expert_out.is_neg():
-            expert_out = expert_out.resolve_neg()
-        if out is None:
-            shape = d._num_sent, self.hidden_size
-            out = self.comm.result_memory.new_empty(expert_out, shape, d._dtype)
-        rounds = self._assembly.rounds
-        with d._call("combine", (expert_out.shape[0], self.hidden_size)):
-            rounds.open_rounds[d.lane] = None
-            rows = expert_out if expert_out.stride(1) == 1 else expert_out.contiguous()
-            end = d._begin_combine(rows, out, weighted)
-            if started is None:
-                end()
-            else:
-                started.end, rounds.open_rounds[d.lane] = end, started
-        d._tell_traffic("combine")
-        return out
+        started = StartedCombine(d._rounds, d.lane)
+        started.begin(expert_out, d, out, weighted, whole)
+        return started
 
     def next_layer(self) -> int:
         """A number for one more layer of a model, for `dispatch`; the same on all ranks that make as many layers."""
@@ -492,7 +417,8 @@ class ExpertParallel:
         if isinstance(group, Communicator):
             comm = group
         elif group is None or isinstance(group, Iterable):
-            comm = self.comm.shrink(self._lost if group is None else group)
+            known = (lost for rounds in self._assembly.all_rounds if (lost := rounds.lost) is not None)
+            comm = self.comm.shrink(next(known, None) if group is None else group)
         else:
             comm = Communicator(group_of(group)[0], **self.comm.settings._asdict())
         if self.comm.device.type == "cuda":
@@ -512,11 +438,6 @@ class ExpertParallel:
             config = replace(self._assembly.config, comm=comm, max_tokens=most)
             self._assemble(config, max(generation for generation, _ in told) + 1)
         self._closed = False
-
-    @property
-    def _lost(self) -> tuple[int, ...] | None:
-        each = (rounds.lost for rounds in self._assembly.all_rounds)
-        return next((lost for lost in each if lost is not None), None)
 
     def explain(self) -> str:
         """What was chosen, and why."""

@@ -11,10 +11,11 @@ from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
-from thinwire.moe.dispatched import Dispatched, Rounds, Traffic, left_open
+from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
+from thinwire.moe.round_transport import Rounds, left_open
 from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN, WITH_SUMS
 
 _REFUSED = 2**63 - 1  # in place of a count: the rank raised
@@ -62,12 +63,8 @@ class StagedRounds(Rounds):
             arrived = exchange.wait()
             phase("routing")
             words = arrived.view(torch.int32)
-            arrival = ArrivalPlan.of(
-                words[:, id_words],
-                _floats(words[:, weight_words], config.weight_dtype),
-                config.local_experts,
-                config.align,
-            )
+            arrived_weights = _floats(words[:, weight_words], config.weight_dtype)
+            arrival = ArrivalPlan.of(words[:, id_words], arrived_weights, config.local_experts, config.align)
             numbers = words[:, number_word]
             rows = arrived[:, :row_bytes]
             d = self._open[lane] = StagedRound(self, lane, x, sends, recv_counts, rows, arrival, numbers)
@@ -213,7 +210,7 @@ class StagedRound(Dispatched):
         config, dtype = self._rounds.config, self._dtype
         positions, weights = self._arrival.positions, self._arrival.weights
         if weighted:
-            positions = self._row_of_each_record()
+            positions = self._arrived.row_of_each()
             weights = weights.new_ones(positions.shape)
         positions = torch.where(positions < expert_out.shape[0], positions, -1)
         slots = dense_segments(self._recv_counts)

@@ -15,7 +15,7 @@ import thinwire as tw
 from tests.helpers.odd_tensors import odd
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ThinwireError
-from thinwire.moe.dispatched import Rounds
+from thinwire.moe.round_transport import Rounds
 from thinwire.testing import run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN, MOST = 5, 2, 8, 3

@@ -20,6 +20,7 @@ from thinwire import operators
 from thinwire.moe import operations
 from thinwire.moe.compiled_round import CompiledRound
 from thinwire.moe.gradients import RoundGradients, Wants
+from thinwire.moe.legs import StartedCombine
 from thinwire.testing import run_ranks
 
 EXPERTS, TOP_K, HIDDEN, CAPACITY = 8, 2, 32, 48
@@ -129,8 +130,8 @@ def _recorded(ep: tw.ExpertParallel) -> Iterator[list[tuple[str, int]]]:
         patch.setattr(owner, name, watched)
 
     with pytest.MonkeyPatch.context() as patch:
-        watch(ep, "_begin_round", "dispatch", lambda x, *_: len(x))
-        watch(ep, "_end_round", "combine", lambda rows, d, *_: d._num_sent)
+        watch(ep, "_begin_round", "dispatch", lambda tokens, *_: len(tokens[0]))
+        watch(StartedCombine, "_send", "combine", lambda self, rows, d, *_: d._num_sent)
         watch(RoundGradients, "of_experts", "backward of combine", lambda self, dy, *_: len(dy))
         watch(RoundGradients, "of_tokens", "backward of dispatch", lambda self: len(self._ids))
         yield legs
@@ -485,7 +486,7 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
     out = torch.empty_like(x)
 
     def new_round() -> tw.Dispatched:
-        d, _ = ep._whole_dispatch(x, ids, weights, 0, 0, Wants(False, False))
+        d = ep._begin_round((x, ids, weights), 0, 0, True, Wants(False, False)).d
         d.gather(CAPACITY)
         return d
 

@@ -1,0 +1,171 @@
+"""What expert parallelism asks of a transport, and what it refuses on any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.comm.exchange import name_ranks
+from thinwire.comm.recorder.flight_recorder import Call
+from thinwire.comm.tensors import is_transforming
+from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.moe.config import ParallelConfig
+from thinwire.triton_kernels.round_layout import LEFT_OPEN
+
+_MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
+_STRIDED = torch.strided
+
+
+class Rounds:
+    """The rounds of one transport, which was chosen for a reason."""
+
+    name: str  # the transport's
+    on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
+
+    def __init__(self, config: ParallelConfig, reason: str) -> None:
+        self.config = config
+        self.reason = reason
+        self.closed = False
+        # What each lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished.
+        self.open_rounds: list[object] = [None] * config.lanes
+        self.rounds_begun = [0] * config.lanes
+        self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched on the CPU
+        self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
+
+    def begin(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
+    ) -> Callable[[], Any]:
+        """Begins a round on a lane on which none is open, whose arguments were checked.
+
+        What is returned waits for the peers' part, and gives a `Dispatched`. `tag` is a `Wants.tag`; ranks with
+        different ones raise RoutingError here or there, and nothing is taken.
+        """
+        raise NotImplementedError
+
+    def refuse(self, lane: int) -> None:
+        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
+        raise NotImplementedError
+
+    def is_open(self, lane: int) -> bool:
+        """Whether a round was dispatched on the lane and not combined."""
+        raise NotImplementedError
+
+    def close_round(self, lane: int, end: int) -> None:
+        """Ends the open round without sums of this rank: ABANDONED, or LEFT_OPEN for the next dispatch on the lane."""
+        raise NotImplementedError
+
+    def leave_open(self, lane: int) -> None:
+        """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
+        self.open_rounds[lane] = None
+        if self.is_open(lane):
+            with self.call("abandon", lane):
+                self.close_round(lane, LEFT_OPEN)
+
+    def call(
+        self, name: str, lane: int, shape: Sequence[int] | None = None, dtype: object = None, ahead: int = 0
+    ) -> Call:
+        """Begins a round's end; or a dispatch, with the round that is `ahead`."""
+        config = self.config
+        wire = config.wire if ahead else config.combine_wire
+        return config.comm.call(name, shape, dtype, wire, self.name, self.place(lane, ahead))
+
+    def call_backward(self, name: str, shape: Sequence[int], dtype: torch.dtype, wire: object, place: Any) -> Call:
+        """Begins a leg of backward of the round that had this place."""
+        if self.closed:
+            raise LaneError(f"{name}: the ExpertParallel of this round was closed, or rebuilt, since")
+        return self.config.comm.call(name, shape, dtype, wire, self.name, place)
+
+    def place(self, lane: int, ahead: int = 0) -> tuple[object, ...]:
+        """Details of the flight recorder: the lane, and the number of its round; `ahead` of the next."""
+        return "lane", lane, "epoch", self.rounds_begun[lane] + ahead
+
+    def describe(self) -> str:
+        """What it is and why, for `explain`."""
+        raise NotImplementedError
+
+    @property
+    def lost(self) -> tuple[int, ...] | None:
+        """The ranks that a wait of its own named; None where it did not, or leaves waiting to the communicator."""
+        return None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held between calls."""
+        return 0
+
+    def check(self) -> None:
+        """Raises what went wrong on the device since the last call."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+        self.closed = True
+
+    def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """What `dispatch` refuses before anything is sent."""
+        config = self.config
+        plain = _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights)
+        if plain and not self.on_gpu and not is_transforming():
+            # Shapes and dtypes are looked at once: a decode step is over in microseconds.
+            kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
+            if kind not in self._accepted:
+                self._check_kinds(x, topk_ids, topk_weights)
+                if len(self._accepted) >= _MOST_ACCEPTED:
+                    self._accepted.clear()
+                self._accepted.add(kind)
+        else:
+            self._check_kinds(x, topk_ids, topk_weights)
+        # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
+        if self.on_gpu or not topk_ids.numel():
+            return
+        look = self._ids_are_experts
+        if look is not None and topk_ids.is_contiguous() and not topk_ids.is_neg():
+            if look(topk_ids, config.num_experts):
+                return
+        lowest, highest = (int(bound) for bound in topk_ids.aminmax())
+        if lowest < -1 or highest >= config.num_experts:
+            raise RoutingError(
+                f"topk_ids runs from {lowest} to {highest}; experts are 0 ... {config.num_experts - 1}, and -1 "
+                "stands for none"
+            )
+
+    def _check_kinds(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        config = self.config
+        check_device = config.comm.check_device
+        check_device("x", x)
+        check_device("topk_ids", topk_ids)
+        check_device("topk_weights", topk_weights)
+        dtypes = config.row_dtypes if config.dtype is None else (config.dtype,)
+        given = x.shape
+        if x.dtype not in dtypes or len(given) != 2 or given[1] != config.hidden_size:
+            accepted = config.describe_dtypes() if config.dtype is None else config.dtype
+            raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
+        tokens = given[0]
+        if tokens > config.max_tokens:
+            raise CapacityError(
+                f"{tokens} tokens were passed; this ExpertParallel has room for {config.max_tokens}: ensure_capacity "
+                "makes more"
+            )
+        shape = (tokens, config.top_k)
+        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:
+            raise RoutingError(
+                f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; int32 or int64 {list(shape)} is needed"
+            )
+        if not topk_weights.is_floating_point() or topk_weights.shape != shape:
+            raise RoutingError(
+                f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; floats {list(shape)} are needed"
+            )
+
+
+def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
+    """What a combine comes to if ranks have left the round open."""
+    return RoutingError(
+        f"lane {lane}: {name_ranks(ranks)} left this round open and went on to the next dispatch, so the sums of the "
+        "experts there are missing; the round is over, and all ranks may go on"
+    )
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether it is a dense CPU tensor, and of no class of its own."""
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_nested
