@@ -10,6 +10,7 @@ rows they pay for. Kernels that read records in place have `rows` and `index`.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -301,7 +302,7 @@ class Dispatched(ABC):
     # -----------------------------------------------------------------------------------------------------------------
     # Its end
 
-    @opaque
+    @functools.partial(opaque, find_recorder=lambda d: d._rounds.config.comm.recorder)
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
 

@@ -21,6 +21,7 @@ import torch
 
 from thinwire.comm import Communicator, Group
 from thinwire.comm.groups import group_of
+from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_int, is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import LaneError, RoutingError, ThinwireError
@@ -36,6 +37,14 @@ from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 _MOST_GENERATIONS = 1 << 31
+
+
+def _recorder_of(ep: ExpertParallel, *_: object, **__: object) -> FlightRecorder:
+    return ep.comm.recorder
+
+
+#: A method that peers call, too. See `opaque`.
+_called_by_all = functools.partial(opaque, find_recorder=_recorder_of)
 
 
 class ExpertParallel:
@@ -134,7 +143,7 @@ class ExpertParallel:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @compiled_as(compiled_round.dispatch, find_recorder=lambda ep, *_, **__: ep.comm.recorder)
+    @compiled_as(compiled_round.dispatch, find_recorder=_recorder_of)
     def dispatch(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> Dispatched:
@@ -170,7 +179,7 @@ class ExpertParallel:
         """
         return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=True).d
 
-    @functools.partial(opaque, find_recorder=lambda ep, *_, **__: ep.comm.recorder)
+    @_called_by_all
     def dispatch_start(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
     ) -> StartedDispatch:
@@ -187,7 +196,7 @@ class ExpertParallel:
         """
         return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=False)
 
-    @opaque
+    @_called_by_all
     def dispatch_finish(self, started: StartedDispatch) -> Dispatched:
         """The second half: waits for the peers' part. All ranks start and finish in the same order.
 
@@ -270,7 +279,7 @@ class ExpertParallel:
                 rounds.refuse(lane)
                 call.failed(error)
 
-    @compiled_as(compiled_round.combine)
+    @compiled_as(compiled_round.combine, find_recorder=_recorder_of)
     def combine(
         self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -298,7 +307,7 @@ class ExpertParallel:
         """
         return self._begin_combine(expert_out, d, out, weighted, whole=True).out
 
-    @opaque
+    @_called_by_all
     def combine_start(
         self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> StartedCombine:
@@ -312,7 +321,7 @@ class ExpertParallel:
         """
         return self._begin_combine(expert_out, d, out, weighted, whole=False)
 
-    @opaque
+    @_called_by_all
     def combine_finish(self, started: StartedCombine) -> torch.Tensor:
         """The second half: waits for the peers' sums, and adds up what came home. Returns what `combine` does.
 
@@ -371,7 +380,7 @@ class ExpertParallel:
         for rounds in self._assembly.all_rounds:
             rounds.check()
 
-    @opaque
+    @_called_by_all
     def ensure_capacity(self, max_tokens: int) -> None:
         """Makes room for dispatches of as many tokens as the rank needs that asks for most. Collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,9 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
+import thinwire as tw
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.errors import LaneError, PeerTimeout, ThinwireError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
@@ -127,3 +130,31 @@ def _interrupts(*_: object) -> None:
 def test_a_finish_that_is_interrupted_before_it_begins_can_be_repeated(transport: str) -> None:
     """Else the leg would be lost, and this rank's next one would overwrite what its peer still reads."""
     run_ranks(_finish_that_has_not_begun, 2, transport, mode="thread", timeout=60)
+
+
+LEGS: dict[str, Callable[[ExpertParallel, Any, Any], object]] = {
+    "combine": lambda ep, d, _: ep.combine(d.tokens, d),
+    "combine_start": lambda ep, d, _: ep.combine_start(d.tokens, d),
+    "abandon": lambda ep, d, _: d.abandon(),
+    "dispatch_finish": lambda ep, _, started: ep.dispatch_finish(started),
+    "ensure_capacity": lambda ep, d, _: (d.abandon(), ep.ensure_capacity(TOKENS + 1)),
+}
+
+
+@pytest.mark.parametrize("name", LEGS)
+def test_an_exception_as_a_call_begins_to_end_ends_the_communicator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tw.init() as comm, ExpertParallel(comm, 1, 1, HIDDEN, TOKENS, wire="none", lanes=2) as ep:
+        tokens = torch.ones(TOKENS, HIDDEN), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, 1)
+        d, started = ep.dispatch(*tokens), ep.dispatch_start(*tokens, lane=1)
+        if name == "ensure_capacity":
+            ep.dispatch_finish(started).abandon()
+
+        def interrupted(*_: object) -> None:
+            raise Interrupted
+
+        monkeypatch.setattr(Call, "__exit__", interrupted)
+        with pytest.raises(Interrupted):
+            LEGS[name](ep, d, started)
+        monkeypatch.undo()
+        with pytest.raises(ThinwireError, match="has ended at this rank"):
+            ep.dispatch(*tokens)
