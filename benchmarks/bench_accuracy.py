@@ -1,19 +1,19 @@
-"""What quantising costs the collectives in accuracy, in groups of 2 to 8 ranks.
+"""Measures the collectives' error from quantising, in groups of 2 to 8 ranks.
 
     python -m benchmarks.bench_accuracy --json benchmarks/results/cpu/accuracy.json
 
-Errors are relative L2 against float64, of int8 with a scale for every 128 elements; ranks are threads. Rows have 7168
-Gaussian elements in bfloat16, other ones on every rank. Columns:
+Errors are relative L2 against float64, for int8 with a scale for every 128 elements. Ranks are threads. Rows have 7168
+Gaussian elements in bfloat16, different on every rank. Columns:
 
     reduce_scatter   one leg
     16-bit gather    all_reduce(gather_wire="none")
     int8 both legs   all_reduce
     bias             of int8 both legs: how much longer or shorter the result is along the exact one
-    beside outliers  the other channels, where four are fifty times as large; 16-bit gather
-    cancelling       sums that are a hundredth of their summands; 16-bit gather, and no wonder
-    of the summands  the same error by the length of a summand
+    beside outliers  the other channels, if four are fifty times as large; 16-bit gather
+    cancelling       sums that are a hundredth of their summands; 16-bit gather
+    of the summands  the same error relative to the length of a summand
 
-The last three are no averages of anything above: a group's error goes with its largest element, and a sum's with its
+The last three do not follow from those above: a group's error depends on its largest element, and a sum's on its
 summands.
 """
 

@@ -1,14 +1,14 @@
-"""What quantising costs: the codec beside a plain copy of the same tensor, and beside the same codec in plain torch.
+"""Measures quantising: the codec beside a plain copy of the same tensor, and beside the same codec in plain torch.
 
     python -m benchmarks.bench_codec --device cpu
     python -m benchmarks.bench_codec --device cuda --json codec.json
     python -m benchmarks.bench_codec --threads 2 --rows 32 256 1024 4096 --wires int8 --dtypes bfloat16
 
-A copy reads and writes as many bytes as the tensor has, and is what any transport does at the least. `share` is the
-copy's time by the codec's: 1 means that quantising costs what copying costs. For dequantise the copy is of the output.
-On a CPU everything runs in one thread, at one size that lies in memory and one that lies in the processor's cache. With
-`--threads` it also runs in that many, or fewer where the call is small; the last columns are the time of one thread by
-that of several, for the copy too. On a GPU the tensors rotate, so that none is found in the cache.
+A copy reads and writes as many bytes as the tensor has, the least that any transport does. `share` is the copy's time
+divided by the codec's: at 1, quantising takes as long as copying. For dequantise the copy is of the output. On a CPU
+everything runs in one thread, at one size that lies in memory and one that lies in the cache. With `--threads` it also
+runs in that many threads, or fewer for small calls; the last columns are the time of one thread divided by that of
+several, for the copy too. On a GPU the tensors rotate, so none is in the cache.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m benchmarks.bench_experts
     python -m benchmarks.bench_experts --json experts.json
 
-`x loop` is the loop's time by the grouped product's: above 1 the latter is the faster. Gated experts with silu, whose
-rows are drawn at random, in one thread of the CPU, where `GroupedExperts` chooses the one or the other by itself.
+`x loop` is the loop's time divided by the grouped product's: above 1 the grouped product is faster. Experts are gated,
+with SiLU. Rows are drawn at random. Everything runs in one CPU thread, where `GroupedExperts` chooses between the two
+by itself.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What the flight recorder costs: an entry by itself, and small calls of the direct transport with and without it.
+"""Measures the flight recorder: an entry by itself, and small calls of the direct transport with and without it.
 
     python -m benchmarks.bench_flight_recorder --json benchmarks/results/cpu/flight_recorder.json
 
-An entry's cost is the time of the fastest loop that does nothing but record, less that of an empty one; `off` is what
-one costs that keeps nothing. The calls run with and without in turn, round after round, in the same
-processes, and a time is that of the slower rank. Columns:
+An entry's cost is the time of the fastest loop that only records, minus that of an empty loop; `off` is the cost of an
+entry that keeps nothing. Calls run with and without the recorder in turn, round after round, in the same processes. A
+time is that of the slower rank. Columns:
 
     us off, us on   median time of a call
-    ratio           with by without, within the rounds
-    ns              what the recorder adds to a call: median of the difference within the rounds
+    ratio           with divided by without, within the rounds
+    ns              time that the recorder adds to a call: median of the difference within the rounds
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What `integrity="checksum"` costs: the sums by themselves, and calls and rounds with and without it.
+"""Measures `integrity="checksum"`: the checksums by themselves, and calls and rounds with and without them.
 
     python -m benchmarks.bench_integrity --json benchmarks/results/cpu/integrity.json
 
-Two processes, one communicator with sums and one without; their calls run in turn, round after round, in one run, and a
-time is that of the slower rank. Columns:
+Two processes have one communicator with checksums and one without. Their calls run in turn, round after round. A time
+is that of the slower rank. Columns:
 
     ms off, ms on   median time of a call
-    ratio           with by without, within the rounds
+    ratio           with divided by without, within the rounds
 
-Before the table: how fast the sums of rows of 7168 bytes are made, where the rows are in the cache and where not.
+Before the table: the speed of checksums of rows of 7168 bytes, in the cache and not.
 """
 
 from __future__ import annotations

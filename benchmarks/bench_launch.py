@@ -1,20 +1,19 @@
-"""What a round trip costs the host on a GPU, on a machine without one: dispatch, gather and combine, direct transport.
+"""Measures the host's time for a GPU round trip without a GPU: dispatch, gather and combine, direct transport.
 
     python -m benchmarks.bench_launch --json benchmarks/results/cpu/launch.json
 
-The calls are those of the library, with Triton's own launcher below them, and below that the stub of
-`tests.helpers.stub_driver` in place of CUDA's driver, which writes launches down. So this is all that Python and Triton
-do. The driver's part of a launch comes beside it, 2 to 3 us by what is published, and torch's allocator for CUDA, and
-what of torch.cuda is called, take the place of stand-ins. Times are of one rank of several, whose peers do nothing.
-`Triton's` are those of the same calls where each launch asks Triton which compiled kernel it is for, as
-`kernel[grid](...)` does. Both run in turn, 0.3 ms at a time, so that most samples are not interrupted on a busy
+The calls are the library's, with Triton's own launcher below them. Below that the stub of `tests.helpers.stub_driver`
+replaces CUDA's driver and records launches. So the times are all that Python and Triton do. On a GPU, the driver adds 2
+to 3 us a launch by published figures, and torch's CUDA allocator and torch.cuda replace stand-ins. Times are of one
+rank of several, whose peers do nothing. `Triton's` are the same calls if each launch asks Triton for the compiled
+kernel, as `kernel[grid](...)` does. Both run in turn, 0.3 ms at a time, so most samples are not interrupted on a busy
 machine.
 
     launches        of a call
     us              median time of a call
     quarter, three quarters    of the samples took less
     Triton's us     as above
-    ratio           Triton's by ours, within the rounds
+    ratio           Triton's divided by ours, within the rounds
 """
 
 from __future__ import annotations

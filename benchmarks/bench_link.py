@@ -1,23 +1,23 @@
-"""What int8 gains where the network is the limit: two hosts, joined by a link of 1, of 2.5 and of 10 Gbit/s.
+"""Measures what int8 gains if the network is the limit: two hosts, joined by a link of 1, 2.5 and 10 Gbit/s.
 
     sudo .venv/bin/python -m benchmarks.bench_link --json benchmarks/results/cpu/link.json
 
-The hosts are two network namespaces of this machine (`benchmarks/link.py` says how), a rank each, over Gloo. Each rank
-sends the other --rows bfloat16 rows, 32 MiB of them if nothing else is said, and receives as many; rows for itself it
-has none. Quantising, packing, unpacking and dequantising are within the times.
+The hosts are two network namespaces of this machine (see `benchmarks/link.py`), with one rank each, over Gloo. Each
+rank sends the other --rows bfloat16 rows, by default 32 MiB, and receives as many; it has no rows for itself. The times
+include quantising, packing, unpacking and dequantising.
 
 `x all_to_all` compares with `torch.distributed.all_to_all_single` of the same bfloat16 rows, in the same run. Gloo's
-all-to-all announces what it will receive only after it has begun to send, on the same connection: whichever rank comes
-second hears of it behind all the other's rows, and the two directions take turns. So `x best bf16` compares with the
-fastest way to move the rows unquantised instead, which is a receive posted before the send.
+all-to-all announces its receives only after it has begun to send, on the same connection. The second rank reads the
+announcement behind all of the other's rows, so the two directions take turns. Therefore `x best bf16` compares with the
+fastest way to move the rows unquantised, which is a receive posted before the send.
 
-All of this is done --runs times, over a new link between new ranks. Times are medians over all samples, ratios medians
-over runs of the median within a run; in parentheses are the least and the greatest run.
+All of this is done --runs times, each over a new link between new ranks. Times are medians over all samples. Ratios are
+medians over runs of the median within a run; in parentheses are the least and the greatest run.
 
-`Gbit/s` is what a rank sent in a second, without the headers of TCP and IP, which take 4.4 % of the link. Both hosts
-share this machine's processors, which a link of 10 Gbit/s keeps busy by itself: more cores, more gain.
+`Gbit/s` is the rate at which a rank sent, without the headers of TCP and IP, which take 4.4 % of the link. Both hosts
+share this machine's processors, which a link of 10 Gbit/s keeps busy by itself: more cores gain more.
 
-The second table says where the time goes, in ms a call, from calls of their own, the mean over ranks and runs:
+The second table shows where the time goes, in ms per call, from separate calls, as the mean over ranks and runs:
 
     whole             from call to return
     call ... unpack   processor time of the thread that calls: before the first piece, to quantise it, to hand it to
@@ -27,9 +27,9 @@ The second table says where the time goes, in ms a call, from calls of their own
     link              what the bytes take on the link, with their headers
     cores             processor time of both ranks, by the number of cores
 
-No call can take less than either of the last two. Twice the cores would halve the second, but for what one thread must
-do alone; on half as many, a link of half the rate shows the same proportion of the two: --rate 5gbit on two cores is
-10gbit on four, at half the speed.
+No call can take less than either of the last two. Twice the cores would halve `cores`, except for the work that one
+thread must do alone. With half the cores, a link of half the rate shows the same proportion of the two: --rate 5gbit on
+two cores is 10gbit on four, at half the speed.
 """
 
 from __future__ import annotations

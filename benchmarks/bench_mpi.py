@@ -1,21 +1,21 @@
-"""Thinwire beside Open MPI on CPU ranks: the same bytes, in turn, on ranks that mpirun started.
+"""Times thinwire and Open MPI on CPU ranks: the same bytes, in turn, on ranks that mpirun started.
 
     mpirun -np 2 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 python -m benchmarks.bench_mpi --json FILE
 
-Where ranks outnumber cores, `--oversubscribe` has those of Open MPI yield while they wait.
+If there are more ranks than cores, `--oversubscribe` makes Open MPI's ranks yield while they wait.
 
-All-to-all-v is of bfloat16 rows of 4096, with counts and `out`, and `rows` go from each rank to each rank, its own
-included: of two ranks each reads and writes 2 * rows rows, 16 KiB of them with rows = 1, and so much is in its copy.
-The others are of float32, over a flat tensor of `size` bytes. What a rank does for a call, with the barrier of Open
-MPI's behind it, is repeated for about `--sample-seconds`; a sample is the time by the call, on the slowest rank. After
-each round of all, each has one sample. Results are checked up to 16 MiB. Columns:
+All-to-all-v moves bfloat16 rows of 4096, with counts and `out`; `rows` go from each rank to each rank, its own
+included. So of two ranks each reads and writes 2 * rows rows, which is 16 KiB with rows = 1, and its copy does too. The
+others move float32, over a flat tensor of `size` bytes. A call, followed by Open MPI's barrier, is repeated for about
+`--sample-seconds`; a sample is the time per call, on the slowest rank. Each round takes one sample of everything.
+Results are checked up to 16 MiB. Columns:
 
     size             bytes of a rank's buffer: its rows, or the tensor that holds all ranks' parts
     us, least, most  median over the rounds, and extremes
-    of Open MPI      Open MPI's time by this one within the rounds: median, and
-    low, high        extremes of it
-    barrier          microseconds that Open MPI's barrier takes, just before: it tells whether the ranks' cores share a
-                     cache, which virtual machines may change from one second to the next
+    of Open MPI      Open MPI's time divided by this one, within the rounds: median
+    low, high        its extremes
+    barrier          microseconds of Open MPI's barrier just before: shows whether the ranks' cores share a cache, which
+                     virtual machines may change from one second to the next
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`thinwire bench` between two hosts that are joined by a link of 1 and of 10 Gbit/s.
+"""`thinwire bench` between two hosts joined by a link of 1 and of 10 Gbit/s.
 
     sudo .venv/bin/python -m benchmarks.bench_on_link all_reduce -b 32M -e 32M --json all_reduce_link.json
 
-Takes what `thinwire bench` takes, and --rate. The hosts are two network namespaces of this machine, a rank each
-(`benchmarks/link.py` says how), so the transport is the staged one. With --json each rate has a file of its own, whose
-name has the rate in it.
+Takes the options of `thinwire bench`, and --rate. The hosts are two network namespaces of this machine, with one rank
+each (see `benchmarks/link.py`), so the transport is staged. With --json each rate has its own file, with the rate in
+its name.
 """
 
 from __future__ import annotations

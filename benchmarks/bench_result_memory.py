@@ -1,20 +1,20 @@
-"""What memory of results costs: dispatch with `d.tokens`, and combine, in memory that is kept, new, and torch's own.
+"""Measures memory of results: dispatch with `d.tokens`, and combine, in memory that is kept, new, and torch's own.
 
     python -m benchmarks.bench_result_memory --json benchmarks/results/cpu/result_memory.json
 
-Two processes, in int8; rounds in each kind of memory run in turn, in one run, and a time is that of the slower rank.
-Every result is dropped before the next call. Columns:
+Two processes, in int8. Rounds in each kind of memory run in turn, in one run. A time is that of the slower rank. Every
+result is dropped before the next call. Columns:
 
-    memory      kept: of an earlier result, as from the second call on; new: as in the first; torch: torch's allocator
+    memory      kept: an earlier result's, as from the second call on; new: as in the first; torch: torch's allocator
     MiB         of the call's result
     ms          median time of a call
-    share       the time of a plain copy of the result, into memory that was used before, by the call's, within rounds
-    faults      of pages, in a call, the median
+    share       time of a plain copy of the result into used memory, divided by the call's, within rounds
+    faults      page faults in a call, median
 
-A virtual machine may give pages that were freed seconds ago back to its host (free page reporting, in blocks of huge
-pages); taken again, they come from the host, which takes many times as long as the kernel's zeroing of them. What torch
-frees page by page gets there too, so rounds in torch's memory make new memory slower, at the same number of faults:
---memory kept new leaves them out.
+A virtual machine may return freed pages to its host after seconds (free page reporting, in blocks of huge pages).
+Getting them back from the host takes many times as long as the kernel takes to zero them. Pages that torch frees one by
+one go there too, so rounds in torch's memory make new memory slower, at the same number of faults. --memory kept new
+leaves those rounds out.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Small calls on CPU ranks: how long one takes when calls follow one another, and when it comes alone.
+"""Times small calls on CPU ranks: when calls follow one another, and when one comes alone.
 
     python -m benchmarks.bench_small --json benchmarks/results/cpu/small.json
 
-One row of 4096 bfloat16 to each rank, rounds of 1 and 16 tokens of as many elements, and all-reduce of 1 KiB, in turn
-with a copy of the row and gloo's all-reduce. With one rank there is nobody to wait for: what is left is Python and the
-kernels. A time is that of the slowest rank. Columns:
+The calls are one row of 4096 bfloat16 to each rank, rounds of 1 and 16 tokens of as many elements, and all-reduce of 1
+KiB, in turn with a copy of the row and gloo's all-reduce. One rank waits for nobody, so its time is that of Python and
+the kernels. A time is that of the slowest rank. Columns:
 
     ranks, mode    processes or threads
     us             median time of a call, of many that follow one another
-    quartile       the lowest quartile of the same: what it is where nobody else wants the cores
-    alone          median time of one call behind a barrier, by itself, so that what it needs is not in the caches
-    copies         us by that of the copy of the row, within the rounds
+    quartile       the lowest quartile of the same: its time if nothing else needs the cores
+    alone          median time of one call after a barrier, by itself, with cold caches
+    copies         us divided by the time of the copy of the row, within the rounds
 """
 
 from __future__ import annotations

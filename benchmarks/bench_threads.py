@@ -1,20 +1,20 @@
-"""Large direct calls of CPU ranks with one thread a rank and with several, in turn.
+"""Times large direct calls of CPU ranks, with one thread a rank and with several, in turn.
 
     python -m benchmarks.bench_threads --threads 2 --json benchmarks/results/cpu/threads.json
 
-Threads of a rank gain where it has cores for them. On a host with as many cores as `--threads` that is so with one
-rank, which has only rows for itself; and with two where one sends and the other waits, as it does where exact rows go
-straight into its output. In the third way both work all the time: there it takes cores for the threads of both, and
-with fewer it shows what too many threads cost. Rows are 4096 elements of bfloat16. Columns:
+A rank's threads help if it has cores for them. On a host with `--threads` cores this holds for one rank, which has only
+rows for itself, and for two if one sends and the other waits, as when exact rows go straight into its output. In the
+third way both work all the time: that needs cores for the threads of both, and with fewer shows the cost of too many
+threads. Rows are 4096 elements of bfloat16. Columns:
 
     way        own: one rank's rows to itself; straight: rank 0's to rank 1, into `thinwire.empty`; both: half of two
                ranks' rows each way
     MiB        of rows, on each rank that has any
     ms         median time of a call of the slowest rank, with one thread a rank
     threads    how many a rank may use
-    x          one thread's time by theirs, median within the rounds
+    x          one thread's time divided by theirs, median within the rounds
     quartiles  of the same
-    copy       a plain copy of the rows by one thread, its time by theirs
+    copy       time of a plain copy of the rows by one thread, divided by theirs
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What waiting costs a CPU rank of the direct transport: its share of a core, and how late it notices what it awaited.
+"""Measures waiting on CPU ranks of the direct transport: its share of a core, and how late it notices a peer.
 
     python -m benchmarks.bench_wait --json benchmarks/results/cpu/wait.json
 
-Of two ranks one comes late to each call by a time that is told, and the other waits for it. Columns:
+One of two ranks comes late to each call by a known time, and the other waits for it. Columns:
 
-    late ms         by so much
+    late ms         how late
     cpu ms          processor time of the waiting rank, median over the repeats
-    after 1 ms      the same beyond the first millisecond, by how long it waited beyond that
-    behind us       from the late rank's arrival to the end of the waiting rank's call, less what the call takes when
+    after 1 ms      the same beyond the first millisecond, divided by the wait beyond that
+    behind us       from the late rank's arrival to the end of the waiting rank's call, minus the time of the call when
                     both come at once: medians
 """
 

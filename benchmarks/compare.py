@@ -1,14 +1,14 @@
-"""Two checkouts of this project against each other: the same calls, in turn, on ranks that stay where they are.
+"""Times two checkouts of this project against each other: the same calls, in turn, on the same ranks.
 
     python -m benchmarks.compare BEFORE AFTER --json FILE
 
-BEFORE and AFTER are folders of checkouts. Each has its own ranks, processes that wait while the other's are at work, so
-what else the machine does hits both alike. A block is so many calls as take about `--sample-seconds`; its time is that
+BEFORE and AFTER are folders of checkouts. Each has its own ranks: processes that wait while the other's are at work, so
+other load on the machine hits both alike. A block is as many calls as take about `--sample-seconds`; its time is that
 of the slowest rank. Columns:
 
     us before, us after   fastest block, for each call
-    fastest               before by after, of these
-    median                before by after, within the rounds
+    fastest               before divided by after, of these
+    median                before divided by after, within the rounds
 """
 
 from __future__ import annotations

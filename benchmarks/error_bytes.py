@@ -1,7 +1,7 @@
-"""What each wire format costs in bytes and in error: measured with the codec itself, on three kinds of rows.
+"""Measures bytes and error of each wire format, with the codec itself, on three kinds of rows.
 
-Gaussian rows are what formats are usually judged by; rows with a few channels far above the others, as trained models
-have them, are where one scale for too many elements hurts; and the packaged model's own activations are neither.
+Formats are usually judged by Gaussian rows. Rows with a few channels far above the others, as in trained models, suffer
+most if too many elements share a scale. The packaged model's own activations are neither.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What one GPU can say in ten minutes, most worth first: `python -m benchmarks.first_gpu`.
+"""Tests and measures on one GPU for ten minutes, the most valuable first: `python -m benchmarks.first_gpu`.
 
     python -m benchmarks.first_gpu --out results --minutes 9
     python -m benchmarks.first_gpu --out results --only kernels rounds
 
-Each step is a process of its own with a limit; one that fails or hangs is noted, and the next one begins. What a step
-printed goes to `<step>.txt`, what it measured to `<step>.json`, and how all of them ended to `summary.json`, which is
-written anew after each step. Triton's kernels are compiled by all cores in the first step. What tests compare with is
-made without numba, whose kernels take minutes to compile. Ranks that share a GPU are threads or processes; times of
-processes say nothing, as a GPU runs one after the other.
+Each step is a separate process with a time limit. If it fails or hangs, that is noted, and the next one begins. Its
+output goes to `<step>.txt`, its measurements to `<step>.json`, and the outcome of all steps to `summary.json`, which is
+rewritten after each step. The first step compiles Triton's kernels on all cores. The tests' references do without
+numba, whose kernels take minutes to compile. Ranks that share a GPU are threads or processes. Times of processes mean
+nothing, as a GPU runs one after the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which calls of the host wait for a kernel that runs on another stream: `python -m benchmarks.gpu_host_waits`.
+"""Finds the host calls that wait for a kernel on another stream: `python -m benchmarks.gpu_host_waits`.
 
-Ranks that are threads share a device, and a kernel of one may wait for another's: a call that waits for that kernel, or
-keeps other threads from launching while it waits for its own stream, ends in a timeout. Each call here is made while a
-kernel that only sleeps is under way: on another stream; or on the stream of another thread, which is in that call.
+Ranks that are threads share a device, and a kernel of one may wait for another's. A call that waits for that kernel, or
+keeps other threads from launching while it waits for its own stream, then ends in a timeout. Each call here is made
+while a kernel that only sleeps runs: on another stream, or on the stream of another thread that is in that call.
 """
 
 from __future__ import annotations

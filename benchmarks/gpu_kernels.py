@@ -1,14 +1,14 @@
-"""What the kernels of a round take on one GPU, beside a plain copy: one rank's share of a round of eight, no link.
+"""Times the kernels of a round on one GPU, beside a plain copy: one rank's share of a round of eight, no link.
 
     python -m benchmarks.gpu_kernels --json benchmarks/results/gpu/kernels.json
 
-One thread plays eight ranks on one GPU, so every store stays in its memory and no wait waits. Each kernel runs for all
-ranks in turn, in one CUDA graph, and its time is the graph's by eight. `GB/s` counts what a kernel cannot but read and
-write; `share` is that by what a copy of a gigabyte moves in the same run. `round` is a graph of all nine launches.
-Everything runs in turn, round after round; times are medians.
+One thread plays eight ranks on one GPU, so every store stays in its memory and no wait blocks. Each kernel runs for all
+ranks in turn, in one CUDA graph; its time is the graph's divided by eight. `GB/s` counts only the bytes that a kernel
+must read and write; `share` is that divided by the rate of a copy of a gigabyte in the same run. `round` is a graph of
+all nine launches. Everything runs in turn, round after round; times are medians.
 
-`N threads` are rounds through `ExpertParallel` of ranks that run at once on that GPU and wait for each other, each
-with a graph of its own, a rank's time. They share its memory and multiprocessors, so with many tokens N ranks take
+`N threads` are rounds through `ExpertParallel` of ranks that run at once on that GPU and wait for each other, each with
+its own graph; the time is a rank's. They share its memory and multiprocessors, so with many tokens N ranks take
 about N times as long as one.
 """
 

@@ -1,18 +1,18 @@
-"""What the machine code of the kernels allows at most, known without a GPU: every kernel is compiled and disassembled.
+"""Computes the most that the kernels' machine code allows, without a GPU: compiles and disassembles every kernel.
 
     python -m benchmarks.machine_code                                  # sm_80, sm_90 and sm_100, int8, 7168 columns
     python -m benchmarks.machine_code --kernels quantize dequantize --hidden 5121 --wires int8 fp8 --targets sm_90
 
-Instructions and cycles are per element of a row, times 32, so that one instruction a thread and element is 1. They are
-of the longest way through what is executed once for each row, where a loop over a token's experts, sums or peers counts
-once; `each` is what every further one of them costs. `pipe` is how long the busiest of a multiprocessor's pipes is
-held, in the same unit: at 1, one instruction a cycle. `warps` is how many of them registers and shared memory let a
-multiprocessor hold. `GB/s` is what the longer of issue and pipe allows, in bytes of the wire, on all multiprocessors
-and on 20 of them; memory and links allow less. It is a ceiling and not a measurement. `sectors` is how many 32-byte
-sectors loads and stores ask for, request by request, for each 128 bytes that they need, 4 at the least: of kernels that
-work alone, whose compiled code is run on the CPU for it, but on sm_100.
+Instructions and cycles are per 32 elements of a row, so one instruction per thread and element counts as 1. They follow
+the longest path through the code that runs once for each row. A loop over a token's experts, sums or peers counts once;
+`each` is the cost of every further one. `pipe` is how long the busiest pipe of a multiprocessor is occupied, in the
+same unit: at 1, one instruction a cycle. `warps` is the number of warps that registers and shared memory let a
+multiprocessor hold. `GB/s` is the rate that the longer of issue and pipe allows, in bytes of the wire, on all
+multiprocessors and on 20; memory and links allow less. It is a ceiling, not a measurement. `sectors` is the number of
+32-byte sectors that loads and stores request for each 128 bytes that they need, at least 4. It is found by running the
+compiled code of kernels that work alone on the CPU, except for sm_100.
 
-What is assumed of the hardware, which is in no tool: a multiprocessor has four parts, each of which issues one
+Assumptions about the hardware, which no tool reports: a multiprocessor has four parts, each of which issues one
 instruction a cycle, of 32 lanes. Per part the ALU (integers, logic, comparisons, minima, conversions to narrower
 floats) has 16 lanes; integer multiply-adds have 16; floats have 16 on sm_80 and 32 on later ones, which share the 16 of
 the multiply-adds; functions and conversions between integers and floats have 4; loads, stores and shuffles have 8

@@ -1,10 +1,10 @@
-"""The least time that a round can take on GPUs that are not here: what bounds it, added up, and nothing measured.
+"""Computes the least time of a round on GPUs from its bounds: nothing is measured, and no GPU is needed.
 
     python -m benchmarks.model --json benchmarks/results/model.json
 
-The kernels of a round are those that its launchers launch, recorded; their bytes follow from the layouts
-(`benchmarks.speed_of_light`), and what their instructions need at least from what
-`benchmarks.machine_code` wrote, if it is given. The same comes of the same code on every machine.
+The kernels of a round are recorded from its launchers. Their bytes follow from the layouts
+(`benchmarks.speed_of_light`), and the least time of their instructions from the file of `benchmarks.machine_code`, if
+one is given. The same code gives the same result on every machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What every public operation passes: what a communicator is to the operations over it.
+"""The wrapper of every public operation: what a communicator offers to the operations over it.
 
     with comm.call("all_gather", x.shape, x.dtype, wire, transport) as call:
         call.takes("direct")
         comm.sent(traffic_of, x, counts)
         return comm.deliver(call, finish, x.device, async_op)
 
-An operation begins its call after all that this rank alone would refuse, and before anything is sent. Nothing of an
-earlier call is under way then, recorder and trace have it, and what ends it from outside ends the communicator.
+An operation begins its call after all checks that this rank alone can fail, and before anything is sent. The call first
+finishes pending work of earlier calls. It records itself for recorder and trace, and ends the communicator if an
+exception from outside ends it.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _T = TypeVar("_T")
 
 
 class Attachment(ABC):
-    """What may be kept with a communicator: something with a line for `explain`, and an end.
+    """An object kept with a communicator: it has a line for `explain`, and an end.
 
-    `settle` ends what is under way; it comes before anything else travels. Otherwise a rank could wait here for a peer
-    that waits for the rest of what this rank sends it. What that call comes to is for its own wait to say; `settle`
-    raises only what comes from outside, such as a signal handler's exception, and can be called again then.
+    `settle` finishes pending calls before anything else travels. Otherwise a rank could wait here for a peer that waits
+    for the rest of this rank's rows. A pending call's errors surface in its own wait. `settle` raises only exceptions
+    from outside, such as a signal handler's, and can then be called again.
     """
 
     outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes that it holds for tensors that callers got from it."""
+        """Bytes that it holds for tensors given to callers."""
         return 0
 
     @abstractmethod
@@ -75,13 +76,14 @@ class Calls:
         details: tuple[Any, ...] = (),
         numbered: bool = True,
     ) -> Call:
-        """Begins an operation that this rank does not refuse any more: `with` it all is done that peers may notice.
+        """Begins an operation that passed this rank's checks. Everything that peers may notice happens in this `with`
+        block.
 
         Args:
-            shape: a tensor's; a torch.Size as it is. As all of these, it must not hold the tensor.
+            shape: a tensor's, as a torch.Size. Like the other arguments, it must not hold the tensor.
             wires: a wire format or several.
-            transport: the one that is taken; or as asked for, if the call is told later.
-            details: names and values in turn: ints, text, tuples of ints, or what text is made of later.
+            transport: the one used; or the one requested, if `takes` names it later.
+            details: names and values in turn: ints, text, tuples of ints, or objects that become text later.
             numbered: whether all ranks make this call.
 
         Raises:
@@ -91,7 +93,7 @@ class Calls:
         return Call(self.recorder, (name, shape, dtype, wires, transport, details), numbered)
 
     def deliver(self, call: Call, finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
-        """What an operation returns: what `finish` makes on the device, or a Work whose `wait()` calls it."""
+        """An operation's result: what `finish` makes on the device, or a Work whose `wait()` calls `finish`."""
         return Work((), finish, device, call.posted()) if async_op else finish()
 
     @property
@@ -101,7 +103,7 @@ class Calls:
 
     @property
     def traced(self) -> bool:
-        """Whether a trace has what calls tell."""
+        """Whether calls are traced."""
         return self.recorder.track is not None
 
     def sent(self, make: Callable[..., Traffic], *arguments: object) -> None:

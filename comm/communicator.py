@@ -71,20 +71,20 @@ class Communicator(Collectives):
             available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
             `post` then takes CPU memory only.
         timeout: seconds that a call may wait for a peer; None means 30.
-        integrity: "checksum": all that travels is compared with sums that were made where it was sent, and what differs
-            gives IntegrityError; "none": it is believed. None means THINWIRE_INTEGRITY, else "none".
+        integrity: "checksum": receivers compare all data with checksums that the sender made, and raise IntegrityError
+            if they differ; "none": nothing is compared. None means THINWIRE_INTEGRITY, else "none".
         quorum: which ranks may go on when others are lost. "majority": more than half of those whose processes are not
-            known to have ended, so that the halves of a network that is cut do not both go on. "any", which None means:
-            any two, or one alone if no more than one other may be alive. Of no effect on ranks that are threads.
+            known to have ended, so that the two halves of a cut network do not both go on. "any": any two, or one alone
+            if at most one other may be alive. None means "any". It has no effect on ranks that are threads.
 
     Attributes:
-        auto_bytes: from how many bytes on `wire="auto"` quantises: THINWIRE_AUTO_BYTES, else 262,144.
+        auto_bytes: `wire="auto"` quantises tensors of at least so many bytes: THINWIRE_AUTO_BYTES, else 262,144.
 
     Raises:
-        ArgumentError: on every rank, when one cannot use a variable of thinwire's in its environment, with that rank;
-            `quorum` is none of these.
-        ConfigMismatch: on every rank, when ranks passed different values of `integrity` or `quorum`, or have another
-            THINWIRE_AUTO_BYTES, or another version of the library or of its wire formats.
+        ArgumentError: `integrity` or `quorum` is unknown; or, on every rank, an environment variable of thinwire's is
+            unusable on some rank, which the message names.
+        ConfigMismatch: on every rank, if ranks differ in `integrity`, `quorum`, THINWIRE_AUTO_BYTES, or the version of
+            the library or of its wire formats.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -176,12 +176,12 @@ class Communicator(Collectives):
         integrity: str | None = None,
         quorum: str | None = None,
     ) -> list[Communicator]:
-        """Communicators of ranks that are threads of this process, without torch.distributed. Waits for nobody.
+        """Communicators of ranks that are threads of this process, without torch.distributed. Does not wait.
 
         `run_ranks(mode="thread")` makes them; each is for one thread.
 
         Args:
-            world: what the ranks share; made for them alone.
+            world: the state that the ranks share; made for them alone.
             device: where the tensors of all ranks live: "cpu", or one GPU.
             timeout: seconds that a call may wait for a peer; None means 30.
             integrity, quorum: see the constructor.
@@ -221,22 +221,22 @@ class Communicator(Collectives):
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
         It has this one's device, timeout, integrity and quorum; errors in one do not affect the other. `close()`
-        destroys its process group, and over Gloo so does dropping the last reference: torch names some groups by how
-        many there are, so ranks must do either at the same place of their program. If this one leaves out ranks of
-        `torch.distributed`'s default group, the process group is kept: the next split would reuse its store keys.
+        destroys its process group, and over Gloo so does dropping the last reference. Ranks must do either at the same
+        place of their program, as torch names some groups by how many there are. If this one leaves out ranks of
+        `torch.distributed`'s default group, the process group is kept, as the next split would reuse its store keys.
         `ExpertParallel(comm.split(layout, "ep"), ...)` spreads experts over one axis of a device matrix.
 
         Args:
             layout: over the ranks of this communicator.
             axes: of the layout. Ranks are numbered with the first axis counting most, see `Layout.ranks_along`.
-            groups: in place of layout and axes: lists of ranks, every rank in one of them; ranks are numbered in the
-                order of their list.
+            groups: instead of layout and axes: lists of ranks, with every rank in one of them. Ranks are numbered in
+                the order of their list.
 
         Raises:
-            LayoutError: axes, a layout or groups that do not fit.
-            ConfigMismatch: ranks that asked for different groups; nothing was made.
+            LayoutError: axes, layout or groups do not fit this communicator.
+            ConfigMismatch: ranks asked for different groups; nothing was made.
             PeerTimeout: a rank did not take part.
-            TransportUnavailable: between processes, ranks in another order than ascending, on PyTorch before 2.12.
+            TransportUnavailable: a group's ranks do not ascend, between processes, on PyTorch before 2.12.
 
         >>> import thinwire as tw
         >>> with tw.init() as comm:
@@ -337,28 +337,27 @@ class Communicator(Collectives):
         return not self.in_process and self._store is None and self.size < dist.get_world_size()
 
     def shrink(self, lost: Iterable[int] | None = None) -> Communicator:
-        """The communicator of the ranks that are left, whoever is lost. This one is closed. Collective over them.
+        """Gives a communicator of the remaining ranks, and closes this one. Collective over the remaining ranks.
 
-        Ranks are renumbered in their order, and settings stay. Left out are ranks that are lost, and those that do not
-        come within twice the timeout, as another rank may learn so much later that something is wrong; a rank whose
-        process has ended is not waited for. Another call returns the same communicator; when a rank of that one is
-        lost, it can be shrunk in turn.
+        Ranks are renumbered in their order, and settings stay. It leaves out lost ranks, and ranks that do not come
+        within twice the timeout (another rank may notice that much later that something is wrong). It does not wait for
+        a rank whose process has ended. Another call returns the same communicator. If that one loses a rank, shrink it
+        in turn.
 
-        Where `thinwire.init` made this one's process group, the new one takes its place as `torch.distributed`'s
-        default group, and all other groups of `torch.distributed` end. Else the new group is for this communicator
-        alone, and functions of `torch.distributed` do not know it. Either way `thinwire.init()` returns the new
-        communicator where it would have returned this one.
+        If `thinwire.init` made this one's process group, the new group replaces it as `torch.distributed`'s default
+        group, and all other groups of `torch.distributed` end. Otherwise the new group is for this communicator alone,
+        and functions of `torch.distributed` do not know it. In both cases `thinwire.init()` then returns the new
+        communicator instead of this one.
 
         Args:
-            lost: ranks of this communicator that need not be waited for, such as a PeerTimeout's `ranks`. None means
-                those that this communicator's own PeerTimeout named, if it raised one.
+            lost: ranks of this communicator not to wait for, such as a PeerTimeout's `ranks`. None means the ranks that
+                this communicator's own PeerTimeout named, if it raised one.
 
         Raises:
-            ArgumentError: `lost` holds something else than ranks of this communicator.
+            ArgumentError: `lost` is not None or ranks of this communicator.
             ThinwireError: it is closed; this rank is one of `lost`; or the others go on without it.
-            PeerTimeout: another rank was lost meanwhile, or too few have met to go on, see `quorum`. It may be called
-                again.
-            TransportUnavailable: over NCCL, and the process group is not `init`'s.
+            PeerTimeout: another rank was lost meanwhile, or too few have met to go on, see `quorum`. Call it again.
+            TransportUnavailable: the group is over NCCL, and `init` did not make it.
 
         >>> import thinwire as tw
         >>> with tw.init() as comm:
@@ -470,7 +469,7 @@ class Communicator(Collectives):
         ]
 
     def explain(self) -> str:
-        """What was chosen, and why, one fact a line."""
+        """Says what was chosen and why, one fact a line."""
         first = f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else "")
         attached = [attachment.describe() for attachment in self._attachments.values()]
         return "\n  ".join([first, *self._facts(), *attached])
@@ -478,9 +477,9 @@ class Communicator(Collectives):
     def flight_recorder(self) -> Path:
         """Writes this rank's last 256 operations on this communicator to a file, and returns its path.
 
-        PeerTimeout writes it too, and so does SIGUSR1, see `init`; `thinwire inspect` compares all ranks' files.
-        It holds names, sizes, dtypes and times, no data. THINWIRE_FLIGHT_RECORDER names the folder. Not collective; may
-        be called from any thread, and when the communicator is closed.
+        PeerTimeout writes this file too, and so does SIGUSR1, see `init`. `thinwire inspect` compares all ranks' files.
+        The file holds names, sizes, dtypes and times, no data. THINWIRE_FLIGHT_RECORDER names the folder. Not
+        collective; may be called from any thread, and after the communicator was closed.
 
         Raises:
             ThinwireError: THINWIRE_FLIGHT_RECORDER was "off" when the communicator was made.
@@ -493,12 +492,12 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
 
-        A signal handler or another thread may call it while a direct collective of a CPU rank waits: that then raises
-        ThinwireError, and peers that still need this rank for it get PeerTimeout at once, which names it.
+        A signal handler or another thread may call it while a direct collective of a CPU rank waits. That collective
+        then raises ThinwireError, and peers that still need this rank for it get at once a PeerTimeout that names it.
 
-        An exception from outside, such as a KeyboardInterrupt, that ends a call does the same: peers may have made that
-        call, and to make it again would be the next one there. Over Gloo its wait cannot be taken back: until its
-        timeout, what it waits for may still fill its tensors, which are kept alive until then.
+        An exception from outside that ends a call, such as a KeyboardInterrupt, also closes the communicator: peers may
+            have made that call already, and would take a second try for the next call. Over Gloo the wait cannot be
+            cancelled: until its timeout, arriving data may still fill its tensors, which are kept alive until then.
         """
         if self._closed:
             return

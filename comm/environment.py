@@ -1,4 +1,4 @@
-"""What the environment says to thinwire, read in full when a communicator is made: its ranks tell each other then."""
+"""Reads thinwire's environment variables when a communicator is made; its ranks then compare them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_TEXT = 300  # characters, of a message that peers are told unannounced
 
 
 def auto_bytes() -> int:
-    """From how many bytes of a rank's tensor on `wire="auto"` quantises.
+    """The size of a rank's tensor, in bytes, from which `wire="auto"` quantises.
 
     Raises:
-        ArgumentError: THINWIRE_AUTO_BYTES is no such number.
+        ArgumentError: THINWIRE_AUTO_BYTES is no number of bytes.
     """
     wanted = os.environ.get(AUTO_VARIABLE) or str(_AUTO_BYTES)
     found = read_int(wanted)
@@ -53,7 +53,7 @@ def environment_problem() -> str | None:
 
 
 def require_usable(problems: Sequence[str | None]) -> None:
-    """Raises ArgumentError where ranks have told of one, with the rank of each."""
+    """Raises ArgumentError if ranks reported one; names each rank."""
     found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
     if found:
         raise ArgumentError("; ".join(found))

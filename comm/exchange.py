@@ -48,9 +48,9 @@ def _message_tag(sequence: int, num_bytes: int, label: str) -> int:
 
 
 class Posted:
-    """An exchange under way. Made by `Communicator.post`; call `wait` before touching its buffers.
+    """A pending exchange, made by `Communicator.post`. Call `wait` before touching its buffers.
 
-    The communicator keeps the buffers alive until then, also when this object is dropped.
+    The communicator keeps the buffers alive until then, even if this object is dropped.
     """
 
     def __init__(self, exchange: Exchange, buffers: Buffers = (), peers: Sequence[int] = ()) -> None:
@@ -64,12 +64,12 @@ class Posted:
         self._waiting: Waiting | None = None
 
     def wait(self) -> None:
-        """Until every send and receive of this exchange is done. Calling it again does nothing.
+        """Waits until every send and receive of this exchange is done. Calling it again does nothing.
 
         On CUDA this orders the current stream after the exchange and returns at once.
 
         Raises:
-            PeerTimeout: a peer had not done its part after the communicator's timeout, or its connection was lost.
+            PeerTimeout: a peer did not do its part within the communicator's timeout, or its connection was lost.
         """
         self._exchange.complete(self)
 

@@ -142,7 +142,7 @@ class HostCollectives(Calls, ABC):
 
     @property
     def integrity(self) -> str:
-        """ "checksum" where all that travels is compared with sums that were made where it was sent, else "none"."""
+        """ "checksum" if receivers compare all data with checksums that the sender made, else "none"."""
         return self._exchange.integrity
 
     @property
@@ -152,7 +152,7 @@ class HostCollectives(Calls, ABC):
 
     @property
     def backend(self) -> str:
-        """What moves what is staged: "gloo", "nccl" or "threads"."""
+        """What moves staged rows: "gloo", "nccl" or "threads"."""
         return self._exchange.backend
 
     @property
@@ -164,21 +164,21 @@ class HostCollectives(Calls, ABC):
     def memory_bytes(self) -> int:
         """Bytes that this rank keeps for large results on the CPU, in use or not, and for tensors of `thinwire.empty`.
 
-        Memory of a result that nothing refers to any more is used again for a later one of about its size. There is
-        never more of it than twice what results took at once, in whole huge pages, nor than this rank's part of a
-        quarter of what was available when the first was made; what was used least recently goes first. `close` gives it
-        back, and so does that of an ExpertParallel on this communicator; a result that is still in use keeps its own.
+        The memory of a result without references is reused for a later result of about its size. It never exceeds twice
+        the most that results took at once, in whole huge pages, nor this rank's part of a quarter of the memory that
+        was available when the first result was made. The least recently used is freed first. `close` frees it, and so
+        does `close` of an ExpertParallel on this communicator; a result that is still in use keeps its own.
         """
         return self.result_memory.num_bytes + sum(one.tensor_bytes for one in list(self._attachments.values()))
 
     def check_device(self, name: str, tensor: Tensor) -> None:
-        """Refuses a tensor on another kind of device than this communicator's; device numbers are not looked at.
+        """Refuses a tensor on another kind of device than this communicator's; device numbers are not compared.
 
         Args:
-            name: what the caller knows the tensor by.
+            name: the caller's name for the tensor.
 
         Raises:
-            TransportUnavailable: naming the tensor and both devices, or what it is if it is no tensor.
+            TransportUnavailable: the tensor is on another kind of device, or is no tensor.
             ArgumentError: it is no plain dense tensor.
         """
         # What most tensors are, told apart at the least cost; the rest says what is wrong with the others, if it is.
@@ -199,7 +199,7 @@ class HostCollectives(Calls, ABC):
         """Refuses a group that cannot move this communicator's tensors: Gloo moves CPU memory only.
 
         Raises:
-            TransportUnavailable: naming the backend and the device.
+            TransportUnavailable: the group cannot; the message names the backend and the device.
         """
         if self._exchange.backend == "gloo" and self._device.type != "cpu":
             raise TransportUnavailable(
@@ -213,24 +213,24 @@ class HostCollectives(Calls, ABC):
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
-        Several exchanges may be under way; between two ranks they match in the order in which they were posted.
+        Several exchanges may be pending; between two ranks they match in the order in which they were posted.
 
         Args:
             sends: one entry a rank, contiguous uint8 on this communicator's device; None or empty: send nothing.
             receives: likewise, filled in place. The rank's own entries are None in both.
-            label: what the bytes are. Over Gloo and between threads, ranks that give different labels do not match, so
-                that bytes of one kind are never taken for another; NCCL has no such check.
-            sizes: how much goes to each rank and comes from there, in the caller's unit: compared like the label, where
-                messages of different sizes may have as many bytes.
-            rows: what the messages are made of, for errors that name a part; the same at both ends.
+            label: the kind of the bytes. Over Gloo and between threads, messages with different labels do not match, so
+                bytes of one kind are never taken for another; NCCL has no such check.
+            sizes: how much goes to each rank and comes from it, in the caller's unit. Compared like the label, as
+                messages of different sizes may have the same number of bytes.
+            rows: the rows of the messages, for errors that name a part; the same at both ends.
 
         Returns:
-            What to wait for before the buffers are read or written.
+            A handle: call its `wait` before you read or write the buffers.
 
         Raises:
-            ThinwireError, TransportUnavailable: entries that cannot be exchanged; nothing was sent.
+            ThinwireError, TransportUnavailable: an entry cannot be exchanged; nothing was sent.
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
-            IntegrityError: a message was corrupted before; and so does `wait`, of those of this exchange.
+            IntegrityError: an earlier message was corrupted. `wait` raises it for messages of this exchange.
         """
         self.require_open()
         self.settle()
@@ -258,26 +258,26 @@ class HostCollectives(Calls, ABC):
         """Returns once every rank has called it. Blocks the host, on CUDA too.
 
         Raises:
-            PeerTimeout: naming the ranks that did not come.
+            PeerTimeout: a rank did not call it; the error names it.
         """
         with self.call("barrier"):
             self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "barrier")
 
     @collective
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
-        """Tells every peer a number of its own, and returns what the peers told this rank.
+        """Sends every peer its own number, and returns the numbers that the peers sent to this rank.
 
-        One all-to-all of an int64 a pair. On CUDA it waits for the current stream and blocks the host.
+        One all-to-all of an int64 for each pair. On CUDA it waits for the current stream and blocks the host.
 
         Args:
-            send_counts: `send_counts[r]` is meant for rank r; 0 to 2**63 - 1.
+            send_counts: `send_counts[r]` is for rank r; 0 to 2**63 - 1.
 
         Returns:
-            `counts[r]`, what rank r's list holds for this rank; the own entry comes back as it is.
+            `counts[r]`: the entry of rank r's list for this rank. The own entry is returned unchanged.
 
         Raises:
-            CountsError: a list of another length, or entries that are no counts; nothing was sent. Or a peer sent
-                what is no count.
+            CountsError: the list has another length, or an entry is no count; nothing was sent. Or a peer sent no
+                count.
             PeerTimeout: a peer did not answer.
         """
         if not isinstance(send_counts, Sequence):
@@ -298,15 +298,15 @@ class HostCollectives(Calls, ABC):
 
     @collective
     def all_gather_object(self, obj: object) -> list[Any]:
-        """Every rank's object, in rank order; meant for small settings. Blocks the host.
+        """Gives every rank's object, in rank order; meant for small settings. Blocks the host.
 
-        The objects travel pickled, and reading a pickle may run any code: every rank trusts all others with its
-        process. thinwire itself tells its peers nothing this way; see `all_gather_data`.
+        Objects travel as pickles, and reading a pickle may run any code: every rank trusts all others. thinwire itself
+            sends nothing this way; see `all_gather_data`.
 
         Raises:
             PeerTimeout: a peer did not answer.
-            ThinwireError: what a rank sent cannot be unpickled here.
-            Exception: whatever pickle raises for an object that it cannot take; nothing was sent.
+            ThinwireError: a rank's object cannot be unpickled here.
+            Exception: pickle's own error for an object that it does not accept; nothing was sent.
         """
         pickled = pickle.dumps(obj)
         with self.call("all_gather_object"):
@@ -314,18 +314,18 @@ class HostCollectives(Calls, ABC):
 
     @collective
     def all_gather_data(self, value: object, shape: Any) -> list[Any]:
-        """Every rank's value, in rank order, as data: nothing that a peer sends is run. Blocks the host.
+        """Gives every rank's value, in rank order, as data: no code of a peer is run. Blocks the host.
 
         Args:
             value: made of None, bool, int, float, str, lists, tuples, and dicts with str keys; at most 1 MiB as JSON.
-            shape: what every rank's must fit, see `thinwire.comm.shaped_json`.
+            shape: the shape that every rank's value must have, see `thinwire.comm.shaped_json`.
 
         Returns:
-            For each rank what it passed, with lists for tuples.
+            Each rank's value, with lists for tuples.
 
         Raises:
-            ThinwireError: a rank sent something else, or too much, which is not received.
-            TypeError: the own value does not fit; nothing was sent.
+            ThinwireError: a rank sent another shape, or too much; that is not received.
+            TypeError: this rank's value does not have the shape; nothing was sent.
             PeerTimeout: a peer did not answer.
         """
         encoded = encode(value, shape)
@@ -348,7 +348,7 @@ class HostCollectives(Calls, ABC):
         lengths = self.exchange_counts([len(message)] * self.size)
         for rank, length in enumerate(lengths):
             if length > most:
-                raise ThinwireError(f"rank {rank} wants to send {length} bytes of {label}; at most {most} are taken")
+                raise ThinwireError(f"rank {rank} wants to send {length} bytes of {label}; at most {most} are accepted")
         outgoing = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._exchange_device)
         incoming = [outgoing.new_zeros(length) for length in lengths]  # of a message that is cut short, no old bytes
         incoming[self.rank] = outgoing
@@ -356,7 +356,7 @@ class HostCollectives(Calls, ABC):
         return [row.cpu().numpy().tobytes() for row in incoming]
 
     def share_objects(self, obj: _T) -> list[_T]:
-        """Every rank's object itself, in rank order, where ranks are threads of one process. Blocks the host.
+        """Gives every rank's object itself, in rank order, if ranks are threads of one process. Blocks the host.
 
         Raises:
             ThinwireError: the ranks are processes, see `in_process`; `all_gather_object` sends copies.
@@ -370,16 +370,16 @@ class HostCollectives(Calls, ABC):
             return exchange.share_objects(obj)
 
     def require_same(self, what: str, settings: Mapping[str, Setting]) -> None:
-        """Compares settings over all ranks, before anything is built on them. 32 bytes a pair unless they differ.
+        """Compares settings over all ranks, before they are used. Sends 32 bytes for each pair unless they differ.
 
         Args:
-            what: the thing that has these settings, for the message.
-            settings: what must agree; `1`, `1.0` and `True` are three different values.
+            what: the object that has these settings, for the message.
+            settings: must be equal on all ranks; `1`, `1.0` and `True` are three different values.
 
         Raises:
-            ConfigMismatch: on every rank, with the settings that differ and each rank's value.
-            ArgumentError: no mapping, or a name or value of another type.
-            ThinwireError: settings of more than 1 MiB.
+            ConfigMismatch: on every rank, if settings differ; the message has each rank's value.
+            ArgumentError: `settings` is no mapping, or a name or value has another type.
+            ThinwireError: the settings are more than 1 MiB.
         """
         if not isinstance(settings, Mapping):
             raise ArgumentError(f"{what}: settings is {reprlib.repr(settings)}, expected a dict")

@@ -1,6 +1,6 @@
-"""Whether what arrives is what was sent: the option `integrity`, and the sums of what travels through an exchange.
+"""Detects corrupted data: the option `integrity`, and the checksums of messages through an exchange.
 
-What is compared with its sums are *blocks*: whole rows of a message, as many as have `BLOCK_BYTES`, and at least one.
+Each *block* has a checksum: whole rows of a message, as many as fit `BLOCK_BYTES`, and at least one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BLOCK_BYTES = 4096
 
 
 class Rows(NamedTuple):
-    """What a message is made of, for errors that name a part of it.
+    """The rows of a message, for errors that name a part of it.
 
     Attributes:
-        num_bytes: of a row; 1 where the message has no rows.
+        num_bytes: of a row; 1 if the message has no rows.
         first: the number of its first row.
     """
 
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that have two sums together."""
+        """Bytes that share a checksum."""
         return self.num_bytes * max(1, BLOCK_BYTES // self.num_bytes)
 
     def name(self, blocks: Iterable[int], message_bytes: int) -> tuple[range, ...]:
@@ -50,10 +50,10 @@ class Rows(NamedTuple):
 
 
 def resolve_integrity(integrity: str | None) -> str:
-    """The mode, for None that of the environment, else "none".
+    """The mode; for None the environment's, else "none".
 
     Raises:
-        ArgumentError: something else than a mode, there or here.
+        ArgumentError: the argument or the environment variable is no mode.
     """
     value, source = integrity, "integrity"
     if integrity is None:
@@ -64,7 +64,7 @@ def resolve_integrity(integrity: str | None) -> str:
 
 
 def checksums(message: torch.Tensor, rows: Rows, seed: int) -> torch.Tensor:
-    """The sums of a message's blocks, uint8 [blocks * 16], where the message is, by whichever kernel there is for it.
+    """The checksums of a message's blocks, uint8 [blocks * 16], on the message's device, by the kernel available there.
 
     Args:
         message: uint8 [bytes], contiguous.
@@ -87,7 +87,7 @@ def checksums(message: torch.Tensor, rows: Rows, seed: int) -> torch.Tensor:
 
 
 def differing_blocks(sums: torch.Tensor, others: torch.Tensor) -> list[int]:
-    """The numbers of blocks whose sums, as `checksums` gives them, are not the same. Waits for the device."""
+    """The numbers of blocks with different checksums, as `checksums` gives them. Waits for the device."""
     if torch.equal(sums, others):
         return []
     pairs = (found.view(torch.int64).view(-1, 2) for found in (sums, others))

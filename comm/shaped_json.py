@@ -1,4 +1,4 @@
-"""What ranks tell each other of settings: JSON of an expected shape. Nothing that arrives is ever run.
+"""Settings between ranks: JSON of an expected shape. Nothing that arrives is ever run.
 
 A shape is one of:
 
@@ -45,7 +45,7 @@ def encode(value: object, shape: Any) -> bytes:
     """JSON of a value that has the shape; tuples become lists.
 
     Raises:
-        TypeError: it has not.
+        TypeError: the value has another shape.
         ThinwireError: the message would be longer than MOST_BYTES.
 
     >>> encode((1, None), (int, str | None))
@@ -60,11 +60,11 @@ def encode(value: object, shape: Any) -> bytes:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict, for `object_pairs_hook`; ValueError for a key that is there twice."""
+    """A JSON object as a dict, for `object_pairs_hook`; ValueError for a key that appears twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {reprlib.repr(key)} is there twice in an object")
+            raise ValueError(f"the key {reprlib.repr(key)} appears twice in an object")
         found[key] = value
     return found
 
@@ -83,14 +83,14 @@ def parse(octets: bytes) -> Any:
 
 
 def decode(message: bytes, shape: Any, source: str) -> Any:
-    """What `encode` was given.
+    """The value that `encode` was given.
 
     Args:
-        shape: that it must have.
-        source: who sent it, for people.
+        shape: the shape that it must have.
+        source: who sent it, for messages.
 
     Raises:
-        ThinwireError: it is something else: no JSON, not UTF-8, keys twice, numbers that are not finite or too long,
+        ThinwireError: it is not accepted: no JSON, not UTF-8, duplicate keys, numbers that are not finite or too long,
             nested too deep, or of another shape.
 
     >>> decode(b"[1,null]", (int, str | None), "rank 3")

@@ -1,7 +1,7 @@
-"""What is asked of every tensor and number that callers pass, and refused here in words, before anything is sent.
+"""Checks every tensor and number that callers pass, before anything is sent.
 
-Kernels and transports see addresses. What has none, or one that means something else, gives errors from deep inside of
-torch, or, worse, reads what is not there.
+Kernels and transports use addresses. A tensor without an address, or with one that means something else, would give
+errors from deep inside torch, or read memory that is not its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
-    """Raises ArgumentError for what is no tensor, or sparse, quantised or nested; `in_memory`: fake or distributed."""
+    """Raises ArgumentError for no tensor, a sparse, quantised or nested one; with `in_memory`, a fake or distributed
+    one."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
     if not (is_dense(tensor) if in_memory else is_strided(tensor)):
@@ -82,7 +83,7 @@ def overwrite(name: str, out: torch.Tensor | None) -> None:
     """Tells autograd that a call fills `out`, if it is given; kernels write where autograd does not see it.
 
     Raises:
-        WireFormatError: out wants a gradient, and nothing would say that it has another history now.
+        WireFormatError: out wants a gradient, and autograd would not see its new history.
     """
     if out is None:
         return
@@ -93,7 +94,7 @@ def overwrite(name: str, out: torch.Tensor | None) -> None:
 
 
 def is_seconds(value: object) -> bool:
-    """Whether a value is a time that a rank can wait for: a number above 0, and at most `MOST_SECONDS`."""
+    """Whether a value is a valid wait in seconds: a number above 0, and at most `MOST_SECONDS`."""
     real: Any = value
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < real <= MOST_SECONDS
 

@@ -1,4 +1,4 @@
-"""A collective under way."""
+"""A pending collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Step(Protocol):
 
 
 class Work(Generic[_T]):
-    """A call under way after `async_op=True`, and else done. Call `wait` before touching its tensors.
+    """A call: pending after `async_op=True`, otherwise done. Call `wait` before touching its tensors.
 
     Args:
         steps: posts a step each time that it is asked for one, once the one before is done, and does what is left to do
@@ -49,15 +49,15 @@ class Work(Generic[_T]):
 
     @opaque
     def wait(self) -> _T:
-        """Until the call is done on this rank; gives its result, which is the filled output where there is one.
+        """Waits until the call is done on this rank, and returns its result: the filled output, if there is one.
 
-        May be called again. After an exception from outside, such as a KeyboardInterrupt, has ended a wait for peers,
-        another call goes on with that wait. On CUDA this orders the current stream after it; between processes it does
-        not block the host.
+        May be called again. If an exception from outside, such as a KeyboardInterrupt, ended a wait for peers, another
+        call continues that wait. On CUDA it orders the current stream after the call; between processes it does not
+        block the host.
 
         Raises:
-            PeerTimeout: a peer had not done its part after the communicator's timeout, or its connection was lost.
-            CountsError: on the direct transport of all_to_all_v, a peer sent something else than was expected.
+            PeerTimeout: a peer did not do its part within the communicator's timeout, or its connection was lost.
+            CountsError: in all_to_all_v on the direct transport, a peer sent something other than expected.
         """
         if self._failure is not None:
             raise self._failure

@@ -16,34 +16,35 @@ _HEAD = """\
 # Performance
 
 Every figure on this page comes from a file in `benchmarks/results`, which names its command, commit and machine. All
-that is measured is of CPUs, but for the kernels of a round on [one GPU](#kernels-on-one-h200): **nothing has been
-measured between GPUs yet**, and [the speed of light](#the-speed-of-light) is reckoned. What is compared ran in the same
-processes, in turn, round after round; ratios are medians of those within rounds, and above 1 means that thinwire was
-faster. Two cores share all ranks, their memory and, over links, the work of the network: read ratios, not times.
+measurements are on CPUs, except those of a round's kernels on [one GPU](#kernels-on-one-h200). **Nothing has been
+measured between GPUs yet**; [the speed of light](#the-speed-of-light) is calculated. Contenders ran in the same
+processes, in turn, round after round. A ratio is the median of the ratios within rounds; above 1, thinwire was faster.
+All ranks, their memory and, over links, the network share two cores: read the ratios, not the times.
 
 `thinwire bench` measures on your machine.
 """
 
 _MACHINE_CODE = """\
-Counted in the machine code for sm_90, without a GPU; int8, rows of 7168 bfloat16, of collectives 4096: instructions,
-and cycles of the busiest pipe, for each element and times 32; the warps that a multiprocessor holds; and what that
-allows at most, in GB/s of the wire, on 132 multiprocessors and on 20. It is a ceiling and not a measurement, of the
-longest way through the code of a row, with one destination, expert or sum for each token. What is assumed of the
-hardware is in `python -m benchmarks.machine_code --help`.
+These figures were counted in the machine code for sm_90, without a GPU: int8, rows of 7168 bfloat16, in collectives
+4096. The columns are instructions, and cycles of the busiest pipe, both per 32 elements; the warps that a
+multiprocessor holds; and the largest rate that this allows, in GB/s of the wire, on 132 multiprocessors and on 20. This
+is a ceiling, not a measurement. It follows the longest path through the code of a row, with one destination, expert or
+sum for each token. `python -m benchmarks.machine_code --help` lists the assumptions about the hardware.
 """
 
 _NOT_LEAN = """\
-Two things are not as lean as they could be. Rows that do not begin on 16-byte boundaries, as of 5121 elements, are read
-element by element, 16 of a row side by side in a thread: for each 128 bytes `quantize` asks for {unaligned:.0f} sectors
-of 32 bytes where 4 would do, most of which the first-level cache has. Of aligned rows it asks for {aligned:.1f}, each
-half by itself, since a thread takes the 16 columns that it then stores together. And `sum_home` loads four of a token's
-sums at once, not all: with the registers that 32 warps leave, eight do not fit for every format and GPU.
+Two things could be leaner. First, rows that do not begin on 16-byte boundaries, such as those of 5121 elements, are
+read element by element, with 16 adjacent elements in a thread. For each 128 bytes `quantize` then requests
+{unaligned:.0f} sectors of 32 bytes where 4 would do; most are in the first-level cache. For aligned rows it requests
+{aligned:.1f}, as a thread loads in two halves the 16 columns that it stores together. Second, `sum_home` loads four of
+a token's sums at once, not all: with 32 warps there are not enough registers for eight in every format and on every
+GPU.
 """
 
 _OF_ACCOUNT = """\
-Where that time goes, in ms of a rank: the whole; processor time of the thread that calls, by phase, of Gloo's thread
-and of others; time in line for a core; what the bytes take on the link; and both ranks' processor time by the cores. No
-call can take less than either of the last two (`python -m benchmarks.bench_link --help`).
+Where that time goes, in ms of a rank: the whole call; processor time of the calling thread, by phase, of Gloo's thread
+and of others; time waiting for a core; the bytes' time on the link; and both ranks' processor time divided by the
+cores. No call can take less than either of the last two (`python -m benchmarks.bench_link --help`).
 """
 
 
@@ -119,7 +120,7 @@ def _bench_table(operation: str, figures: Sequence[dict[str, Any]]) -> str:
     head = [_size(size) + (f", {routing}" if len(routings) > 1 and routing else "") for size, routing in columns]
     lines = list(dict.fromkeys(map(line, figures)))
     reference = next((figure["reference"] for figure in figures if figure["reference"]), None)
-    caption = "Median time in us" + (f", and in brackets times as fast as {reference}" if reference else "") + ":\n\n"
+    caption = "Median time in us" + (f"; in brackets, speedup over {reference}" if reference else "") + ":\n\n"
     rows = [[name, *(cells.get((name, column), "") for column in columns)] for name in lines]
     return f"**{operation}**. {caption}{_table(['', *head], rows)}"
 
@@ -152,10 +153,10 @@ def _beside_open_mpi(ranks: int) -> str:
         lines["barrier"] = [barriers[size] for size in sizes]
         rows_of_table = [[_in_words(what), *cells] for what, cells in lines.items()]
         caption = (
-            "Median time in us with a barrier, and in brackets times as fast as Open MPI: median and extremes; last "
+            "Median time in us with a barrier; in brackets, speedup over Open MPI, with extremes. The last line is "
             "Open MPI's barrier alone, which takes longer while the cores share no cache"
         )
-        what_rows = "; rows of 4096 bfloat16 to each rank" if operation == "all_to_all_v" else "; float32"
+        what_rows = ". Rows of 4096 bfloat16 to each rank" if operation == "all_to_all_v" else ". float32"
         text.append(f"**{operation}**. {caption}{what_rows}:\n\n{_table(['', *head], rows_of_table)}")
     return "\n".join((*text, _source(name))) + "\n"
 
@@ -203,13 +204,13 @@ def _links() -> str:
     return "\n".join(
         (
             "## Over a slow link\n",
-            "Two hosts made of network namespaces, 33.6 MB of bfloat16 each way, staged. In memory there is no link to "
-            "save;\nhere there is. **All-to-all-v**, times as fast as the faster of two ways to send bfloat16, and as "
-            "gloo's\n`all_to_all_single`, which takes turns in the two directions:\n",
-            _table([*head, "by the best in bf16", "by all_to_all_single"], exchange),
+            "Two hosts made of network namespaces, 33.6 MB of bfloat16 each way, staged.\n\n**All-to-all-v**, speedup "
+            "over the faster of two ways to send bfloat16, and over gloo's `all_to_all_single`,\nwhich takes turns in "
+            "the two directions:\n",
+            _table([*head, "over the best in bf16", "over all_to_all_single"], exchange),
             *((_OF_ACCOUNT, _table([*head[:2], *accounts[0]], account)) if account else ()),
-            "**All-reduce**, wire formats of the two legs, times as fast as gloo's in bfloat16:\n",
-            _table([*head, "by gloo bf16"], reduce),
+            "**All-reduce**, wire formats of the two legs, speedup over gloo's in bfloat16:\n",
+            _table([*head, "over gloo bf16"], reduce),
             _source("link", "all_reduce_link"),
         )
     )
@@ -225,9 +226,9 @@ def _result_memory() -> str:
     return "\n".join(
         (
             "## Memory of results\n",
-            "Rounds of 2 ranks in int8, 8 experts for each token of 7168 bfloat16, with results in memory that is kept "
-            "from\nearlier ones, in new memory, and in torch's: the call's time, and a plain copy's of the result as a "
-            "share of it:\n",
+            "Rounds of 2 ranks in int8, 8 experts for each token of 7168 bfloat16. Results are in memory reused from "
+            "earlier\nones, in new memory, or in torch's. ms is the call's time, share the time of a plain copy of the "
+            "result divided by it:\n",
             _table(head, rows),
             _source("result_memory"),
         )
@@ -247,7 +248,7 @@ def _codec() -> str:
         ]
         for figure in _read("codec")["figures"]
     ]
-    head = ["rows", "dtype", "wire", "quantise", "dequantise", "quantise by torch's", "dequantise by torch's"]
+    head = ["rows", "dtype", "wire", "quantise", "dequantise", "quantise over torch", "dequantise over torch"]
     on_two = [
         row[:3] + [f"{figure[f'{name}: x one thread']:.2f}" for name in ("copy", "quantise", "dequantise")]
         for figure in _read("codec_threads")["figures"]
@@ -256,10 +257,10 @@ def _codec() -> str:
     return "\n".join(
         (
             "## Quantising alone\n",
-            "Speed as a share of a plain copy's of the same tensor, on one core (above 1: faster than copying, as "
-            "fewer bytes\nare written or read), and times as fast as the same in separate torch operations:\n",
+            "Speed on one core relative to a plain copy of the same tensor (above 1: faster than copying, as fewer "
+            "bytes are\nwritten or read), and speedup over separate torch operations:\n",
             _table(head, rows),
-            "On two threads, times as fast as on one, beside torch's copy; small calls stay on one:\n",
+            "Speedup of two threads over one, beside torch's copy; small calls stay on one thread:\n",
             _table([*head[:3], "copy", "quantise", "dequantise"], on_two),
             _source("codec", "codec_threads"),
         )
@@ -274,8 +275,8 @@ def _collective_accuracy() -> str:
     return "\n".join(
         (
             "## Accuracy of the collectives\n",
-            "Relative L2 error with int8, Gaussian rows: reduce-scatter, all-reduce with a 16-bit gather and with int8 "
-            "on both\nlegs; and of elements that share a group with outliers:\n",
+            "Relative L2 error with int8 and Gaussian rows: reduce-scatter, all-reduce with a 16-bit gather and with "
+            "int8 on\nboth legs; and the error of elements that share a group with outliers:\n",
             _table(["ranks", *names], rows),
             _source("accuracy"),
         )
@@ -294,10 +295,10 @@ def _safety() -> str:
     return "\n".join(
         (
             "## What safety costs\n",
-            'Calls with `integrity="checksum"` take so many times as long as without, from the least to the most of '
-            "all sizes\nand formats that were measured:\n",
+            'Time of calls with `integrity="checksum"` divided by the time without, from the least to the most of all '
+            "sizes and\nformats measured:\n",
             _table(["operation", "transport", "times"], rows),
-            f"An entry of the flight recorder, which is on, takes {recorder['entry_ns']['on']:.0f} ns.\n",
+            f"The flight recorder takes {recorder['entry_ns']['on']:.0f} ns for each entry.\n",
             _source("integrity", "flight_recorder"),
         )
     )
@@ -330,48 +331,49 @@ def _speed_of_light() -> str:
         [line["times"] for line in published if (line["tokens"] > 128) == is_long] for is_long in (True, False)
     )
     sources = (
-        "*Counted from the code*: the launches of a leg, recorded; records, planes and positions by the layouts that "
-        "lanes are allocated by, each byte once, however often a kernel reads it; rows by uniform routing, without "
-        "padding." + " Cycles of the busiest pipe by the machine code for sm_90, on every GPU." * counted,
+        "*Counted from the code*: the launches of a leg, as recorded; records, planes and positions from the layouts "
+        "of lanes, each byte once, however often a kernel reads it; rows from uniform routing, without padding."
+        + " Cycles of the busiest pipe are those of the machine code for sm_90, on every GPU."
+        * counted,
         "*From data sheets*: the rates of the links in one direction ([Plan](planning.md#time)); memory and clocks: "
         + "; ".join(f"{machine['gpu']}, {machine['source'].removeprefix('data sheet: ')}" for machine in machines)
         + ".",
         f"*Guessed*: {launch_us} from the end of a kernel to the first instruction of the next one; "
         + " and ".join(f"{1e6 * seconds:g} us ({link})" for seconds, link in crossings)
-        + " for a word to cross a link one way, of which a leg's signal takes three. With 128 tokens these guesses are "
-        "a good part of the figures of NVLink.",
-        "*Taken for granted*: every GPU of a PCIe box sends and receives at its own full rate, past switches and "
-        "processors, which boxes with two sockets do not give; ranks begin at once; nobody else uses the link; no "
-        "launch waits for the host.",
+        + " for a word to cross a link one way; a leg's signal takes three crossings. With 128 tokens these guesses "
+        "make up much of the figures for NVLink.",
+        "*Assumed*: every GPU of a PCIe box sends and receives at its own full rate, past switches and processors, "
+        "which is not true of boxes with two sockets; all ranks begin at once; there is no other traffic; no launch "
+        "waits for the host.",
     )
-    head = ["GPUs, link", "tokens a rank", "wires", "dispatch us", "combine us", "both us", "by bf16", "planned us"]
+    head = ["GPUs, link", "tokens a rank", "wires", "dispatch us", "combine us", "both us", "over bf16", "planned us"]
     return "\n".join(
         (
             "## The speed of light\n",
             _wrapped(
-                "**A ceiling, and not a measurement**: what a round on 8 GPUs cannot be faster than, and how much of "
-                "that int8 on both legs saves; all in thinwire's kernels, where fp8 out and bf16 back are what other "
-                "libraries send. Each launch waits for the one before it, and then takes as long as the slowest "
-                "of its bytes over the link, its bytes of the GPU's memory"
-                + (" and its instructions" if counted else "")
-                + ', all at nominal rates and at once. 7168 elements, 8 of 256 experts, bfloat16 tokens. "Records to '
-                'experts" are for those who read int8 themselves; otherwise dispatch ends with rows gathered in '
-                'bfloat16. "Planned" is what [`thinwire plan`](planning.md#time) says of the same legs: 20 us a leg, '
-                "and the share of the link that published kernels reach.",
+                "**A ceiling, not a measurement**: the least possible time of a round on 8 GPUs, and the part of it "
+                "that int8 on both legs saves. All times are of thinwire's kernels; fp8 out and bf16 back are what "
+                "other libraries send. Each launch waits for the one before it, and then takes as long as the "
+                "slowest of these: its bytes over the link, its bytes of the GPU's memory"
+                + (", its instructions" if counted else "")
+                + '. All run at nominal rates and at once. 7168 elements, 8 of 256 experts, bfloat16 tokens. "Records '
+                'to experts" is for experts that read int8 themselves; otherwise dispatch ends with rows gathered in '
+                'bfloat16. "Planned" is the prediction of [`thinwire plan`](planning.md#time) for the same legs: 20 us '
+                "a leg, and the share of the link that published kernels reach.",
             ),
             _table(head, rows),
             _wrapped(
-                f"The launches of {shown['machine']}, {shown['tokens']} tokens, {shown['wires']}, by what they need in "
-                f"us; each takes the largest of it, and {launch_us} for its launch:"
+                f"The launches of {shown['machine']}, {shown['tokens']} tokens, {shown['wires']}, in us; each takes "
+                f"the largest of its times, and {launch_us} for its launch:"
             ),
             _table(["kernel", "link", "memory", "pipe"], launches),
-            "Where the numbers are from:\n",
+            "Sources of the numbers:\n",
             "".join(_wrapped(text, initial_indent="- ", subsequent_indent="  ") for text in sources),
             _wrapped(
-                "How far such ceilings are from life: of the legs that other libraries' authors have published "
+                "Real kernels take longer than such a ceiling. Of the legs that other libraries' authors published "
                 "([Plan](planning.md#next-to-published-figures)), those with thousands of tokens took "
                 f"{min(long):.1f} to {max(long):.1f} times as long as one launch, one signal and their bytes at the "
-                f"link's nominal rate, those with 128 tokens {min(short):.1f} to {max(short):.1f} times."
+                f"link's nominal rate; those with 128 tokens took {min(short):.1f} to {max(short):.1f} times as long."
             ),
             f"*Source: `{found['command']}`: [model.json](../benchmarks/results/model.json).*\n",
         )
@@ -394,9 +396,10 @@ def _one_gpu() -> str:
             f"## Kernels on one {machine['gpu'].removeprefix('NVIDIA ')}\n",
             _wrapped(
                 "Measured, without a link: one thread plays eight ranks on one GPU, kernel by kernel in CUDA graphs. "
-                "In us of a rank, and in brackets the share of a plain copy's bandwidth, counting only what a kernel "
-                f"cannot but read and write; the copy moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s. 7168 elements, "
-                "8 of 256 experts, bfloat16 tokens. `route` reads little: its time is that of its launches. "
+                "Times are in us of a rank; in brackets is the share of a plain copy's bandwidth, counting only the "
+                f"bytes that a kernel must read and write. The copy moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s. "
+                "7168 elements, 8 of 256 experts, bfloat16 tokens. `route` reads little: its time is that of its "
+                "launches. "
                 '"Round" is all nine launches of dispatch, gather and combine. "2 threads" and "8 threads" are rounds '
                 "of ranks that run at once on that GPU, signals and waits included. They share its memory and "
                 "multiprocessors, so with many tokens N ranks take about N times as long as one."
@@ -436,7 +439,7 @@ def _machine_code() -> str:
             _MACHINE_CODE,
             _table(["kernel", "instructions", "pipe", "warps", "GB/s", "on 20"], rows),
             not_lean,
-            f"*Source: `{after['command']}`, before and after the kernels were given NVIDIA's own conversions, with "
+            f"*Source: `{after['command']}`, before and after the kernels used NVIDIA's own conversions, with "
             f"Triton {after['machine']['triton']}: {files}.*\n",
         )
     )
@@ -450,9 +453,9 @@ def _not_shown() -> str:
     return """\
 ## What these figures do not show
 
-Several GPUs, NVLink, NCCL, real networks, more ranks than two cores can hold without sharing. What the published
-figures of others say, and what a model of latency and bandwidth predicts for thinwire, is in [Plan](planning.md):
-predicted, not measured.
+There are no figures for several GPUs, NVLink, NCCL, real networks, or more ranks than two cores can hold without
+sharing. [Plan](planning.md) has the published figures of other libraries, and what a model of latency and bandwidth
+predicts for thinwire: predicted, not measured.
 """
 
 

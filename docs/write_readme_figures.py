@@ -38,7 +38,7 @@ def table() -> str:
             lines.append((text, "Open MPI", _in_a_row(found["all_to_all_v", what, count] for count in _ROWS)))
         ratios = _in_a_row(found["all_reduce", "thinwire/int8/direct", size] for size in _SIZES)
         lines.append((f"All-reduce in int8, {ranks} ranks, 1, 16, 64 MiB", "Open MPI, float32", ratios))
-    head = ["| on two cores | beside | times as fast |\n", "| --- | --- | --- |\n"]
+    head = ["| on two cores | compared with | speedup |\n", "| --- | --- | --- |\n"]
     return "".join(head + [f"| {' | '.join(line)} |\n" for line in lines])
 
 

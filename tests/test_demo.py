@@ -78,7 +78,7 @@ def test_ranks_that_do_not_fit_into_memory_are_refused_and_many_on_a_core_are_wa
 ) -> None:
     monkeypatch.setattr(demo, "_available_mib", lambda: 1000)
     assert main(["demo", "--ranks", "4"]) == 2
-    assert "--ranks 4: they need about 1024 MiB of memory, and 1000 MiB are there" in capsys.readouterr().err
+    assert "--ranks 4: they need about 1024 MiB of memory; 1000 MiB are available" in capsys.readouterr().err
     monkeypatch.setattr(demo, "_available_mib", lambda: None)
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda pid: {0})
     assert main(["demo", "--ranks", "8", "--text", "/nonexistent"]) == 2

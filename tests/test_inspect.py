@@ -149,7 +149,7 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.Captur
     for name in "ab":
         (tmp_path / name).write_text(json.dumps(content()))
     assert main(["inspect", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert f"rank 0 is there 2 times, in {tmp_path}/a and {tmp_path}/b; expected one" in capsys.readouterr().err
+    assert f"rank 0 has 2 files, {tmp_path}/a and {tmp_path}/b; expected one" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -407,8 +407,8 @@ NESTED = "[" * 100_000
     [
         (NESTED, "is not JSON"),
         ('{"server_list": ' + NESTED, "is not JSON"),
-        ('{"version": "1.0", "version": "1.2"}', "'version' is there twice"),
-        ('{"server_list": [{"server_id": "a", "device": [{"device_id": 1, "device_id": 2}]}]}', "'device_id' is there"),
+        ('{"version": "1.0", "version": "1.2"}', "'version' appears twice"),
+        ('{"server_list": [{"server_id": "a", "device": [{"device_id": 1, "device_id": 2}]}]}', "'device_id' appears"),
         ('{"server_count": %s}' % ("9" * 5000), "is not JSON"),
         ("\ud800", "is not JSON"),
         ('{"version": %s}' % ("[" * 300 + "]" * 300), "version is"),
@@ -453,7 +453,7 @@ def test_rank_tables_that_are_passed() -> None:
 
 def test_settings_that_travel_have_each_key_once() -> None:
     assert unique_keys([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
-    with pytest.raises(tw.ThinwireError, match="'a' is there twice"):
+    with pytest.raises(tw.ThinwireError, match="'a' appears twice"):
         decode(b'{"a": 1, "a": 2}', {str: int}, "rank 1")
 
 

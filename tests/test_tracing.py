@@ -345,7 +345,7 @@ def test_files_that_cannot_be_written_or_hold_something_else_are_refused_at_once
 ) -> None:
     other = tmp_path / "notes"
     other.write_text("keep me")
-    with pytest.raises(ThinwireError, match="holds something else"), tw.trace(other):
+    with pytest.raises(ThinwireError, match="which is not a trace"), tw.trace(other):
         pass
     assert other.read_text() == "keep me"
     with pytest.raises(ThinwireError, match="cannot be written: No such file"), tw.trace(tmp_path / "no" / "folder"):

@@ -10,8 +10,8 @@ from ever starting. So each wait is a kernel of one program of one warp, and the
 *Everything that advances lies in device memory*: the epoch, how many pieces each ring has ever held, the status. What a
 call brings from the host comes as kernel arguments. So a CUDA graph of a call can be replayed.
 
-A rank that has given up, or that found a header which says something else than it expected, is poisoned: its kernels
-store nothing to peers and fill the rows that they should have taken with bytes 0xFF, which as a float are NaN.
+A rank that has given up, or that found an unexpected header, is poisoned: its kernels store nothing to peers and fill
+    the rows that they should have taken with bytes 0xFF, which as a float are NaN.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def wait_kernel(
 
 
 def chunk_bytes(layout: ExchangeLayout) -> int:
-    """Bytes of exact rows that a program copies at a time; where there are sums, those that have them together."""
+    """Bytes of exact rows that a program copies at a time; with checksums, the bytes that share one."""
     return CHECKED_BYTES if layout.CHECKSUMS else CHUNK_BYTES
 
 
@@ -204,12 +204,12 @@ def note(
     unit: int,
     per_piece: int,
 ) -> None:
-    """Tells the kernels that follow what passes between this rank and each peer.
+    """Tells the following kernels how many rows pass between this rank and each peer.
 
     Args:
-        sends, receives: counts and displacements for each rank. A receive count of -n stands for n pieces, the first
-            one among them, none of which is kept.
-        unit, per_piece: `count * unit` in steps of `per_piece` are pieces.
+        sends, receives: counts and displacements for each rank. A receive count of -n means n pieces, including the
+            first, and keeps none of them.
+        unit, per_piece: a count has `count * unit / per_piece` pieces, rounded up, and at least one.
     """
     world = end.layout.WORLD
     columns = [*zip(*sends, *receives, strict=True)]
@@ -262,13 +262,13 @@ def send(
     """Stores piece `number` of what goes to each peer, and tells the peers.
 
     Args:
-        x: exact rows as one row of uint8; else what is quantised, whose elements of a row lie side by side.
+        x: exact rows as one row of uint8; otherwise the rows to quantise, each contiguous.
         step: from one row to the next: in bytes for exact rows, else in elements.
         layout: of the rows' records; None for exact rows.
         flat: quantise elements of a 1-D tensor in rows of `layout.HIDDEN`.
         signature: int64 [SIGNATURE_WORDS] on the device, what a row is.
         number: 0 opens a new epoch.
-        items: at most so many rows, or chunks of `chunk_bytes`, has a piece.
+        items: most rows, or chunks of `chunk_bytes`, of a piece.
     """
     _launch(send_bytes_kernel, send_rows_kernel, end, x, step, layout, flat, number, items, signature)
 
@@ -281,9 +281,9 @@ def wait(
     Args:
         reason: HEADERS, ROOM or PIECES.
         signature: see `send`.
-        check: compare headers with what was noted, and poison the memory where they differ.
+        check: compare headers with `note`'s counts, and poison the memory if they differ.
         timeout: seconds until the exchange is given up.
-        grace: seconds that peers then get to say that they are stuck as well.
+        grace: seconds that peers then get to report that they are stuck too.
     """
     if reason not in (HEADERS, ROOM, PIECES):
         raise ValueError(f"reason is {reason!r}; accepted: {HEADERS} (headers), {ROOM} (room), {PIECES} (pieces)")

@@ -1,15 +1,15 @@
-"""Sums by which a receiver knows that a row is the one that was sent: two of 64 bits for each row.
+"""Checksums, by which a receiver knows that a row is the one that was sent: two 64-bit sums for each row.
 
 Of a row of n little-endian words of 64 bits, the last one padded with zeros, w_0 ... w_{n-1}::
 
     a = sum of w_i + s            b = sum of (i + 1) * w_i + t            all modulo 2**64
 
-s and t come from a seed, which says which call, sender and kind of row it is, and from the row's number: a row of an
-earlier call, or one in another's place, is consistent with itself and yet wrong. s is odd, so that zeroed memory,
-sums included, never fits.
+s and t come from the row's number and from a seed, which names the call, the sender and the kind of row. So a row of an
+earlier call, or in another row's place, does not match, although it is consistent with itself. s is odd, so zeroed
+memory, including zeroed sums, never matches.
 
-a sees every change of one word, b words that changed places. What both miss is in docs/reliability.md, "Integrity".
-Nothing here is cryptographic: who wants to can make a row that fits.
+a detects every change of one word, b detects swapped words. docs/reliability.md, "Integrity", says what both miss.
+Nothing here is cryptographic: an attacker can make a row that matches.
 
 The numbers of a seed are in `thinwire.triton_kernels.checksum_seed`.
 """

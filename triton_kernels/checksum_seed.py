@@ -1,4 +1,4 @@
-"""Seeds of the sums of `thinwire.triton_kernels.checksum`, in plain Python: who exchanges messages needs no kernels.
+"""Seeds of the sums of `thinwire.triton_kernels.checksum`, in plain Python: exchanging messages needs no kernels.
 
 Source: splitmix64 is Vigna's, from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """

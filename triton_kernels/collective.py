@@ -323,7 +323,7 @@ def reduce(
             value unless `job.wire` is `none`; NaN in poisoned memory. None: each row of sums is encoded once
             in `job.gather_wire` (`none` rounds it as above), stored at every rank, and the second flag follows.
         timeout: seconds until the exchange is given up.
-        grace: seconds that peers then get to say that they are stuck as well.
+        grace: seconds that peers then get to report that they are stuck too.
         num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.
     """
     rows, device = job.rows_in_chunk(chunk), end.buffer.device

@@ -348,7 +348,7 @@ def close_round(lane: Lane, end: int = ABANDONED) -> None:
     """Ends the open round without sums of this rank: peers that wait for them learn that there are none.
 
     Args:
-        end: ABANDONED, as asked for; or LEFT_OPEN, which whoever combines the round is told.
+        end: ABANDONED, as asked for; or LEFT_OPEN, which ranks that combine the round learn.
     """
     kept(lane, _closing)(1, 1, (), (), (end,))
 
@@ -363,7 +363,7 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     Args:
         phase: DISPATCH or COMBINE.
         timeout: seconds until the lane is given up.
-        grace: seconds that peers then get to say that they are stuck as well.
+        grace: seconds that peers then get to report that they are stuck too.
     """
     if phase not in (DISPATCH, COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")

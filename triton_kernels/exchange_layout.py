@@ -104,10 +104,10 @@ class ExchangeLayout(SignalLayout):
             world: ranks.
             slot_bytes: of a half, and of a slot of a ring; a multiple of 128.
             slots: of a ring.
-            checksums: there are sums of all that travels.
+            checksums: whether there is room for checksums.
 
         Raises:
-            CapacityError: for other numbers.
+            CapacityError: a number is not accepted.
         """
         if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT or slots < 1:
             raise CapacityError(

@@ -57,7 +57,7 @@ class Int8Weights:
         return cls(payload, scales.contiguous(), channels.shape[2], gate is not None, activate)
 
     def dequantised(self) -> torch.Tensor:
-        """What they stand for, float32 [experts, inward, channels]."""
+        """The weights that they encode, float32 [experts, inward, channels]."""
         return ((self.payload * self.scales.unsqueeze(2))[:, :, : self.inward]).transpose(1, 2)
 
 

@@ -119,8 +119,8 @@ class RoundLayout(SignalLayout):
         """The layout, before anything is allocated.
 
         Args:
-            dtype: the tokens'; None leaves room for float32. It matters to the wire format `none` alone.
-            checksums: whether there is room for them.
+            dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
+            checksums: whether there is room for checksums.
             weight_grads: whether gradients of router weights come home with the sums.
 
         >>> wire = WireFormat.parse("int8")

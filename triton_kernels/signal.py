@@ -1,7 +1,7 @@
-"""How ranks tell each other that something is there, and how they wait: the only synchronisation in the kernels.
+"""How ranks signal each other, and how they wait: the only synchronisation in the kernels.
 
-`docs/protocol.md` has the argument, under "Signals" and "Waits end". Here is also what every memory in which ranks
-signal each other has in common: the words of lines, control blocks and reports.
+`docs/protocol.md` has the argument, under "Signals" and "Waits end". This file also has the layout that all memory with
+signals shares: the words of lines, control blocks and reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which wire formats a GPU takes."""
+"""Which wire formats a GPU supports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def require_wire_support(wire: WireFormat, capability: tuple[int, int]) -> None:
-    """Refuses what a CUDA device of this compute capability is not meant to run.
+    """Refuses a wire format that a CUDA device of this compute capability does not support.
 
     The codec's e4m3 arithmetic is integer arithmetic and would compile for sm_80; Triton's own float8 type does not,
-    nor do experts that compute in float8, so GPUs without it are told to use int8: as many bytes, a quarter of the
-    error.
+    nor do experts that compute in float8, so the error advises int8 there: as many bytes, a quarter of the error.
 
     Raises:
         TransportUnavailable: `fp8` below compute capability 8.9.

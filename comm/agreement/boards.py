@@ -1,14 +1,15 @@
-"""Notice boards: what a process has to say of its communicators to whoever asks, whatever it does itself.
+"""Notice boards: a process answers questions about its communicators, whatever else it does.
 
 Each communicator has a board in each of its processes: notes, which are lists of ranks under a key. A request is one
 line of JSON, `[name of the board, key, note]`: the note is pinned there, or nothing is where the key is empty, and the
 answer is the whole board. A note stays as it was first pinned; but of verdicts, key `LOST`, the stronger stays, and of
 reports whom a rank misses the newest.
 
-Requests come over TCP, where a thread of this process answers them. Nobody needs to be there to take in a *letter*, the
-same line in a datagram at the same port: it waits in the kernel while the process is stopped, also when who sent it has
-ended. Anybody may connect who can reach the address. Without the name of a board nobody learns or changes anything, and
-idle connections are dropped, the oldest first.
+Requests come over TCP, and a thread of this process answers them. A *letter* is the same line in a datagram at the same
+port. Nothing needs to run to receive it: it waits in the kernel while the process is stopped, even if its sender has
+ended.
+Anyone who can reach the address may connect, but learns and changes nothing without the name of a board. Idle
+connections are dropped, the oldest first.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Boards:
     """All boards of this process at one of its addresses. They live as long as the process: peers may ask to the end.
 
     Raises:
-        OSError, RuntimeError: there is no such address, no free port, or no thread to be had.
+        OSError, RuntimeError: there is no such address, no free port, or no thread available.
     """
 
     def __init__(self, host: str) -> None:
@@ -151,11 +152,11 @@ class Boards:
 
 
 def ask(address: Address, name: str, size: int, key: str = "", note: list[int] | None = None) -> Notes:
-    """All notes of a board of another process, after a note was pinned there if there is a key.
+    """Gives all notes of another process's board, after pinning a note there if there is a key.
 
     Raises:
-        Gone, Stopped: it has ended, or does not answer while its host does.
-        Unanswered: its host does not, or what came is no board of `size` ranks.
+        Gone, Stopped: the process has ended, or does not answer while its host does.
+        Unanswered: its host does not answer, or the answer is no board of `size` ranks.
     """
     if not address.host:
         raise Unanswered(address.reason)
@@ -190,7 +191,7 @@ def ask(address: Address, name: str, size: int, key: str = "", note: list[int] |
 
 
 def leave(address: Address, name: str, key: str, note: list[int]) -> None:
-    """Leaves a letter. Waits for nothing; where it does not arrive, nobody hears of that."""
+    """Leaves a letter, without waiting or checking that it arrives."""
     # There may be no process, no host and no way to it any more.
     with contextlib.suppress(OSError), socket.socket(_family(address.host), socket.SOCK_DGRAM) as sender:
         sender.sendto(_line(name, key, note), address[:2])

@@ -61,7 +61,7 @@ def reach(host: str, port: int, limit: timedelta) -> dist.TCPStore:
     deadline = time.monotonic() + limit.total_seconds()
     failure = _why_unreachable(host, port, limit)
     if failure:
-        raise Unmet(f"nobody listens there, as rank 0 would ({failure}): it was not started, or listens elsewhere", [0])
+        raise Unmet(f"nobody listens there ({failure}): rank 0 was not started, or listens elsewhere", [0])
     try:
         return call_within(
             max(_ANSWER_SECONDS, deadline - time.monotonic()),
@@ -69,7 +69,7 @@ def reach(host: str, port: int, limit: timedelta) -> dist.TCPStore:
         )
     except TimeoutError:
         raise Unmet(
-            "who listens there does not answer, as rank 0 would: it is stopped, or another program", [0]
+            "something listens there but does not answer: rank 0 is stopped, or it is another program", [0]
         ) from None
 
 

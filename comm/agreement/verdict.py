@@ -1,4 +1,4 @@
-"""Who is lost, as the ranks have agreed, and what there is to say of it."""
+"""Which ranks are lost, as the ranks have agreed, and the text that explains it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReportTime:
 
 
 class Verdict(NamedTuple):
-    """Who is lost, the same on every rank that asked, and what there is to say of it."""
+    """The lost ranks, the same on every rank that asked, and the text that explains it."""
 
     ranks: tuple[int, ...]
     remark: str

@@ -5,13 +5,13 @@ written in place. Sizes, dtypes and the operation are the same on all ranks, as 
 threads that disagree get `PeerTimeout`. Tensors live on the communicator's device, have any strides, and no history in
 autograd. Everything that can be seen on this rank alone is checked before anything is sent.
 
-Every call returns a `thinwire.comm.work.Work`. With `async_op=True` it may be under way still, and the tensors
-are not to be touched before its `wait()`. `all_reduce` and `reduce` of more than 64 KiB take two steps over Gloo and
-between threads, and the second one is taken in `wait()`, or in this communicator's next call: there, all ranks wait in
-the same order for works of different communicators, and for what else needs their peers.
+Every call returns a `thinwire.comm.work.Work`. With `async_op=True` it may be pending; do not touch the tensors before
+its `wait()`. `all_reduce` and `reduce` of more than 64 KiB take two steps over Gloo and between threads. The second
+step is taken in `wait()`, or in this communicator's next call. There, all ranks must wait in the same order for works
+of different communicators, and for anything else that needs their peers.
 
-Over Gloo, and between threads, everything is made of sends and receives (`comm/exact/p2p.py`), and reductions are as
-`comm/exact/reductions.py` says: in rank order, with the same bits on every rank. Over NCCL, `broadcast`, `all_gather`,
+Over Gloo, and between threads, everything consists of sends and receives (`comm/exact/p2p.py`). Reductions go in rank
+order, with the same bits on every rank (`comm/exact/reductions.py`). Over NCCL, `broadcast`, `all_gather`,
 `reduce_scatter`, `reduce` and `all_reduce` are NCCL's own (`comm/exact/nccl.py`), with its order and its accuracy.
 """
 
@@ -36,18 +36,20 @@ class Collectives(HostCollectives):
     """The exact collectives of a `Communicator` that take tensors. With `async_op` they return at once.
 
     All of them raise:
-        CountsError: shapes, counts or lengths of lists that do not fit; nothing was sent.
-        ArgumentError: anything else that is wrong with an argument, such as the rank, `op`, the dtype or the device; it
-            is a ValueError. Nothing was sent.
+        CountsError: shapes, counts or lengths of lists do not match; nothing was sent.
+        ArgumentError: another argument is not accepted, such as the rank, `op`, the dtype or the device. Nothing was
+            sent.
         ThinwireError: the communicator is closed.
-        PeerTimeout: a peer did not take part in time, or differently, or is gone; with `async_op`, from `wait()`.
-            No further call is possible over this group.
-        IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; the same goes for it.
+        PeerTimeout: a peer did not take part in time, made another call, or is gone; with `async_op`, from `wait()`. No
+            further call is possible over this group.
+        IntegrityError: with `integrity="checksum"`, received data were corrupted; with `async_op`, from `wait()`. No
+            further call is possible over this group.
     """
 
     @collective
     def all_reduce(self, tensor: Tensor, op: object = "sum", async_op: bool = False) -> Work[None]:
-        """Exact, in place: replaces `tensor` by all ranks' reduction. `thinwire.all_reduce` quantises, into a new one.
+        """Exact, in place: replaces `tensor` by all ranks' reduction. `thinwire.all_reduce` quantises, into a new
+        tensor.
 
         Args:
             tensor: one shape and dtype on all ranks.
@@ -58,7 +60,7 @@ class Collectives(HostCollectives):
 
     @collective
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum", async_op: bool = False) -> Work[None]:
-        """As `all_reduce`, at rank `dst` only; other ranks' tensors stay as they are."""
+        """As `all_reduce`, but only at rank `dst`; other ranks' tensors stay unchanged."""
         root = self._check_rank("dst", dst)
         return self._reduce(self._check("tensor", tensor, written=root == self.rank), root, op, async_op)
 
@@ -69,7 +71,7 @@ class Collectives(HostCollectives):
         """Exact: fills `output` with all ranks' `input_list[rank]`, reduced. `thinwire.reduce_scatter` quantises.
 
         Args:
-            output: has the shape and dtype of `input_list[rank]`; it may be that tensor.
+            output: same shape and dtype as `input_list[rank]`; may be that tensor.
             input_list: one tensor a rank; `input_list[r]` has the same shape on all ranks.
             op: as for `all_reduce`.
         """
@@ -81,7 +83,7 @@ class Collectives(HostCollectives):
 
     @collective
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work[None]:
-        """Fills `tensor` with rank `src`'s. One shape and dtype on all ranks; any dtype.
+        """Fills `tensor` with rank `src`'s. The same shape and dtype on all ranks; any dtype.
 
         Over Gloo, `src` sends to each rank by itself.
         """
@@ -106,7 +108,7 @@ class Collectives(HostCollectives):
 
     @collective
     def all_gather_v(self, tensor_list: Sequence[Tensor], tensor: Tensor, async_op: bool = False) -> Work[None]:
-        """Exact: as `all_gather`, of tensors whose shapes differ. `thinwire.all_gather_v` quantises.
+        """Exact: as `all_gather`, for tensors of different shapes. `thinwire.all_gather_v` quantises.
 
         `tensor_list[r]` has the shape of rank r's `tensor`.
         """
@@ -124,7 +126,7 @@ class Collectives(HostCollectives):
         Args:
             tensor: one shape and dtype on all ranks; any dtype.
             gather_list: one tensor a rank, of that shape, on rank `dst`; None on the others.
-            dst: who gets them.
+            dst: the rank that gets them.
         """
         data = self._check("tensor", tensor)
         sends = self._only(self._check_rank("dst", dst), data)
@@ -140,7 +142,7 @@ class Collectives(HostCollectives):
         Args:
             tensor: one shape and dtype on all ranks; any dtype.
             scatter_list: one tensor a rank, of that shape, on rank `src`; None on the others.
-            src: who has them.
+            src: the rank that has them.
         """
         data = self._check("tensor", tensor, written=True)
         receives = self._only(self._check_rank("src", src), data)
@@ -154,8 +156,8 @@ class Collectives(HostCollectives):
         """Exact: sends `input_tensor_list[r]` to rank r, and fills `output_tensor_list[r]` from there.
 
         Args:
-            output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ:
-                what a rank sends to another has as many elements as the other expects from it.
+            output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ: a
+            rank sends another as many elements as the other expects.
         """
         outputs = self._check_list("output_tensor_list", output_tensor_list, written=True)
         inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
@@ -180,11 +182,11 @@ class Collectives(HostCollectives):
     ) -> Work[None]:
         """Exact: sends each rank its rows of `input`, fills `output` by rank. `thinwire.all_to_all_v` quantises.
 
-        This is torch's `all_to_all_single`. `thinwire.all_to_all_v` also has displacements, wire formats, and counts
-        that are found out.
+        This is torch's `all_to_all_single`. `thinwire.all_to_all_v` also has displacements and wire formats, and can
+        exchange the counts.
 
         Args:
-            output, input: at least one dimension, the same behind the first one; one dtype, any dtype.
+            output, input: at least one dimension, equal after the first; the same dtype, any dtype.
             output_split_sizes: rows of dim 0 from each rank; None means equal shares.
             input_split_sizes: rows of dim 0 for each rank; None means equal shares.
         """
@@ -209,7 +211,7 @@ class Collectives(HostCollectives):
     def send(self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False) -> Work[None]:
         """Sends `tensor`, of any dtype, to rank `dst`, which calls `recv`. Returns once that rank receives it.
 
-        Between two ranks, messages are received in the order in which they are sent, with the same tags.
+        Between two ranks, messages are received in the order in which they were sent, with the same tags.
         """
         data = self._check("tensor", tensor)
         sends = self._only(self._check_peer("dst", dst), data)

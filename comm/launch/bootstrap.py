@@ -148,41 +148,40 @@ def init(
     The backend is Gloo for the CPU and NCCL for CUDA. A world of one meets nobody and needs no address. A group made
     here is destroyed by `close()`, or at the end of the process.
 
-    Each *domain* has a communicator of its own, over the same ranks: calls in one do not disturb those in another, and
-    a domain in which a rank was missed can be closed while others go on. A second call with the same domain returns the
-    same communicator, unless it asks for something else: then close that one before. Domains are made from that of the
-    calls that name none, which comes first, if need be by itself; closing that one, `init().close()`, ends them all.
-    All ranks open domains in the same order. Ranks that open different ones at the same time, or pass different rank
-    tables, get ConfigMismatch.
+    Each *domain* has its own communicator over the same ranks. Calls in one do not affect calls in another, and a
+    domain with a lost rank can be closed while others go on. A second call with the same domain returns the same
+    communicator; to change its settings, close it first. All domains are made from the communicator of calls without a
+    domain, which is made first if needed; `init().close()` closes it and ends them all. All ranks open domains in the
+    same order. Ranks that open different ones at the same time, or pass different rank tables, get ConfigMismatch.
 
-    In a thread that is a rank, of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
+    In a thread of `run_ranks(mode="thread")`, calls without a domain return that rank's communicator.
 
-    Called in the main thread, while SIGUSR1 would end the process, it has that signal write the flight recorders of all
-    open communicators, see `Communicator.flight_recorder`, until the communicator of calls without a domain is
-    closed. A handler that somebody else has set stays. Within a wait of NCCL it is written when that ends.
+    If it is called in the main thread and SIGUSR1 has its default action, that signal writes the flight recorders of
+    all open communicators, see `Communicator.flight_recorder`, until the communicator of calls without a domain is
+    closed. Other handlers are not replaced. During a wait within NCCL the files are written when the wait ends.
 
     Args:
         rank, world_size: both or neither; they need MASTER_ADDR and MASTER_PORT in the environment. With a rank table
             `rank` alone is enough.
-        rank_table: path or content of a file that says which ranks there are and which device each has; see
-            `discover` and `thinwire.comm.launch.rank_table`.
+        rank_table: path or content of a file that lists the ranks and their devices; see `discover` and
+            `thinwire.comm.launch.rank_table`.
         domain: a name.
         device: None means the rank table's if there is one, else `cuda:LOCAL_RANK`, when CUDA is available, else the
             CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
         timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
             been waiting for a peer for twice as long.
-        integrity: "checksum" or "none", see `Communicator`; None means THINWIRE_INTEGRITY, else "none". A domain
-            has that of the calls without one, unless it is given here.
-        quorum: "any" or "majority", see `Communicator`; None means "any", and for a domain what the calls without one
-            have.
+        integrity: "checksum" or "none", see `Communicator`. None means THINWIRE_INTEGRITY, else "none"; for a domain it
+            means the setting of calls without one.
+        quorum: "any" or "majority", see `Communicator`. None means "any"; for a domain it means the setting of calls
+            without one.
 
     Raises:
-        ThinwireError: naming the argument or the environment variable that is missing or unusable; rank 0's place to
-            meet cannot be listened on.
-        RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
-        ArgumentError: a ThinwireError and a ValueError; `integrity` or `quorum` is none of these.
-        ConfigMismatch: the ranks do not agree on the domain, or on integrity or quorum, or have different rank tables.
-        PeerTimeout: the other ranks did not come in time.
+        ThinwireError: an argument or environment variable is missing or unusable, and is named; or rank 0 cannot listen
+            at the place to meet.
+        RankTableError: the table, or its entry for this rank, is unusable.
+        ArgumentError: `integrity` or `quorum` is unknown.
+        ConfigMismatch: ranks differ in the domain, integrity, quorum or rank table.
+        PeerTimeout: the other ranks did not arrive in time.
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
         raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
@@ -253,7 +252,7 @@ def default_communicator() -> Communicator:
 
 
 def communicator_or_default(comm: Group | None) -> Communicator:
-    """What a call that takes `comm=` is to use; see `as_communicator`."""
+    """The communicator for a call's `comm=`; see `as_communicator`."""
     return default_communicator() if comm is None else as_communicator(comm)
 
 
@@ -271,12 +270,12 @@ def find_communicator(comm: Group | None) -> Communicator | None:
 def as_communicator(comm: Group) -> Communicator:
     """A communicator itself, or that of a process group or of a DeviceMesh of one axis.
 
-    A group has one communicator: that of `init`, where it wraps this group, else one that is made when the group
-    is first passed, collectively over it, with the timeout and integrity of the default communicator if there is one.
-    It ends with the process, or with the group; if it was shrunk, its group stands for the ranks that are left.
+    A group has one communicator: that of `init` if it wraps this group, else one that is made when the group is first
+        passed, collectively over it, with the timeout and integrity of the default communicator if there is one. It
+        ends with the process or the group. If it was shrunk, its group stands for the remaining ranks.
 
     Raises:
-        ArgumentError: something else, or a mesh of several axes.
+        ArgumentError: it is something else, or a mesh of several axes.
         ThinwireError: this rank is not in the group.
         TransportUnavailable, PeerTimeout, ConfigMismatch: as `Communicator`, when it is made.
     """

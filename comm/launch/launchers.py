@@ -1,4 +1,4 @@
-"""What launchers leave in the environment: a process's rank, how many there are, and where they meet."""
+"""Reads launchers' environment variables: a process's rank, the number of ranks, and where they meet."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a process knows before it meets the others.
+    """A process's rank and place to meet, before it meets the others.
 
     Attributes:
         rank: its rank, 0 to size - 1.
         size: ranks in all.
-        local_rank: its number among the ranks on its host; None where the launcher does not say.
-        source: where rank and size were read, for people.
+        local_rank: its number among the ranks on its host; None if the launcher does not say.
+        source: where rank and size were read, for messages.
         address: host and port where the ranks meet; None in a world of one, which meets nobody.
-        device_id: the device that a rank table gives it; None without one.
+        device_id: its device in the rank table; None without a table.
     """
 
     rank: int
@@ -62,8 +62,8 @@ def discover(
             if it is set, else at rank 0's server, at MASTER_PORT if it is set, else 29500.
 
     Raises:
-        ThinwireError: naming the argument or the variable that is missing or unusable.
-        RankTableError: a ThinwireError and a ValueError; the table, or what it says of this rank, is unusable.
+        ThinwireError: an argument or variable is missing or unusable, and is named.
+        RankTableError: the table, or its entry for this rank, is unusable.
 
     >>> discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).source
     'Slurm (SLURM_PROCID, SLURM_NTASKS)'
@@ -126,7 +126,9 @@ def _from_table(environ: Mapping[str, str], table: RankTable, rank: int | None, 
 def _read_int(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
-        raise ThinwireError(f"{name} is not set in the environment, though its companions are; expected an integer")
+        raise ThinwireError(
+            f"{name} is not set in the environment, but other variables of its launcher are; expected an integer"
+        )
     number = read_int(text)
     if number is None or not is_int(number, 0):
         raise ThinwireError(

@@ -130,7 +130,7 @@ def _parse(content: object, source: str) -> RankTable:
     if not isinstance(status, str) or status != "completed":
         raise RankTableError(f"{source}: status is {_shown(status)}, expected 'completed': it is not ready to be used")
     if "server_list" not in table and "group_list" in table:
-        raise RankTableError(f"{source}: has a group_list, expected the other template, which has a server_list")
+        raise RankTableError(f"{source}: has a group_list, expected the template with a server_list")
     servers = _as_list(table, "server_list", source)
     if "server_count" in table and _as_number(table, "server_count", source) != len(servers):
         raise RankTableError(
@@ -143,7 +143,7 @@ def _parse(content: object, source: str) -> RankTable:
             if entry.rank in by_rank:
                 others = f"server {by_rank[entry.rank].server}, device {by_rank[entry.rank].device_id}"
                 raise RankTableError(
-                    f"{source}: rank_id {entry.rank} is there twice, as {others}, and as server {entry.server}, device "
+                    f"{source}: rank_id {entry.rank} appears twice, as {others}, and as server {entry.server}, device "
                     f"{entry.device_id}"
                 )
             by_rank[entry.rank] = entry
@@ -160,7 +160,7 @@ def _parse_server(content: object, where: str, seen: set[str]) -> list[RankEntry
     server = _as_object(content, where)
     name = _as_text(server, "server_id", where)
     if name in seen:
-        raise RankTableError(f"{where}: server_id {name!r} is there twice, expected one entry a server")
+        raise RankTableError(f"{where}: server_id {name!r} appears twice, expected one entry a server")
     seen.add(name)
     named = next((field for field in ("host_ip", "server_ip") if server.get(field)), "server_id")
     address = _as_text(server, named, where)
@@ -170,7 +170,7 @@ def _parse_server(content: object, where: str, seen: set[str]) -> list[RankEntry
         device = _as_object(content_of_device, place)
         device_id = _as_number(device, "device_id", place)
         if device_id in found:
-            raise RankTableError(f"{place}: device_id {device_id} is there twice on server {name}")
+            raise RankTableError(f"{place}: device_id {device_id} appears twice on server {name}")
         device_ip = _as_text(device, "device_ip", place) if device.get("device_ip") else None
         found[device_id] = (_as_number(device, "rank_id", place), device_ip)
     return [

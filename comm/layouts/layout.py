@@ -1,7 +1,7 @@
-"""Layouts: which part of a tensor each rank of a named device matrix holds. Arithmetic only, no rank has to run.
+"""Layouts: which part of a tensor each rank of a named device matrix holds. Arithmetic only; no rank has to run.
 
-A tensor's dimension is cut over no axis of the matrix, over one, or over several, the first of which counts most. An
-axis that cuts nothing repeats the tensor, or, where the tensor is *partial* over it, holds summands of it:
+A dimension of a tensor is cut over no axis of the matrix, over one, or over several, the first most significant. An
+axis that cuts nothing repeats the tensor. If the tensor is *partial* over the axis, ranks along it hold summands:
 
 >>> layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
 >>> a = layout("mp", ("sp", "dp"))
@@ -40,10 +40,10 @@ class Layout:
 
     Args:
         device_matrix: ints of at least 1; their product is the number of ranks, `size`.
-        name: one a axis, all different, none of them "None" or empty.
+        name: one for each axis, all different, none of them "None" or empty.
 
     Raises:
-        LayoutError: sizes or names that make no sense.
+        LayoutError: a size or name is not accepted.
 
     >>> Layout((8, 4, 4), name=("dp", "sp", "mp")).coordinates(77)
     {'dp': 4, 'sp': 3, 'mp': 1}
@@ -94,7 +94,7 @@ class Layout:
         return self.device_matrix[self.name.index(axis)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on each axis, in the order of the matrix.
+        """The rank's position on each axis, in the order of the matrix.
 
         Raises:
             LayoutError: no such rank.
@@ -107,17 +107,17 @@ class Layout:
         return {axis: found[axis] for axis in self.name}
 
     def rank_at(self, coordinates: dict[str, int]) -> int:
-        """The rank at a place, the reverse of `coordinates`."""
+        """The rank at a position, the reverse of `coordinates`."""
         rank = 0
         for axis, size in zip(self.name, self.device_matrix, strict=True):
             rank = rank * size + coordinates[axis]
         return rank
 
     def ranks_along(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from this one only in these axes, itself included; the first axis counts most.
+        """The ranks that differ from this one only in these axes, itself included; the first axis is most significant.
 
         Raises:
-            LayoutError: no such rank; an axis that is unknown or named twice.
+            LayoutError: there is no such rank, or an axis is unknown or named twice.
 
         >>> Layout((2, 2, 2), ("dp", "sp", "mp")).ranks_along(("sp", "dp"), 5)
         (1, 5, 3, 7)
@@ -183,8 +183,9 @@ class TensorLayout:
 
     Attributes:
         layout: the matrix.
-        dims: for each dimension the axes that cut it, the first counts most; none: not cut.
-        partial_axes: the tensor is the sum over these of what ranks hold; all other axes that cut nothing repeat it.
+        dims: for each dimension the axes that cut it, the first most significant; empty if it is not cut.
+        partial_axes: the tensor is the sum of the ranks' tensors over these axes; other axes that cut nothing repeat
+            it.
     """
 
     layout: Layout
@@ -201,15 +202,15 @@ class TensorLayout:
             used[axis] = role
 
     def partial(self, *axes: str) -> TensorLayout:
-        """The same, with partial sums: along `axes` each rank holds a summand of what it would hold otherwise.
+        """The same layout, with partial sums: along `axes` each rank holds a summand of its part.
 
         Raises:
-            LayoutError: an axis that is unknown, or cuts a dimension, or is named twice.
+            LayoutError: an axis is unknown, cuts a dimension, or is named twice.
         """
         return TensorLayout(self.layout, self.dims, (*self.partial_axes, *axes))
 
     def reduced(self) -> TensorLayout:
-        """The same with the sums made: what was partial is repeated."""
+        """The same layout after the sums are made: partial axes repeat the tensor."""
         return TensorLayout(self.layout, self.dims)
 
     @property
@@ -223,10 +224,10 @@ class TensorLayout:
         return tuple(math.prod(self.layout.axis_size(axis) for axis in axes) for axes in self.dims)
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what a rank holds, of a tensor of this shape.
+        """The shape of a rank's part of a tensor of this shape.
 
         Raises:
-            LayoutError: another number of dimensions, or a size that its number of parts does not divide.
+            LayoutError: the number of dimensions is another, or a size is not a multiple of its number of parts.
 
         >>> Layout((2, 3), ("dp", "mp"))("mp", "None").shard_shape((12, 5))
         (4, 5)
@@ -241,7 +242,7 @@ class TensorLayout:
         return tuple(length // parts for length, parts in zip(shape, self.cuts, strict=True))
 
     def full_shape(self, shard_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, from that of a part; the reverse of `shard_shape`.
+        """The shape of the whole tensor, from the shape of a part; the reverse of `shard_shape`.
 
         Raises:
             LayoutError: another number of dimensions.
@@ -250,10 +251,10 @@ class TensorLayout:
         return tuple(length * parts for length, parts in zip(shard_shape, self.cuts, strict=True))
 
     def slices(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """What a rank holds of a tensor of this shape: one slice a dimension.
+        """A rank's part of a tensor of this shape: one slice for each dimension.
 
         Raises:
-            LayoutError: as `shard_shape`; no such rank.
+            LayoutError: as `shard_shape`; or there is no such rank.
         """
         place = self.layout.coordinates(rank)
         found = []
@@ -275,11 +276,11 @@ class TensorLayout:
         return self.layout.groups(axes)
 
     def placements(self) -> tuple[Placement, ...]:
-        """The same for DTensor: a Shard, Replicate or Partial for each axis of the matrix.
+        """The same layout for DTensor: a Shard, Replicate or Partial for each axis of the matrix.
 
         Raises:
-            LayoutError: a dimension is cut over several axes in another order than the matrix has them. DTensor always
-                lets the earlier axis of the mesh count most.
+            LayoutError: a dimension is cut over several axes in another order than the matrix has them. In DTensor the
+                earlier axis of the mesh is always most significant.
         """
         from torch.distributed.tensor import Partial, Replicate, Shard
 

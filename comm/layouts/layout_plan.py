@@ -133,7 +133,7 @@ class RedistributePlan:
     Attributes:
         shape: of the whole tensor.
         src, dst: its layouts before and after.
-        steps: in their order; none if every rank has what it shall have.
+        steps: in order; empty if every rank has its part already.
     """
 
     shape: tuple[int, ...]
@@ -150,15 +150,15 @@ class RedistributePlan:
 def plan_redistribute(
     shape: Sequence[int], src: TensorLayout | Sequence[int], dst: TensorLayout | Sequence[int], size: int | None = None
 ) -> RedistributePlan:
-    """Which operations lead from one layout to another. Needs no rank to run.
+    """Gives the operations that lead from one layout to another. No rank has to run.
 
     Args:
         shape: of the whole tensor.
         src, dst: layouts over the same number of ranks, or numbers of parts, see `as_tensor_layout`.
-        size: that number; needed only if both are given as numbers of parts.
+        size: the number of ranks; only needed if both are given as numbers of parts.
 
     Raises:
-        LayoutError: layouts that do not fit the shape or each other.
+        LayoutError: the layouts do not match the shape or each other.
 
     >>> layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
     >>> partial = layout("mp", "None").partial("sp", "dp")

@@ -78,7 +78,9 @@ class CudaHeap(Heap):
         buffer_ptrs = [int(base) for base in handle.buffer_ptrs]
         for peer, base in enumerate(buffer_ptrs):
             if not base:
-                raise TransportUnavailable(f"rank {self.comm.rank} cannot map the memory of rank {peer}: torch did not")
+                raise TransportUnavailable(
+                    f"rank {self.comm.rank} cannot map the memory of rank {peer}: torch gave no address"
+                )
         if buffer_ptrs[self.comm.rank] != self.local.data_ptr():
             raise TransportUnavailable(
                 f"torch says that rank {self.comm.rank}'s buffer is at {buffer_ptrs[self.comm.rank]}, but it is at "

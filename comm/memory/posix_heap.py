@@ -160,7 +160,7 @@ class PosixHeap(Heap):
             raise self._described(error, f"map rank {peer}'s") from error
         finally:
             os.close(descriptor)
-        raise TransportUnavailable(f"{failed}: here, process {segment.process} is another one than rank {peer}'s")
+        raise TransportUnavailable(f"{failed}: process {segment.process} here is not rank {peer}'s process")
 
     def _described(self, error: OSError, action: str) -> ThinwireError:
         text = f"rank {self.rank} cannot {action} {self.num_bytes} bytes of shared memory: {error.strerror}"

@@ -27,8 +27,8 @@ class SymmetricMemory:
     Attributes:
         kind: "posix", "cuda" or "threads".
         num_bytes: of each rank's buffer.
-        memory_bytes: that this rank holds: the buffer, what its heap needs with it, and the addresses of all. What
-            PyTorch rounds up on CUDA is not known here.
+        memory_bytes: bytes that this rank holds: the buffer, its heap's overhead, and the addresses of all buffers.
+            PyTorch's rounding on CUDA is not included.
         generation: what `allocate` was given.
     """
 
@@ -69,7 +69,7 @@ class SymmetricMemory:
         return self._require_open(self._bases)
 
     def held(self) -> object:
-        """What keeps all of it mapped, past `close` too, for who was in the middle of using it."""
+        """Keeps all of it mapped, even past `close`, for code that is still using it."""
         return self.local, self.buffer_ptrs, list(self._mappings)
 
     @property
@@ -78,10 +78,10 @@ class SymmetricMemory:
         return self._local is None
 
     def close(self) -> None:
-        """Lets go of the peers' buffers now, and of the own one once no tensor made from it is left. Not collective.
+        """Frees the peers' buffers now, and this rank's own once no tensor made from it is left. Not collective.
 
-        Peers that have not closed yet may go on using this rank's buffer. Nothing of this rank may use `buffer_ptrs`
-        any more. On CUDA it waits for what the device was given to do. May be called again.
+        Peers that have not closed yet may go on using this rank's buffer. This rank must no longer use `buffer_ptrs`.
+        On CUDA it waits for all work queued on the device. May be called again.
         """
         if self._local is None:
             return

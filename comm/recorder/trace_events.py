@@ -224,7 +224,9 @@ def begin_trace(path: str | os.PathLike[str]) -> Trace:
         if trace is None:
             trace = _process.trace = _new_trace(wanted, "path of a trace")
         elif trace.path != wanted.absolute():
-            raise ArgumentError(f"path of a trace is {os.fspath(wanted)!r}; one to {str(trace.path)!r} is under way")
+            raise ArgumentError(
+                f"path of a trace is {os.fspath(wanted)!r}, but one to {str(trace.path)!r} is under way: end that first"
+            )
         trace.holders += 1
         return trace
 
@@ -242,7 +244,7 @@ def end_trace(trace: Trace) -> bool:
 def _new_trace(path: Path, what: str) -> Trace:
     if is_off():
         raise ThinwireError(
-            f"{what} is {str(path)!r}, and {RECORDER_VARIABLE} is off: a trace shows what the flight recorder is told; "
+            f"{what} is {str(path)!r}, and {RECORDER_VARIABLE} is off: a trace shows the flight recorder's entries; "
             "unset one of them"
         )
     try:
@@ -255,5 +257,5 @@ def _new_trace(path: Path, what: str) -> Trace:
     if not path.is_file():
         raise ThinwireError(f"{what} is {str(path)!r}, which is no regular file")
     if beginning and beginning != MARK:
-        raise ThinwireError(f"{what} is {str(path)!r}, which holds something else than a trace of thinwire's")
+        raise ThinwireError(f"{what} is {str(path)!r}, which is not a trace of thinwire's")
     return Trace(path.absolute())

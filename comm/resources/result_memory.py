@@ -1,4 +1,4 @@
-"""Memory for results of CPU ranks, used again once nothing refers to the result that had it.
+"""Memory for results of CPU ranks, reused once nothing refers to the result that had it.
 
 Torch gives a large result's memory back to the system when it dies, so the next one is faulted in page by page, which
 takes several times as long as filling it. Here blocks stay, in huge pages where the system has them.
@@ -56,13 +56,13 @@ class _Block:
 class ResultMemory:
     """The blocks that one rank keeps for its results, in use or not.
 
-    They take no more memory than twice what blocks in use took at once, and than `most_bytes`. Of those that nothing
-    uses the one that was used least recently goes first, then those that are in use.
+    They take at most twice the most that blocks in use took at once, and at most `most_bytes`. The least recently used
+    free block is dropped first, then blocks in use.
 
     Args:
         ranks: that may share this host's memory.
-        most_bytes: None: this rank's part of a quarter of what is available when the first block is made.
-        least_bytes: of a result that gets a block.
+        most_bytes: None means this rank's part of a quarter of the memory available when the first block is made.
+        least_bytes: of the smallest result that gets a block.
     """
 
     _closed = False
@@ -73,9 +73,9 @@ class ResultMemory:
         self._most_in_use = 0
 
     def new_empty(self, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`like.new_empty(shape, dtype=dtype)`, in a block where that is a large one on the CPU.
+        """`like.new_empty(shape, dtype=dtype)`, in a block if it is large and on the CPU.
 
-        Raises what `new_empty` does, where there is no memory.
+        Raises what `new_empty` raises if there is no memory.
         """
         dtype = dtype or like.dtype
         num_bytes = math.prod(shape) * dtype.itemsize

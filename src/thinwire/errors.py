@@ -1,8 +1,8 @@
 """Every error thinwire raises on purpose.
 
-Each derives from `ThinwireError` and from the nearest builtin, so that callers may catch either. Each message
-says what was wrong, where, and what would be accepted. All but `PeerTimeout` and `IntegrityError`
-are raised before any row is sent; what depends on a peer's counts is raised after those were exchanged.
+Each derives from `ThinwireError` and from the nearest builtin, so that callers may catch either. Each message says what
+was wrong, where, and what is accepted. All but `PeerTimeout` and `IntegrityError` are raised before any row is sent;
+errors that depend on a peer's counts are raised after the counts were exchanged.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ __all__ = [
 
 
 class ThinwireError(Exception):
-    """Base of all of them."""
+    """Base of all errors here."""
 
 
 class ArgumentError(ThinwireError, ValueError):
-    """An argument that the call cannot take: a rank that is not there, an unknown operation, a dtype it does not do."""
+    """An argument that the call does not accept, such as a rank out of range, an unknown operation, or an unsupported
+    dtype."""
 
 
 class WireFormatError(ThinwireError, ValueError):
-    """An unknown wire format, or one that cannot carry the tensor it was asked to carry."""
+    """An unknown wire format, or one that cannot carry the given tensor."""
 
 
 class RoutingError(ThinwireError, ValueError):
-    """Tokens, expert ids or router weights that a dispatch or combine cannot take."""
+    """Tokens, expert ids or router weights that a dispatch or combine does not accept."""
 
 
 class CountsError(ThinwireError, ValueError):
-    """Counts or displacements that do not fit the tensors, each other, or the peers' own."""
+    """Counts or displacements that do not match the tensors, each other, or the peers'."""
 
 
 class CapacityError(ThinwireError, ValueError):
-    """More rows than the space that was set aside for them."""
+    """More rows than there is space for."""
 
 
 class ConfigMismatch(ThinwireError, RuntimeError):
@@ -56,11 +57,11 @@ class ConfigMismatch(ThinwireError, RuntimeError):
 
 
 class LayoutError(ThinwireError, ValueError):
-    """Axes, sizes or shapes that do not fit a device matrix, a tensor, or each other."""
+    """Axes, sizes or shapes that do not match a device matrix, a tensor, or each other."""
 
 
 class RankTableError(ThinwireError, ValueError):
-    """A rank table that cannot be read, or is at odds with itself or with the process that reads it."""
+    """A rank table that cannot be read, or contradicts itself or the process that reads it."""
 
 
 class LaneError(ThinwireError, RuntimeError):
@@ -71,12 +72,12 @@ class PeerTimeout(ThinwireError, TimeoutError):
     """A peer did not answer in time, or is gone.
 
     Attributes:
-        ranks: those that are lost, ascending; empty where that is not known, and where ranks expect different messages.
-            The same on all ranks that raise it, unless the group was still being made; on the direct transport on CUDA,
-            unless several died at once, or ranks called operations whose memories differ.
-        lane: the lane of the round that ended, if it was one's.
+        ranks: the lost ranks, ascending. Empty if they are not known, or if ranks expect different messages. The same
+            on all ranks that raise it, unless the group was still being made; on the direct transport on CUDA, unless
+            several died at once, or ranks called operations whose memories differ.
+        lane: the lane of the round that ended, if it was a round.
         epoch: that round's number on its lane.
-        phase: what was waited for, such as "dispatch".
+        phase: the phase whose wait ended, such as "dispatch".
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class PeerTimeout(ThinwireError, TimeoutError):
 
 
 class IntegrityError(ThinwireError, RuntimeError):
-    """What arrived is not what was sent, by its checksums; only with `integrity="checksum"`.
+    """Checksums show that the received data differ from the sent data; only with `integrity="checksum"`.
 
-    Nothing was returned of it. What raised this, a communicator, cannot be used any more.
+    The call returns nothing. The communicator that raised this can no longer be used.
 
     Attributes:
-        rank: the sender; the lowest one, where several are concerned.
-        rows: of its rows the stretches that differ, and may hold some that do not; bytes, where a message has no rows.
+        rank: the sender; the lowest one, if several are concerned.
+        rows: ranges of its rows that contain the differing ones; ranges of bytes, if the message has no rows.
         call: the number of the message among those from that rank.
     """
 
@@ -113,8 +114,8 @@ class IntegrityError(ThinwireError, RuntimeError):
 
 
 class TransportUnavailable(ThinwireError, RuntimeError):
-    """What would carry out the request is not installed or not supported on this device."""
+    """The requested transport or feature is not installed, or not supported on this device."""
 
 
 class CheckpointError(ThinwireError, ValueError):
-    """A checkpoint that lacks a tensor, holds one of another shape or dtype, or is at odds with itself."""
+    """A checkpoint that lacks a tensor, has one of another shape or dtype, or contradicts itself."""

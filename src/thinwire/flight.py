@@ -44,17 +44,17 @@ class Operation:
     """One call on a communicator.
 
     Attributes:
-        number: its place among the communicator's collective calls, from 1 on, the same on every rank; None for what
-            only two ranks do, `send` and `recv`.
-        shape: of the tensor that was passed; None where there is none.
+        number: its place among the communicator's collective calls, from 1, the same on every rank; None for `send` and
+            `recv`, which only two ranks do.
+        shape: of the tensor that was passed; None without a tensor.
         wires: of its legs; empty where values travel as they are.
         transport: "direct", "staged", a backend's name; or as asked for, where it ended before one was chosen.
-        details: what else was passed, such as the reduction, a root, a lane, counts.
+        details: other arguments, such as the reduction, a root, a lane, counts.
         start_ns, end_ns: of the writing host's monotonic clock; 0 for an end that has not come.
         state: one of STATES.
         failure: the class of the error that ended it; what a PeerTimeout said is in `lane`, `epoch`, `phase` and
             `blamed`.
-        inside: of what did not end well, the call that was made last within it.
+        inside: the last call made within it, if it did not end well.
     """
 
     number: int | None
@@ -107,7 +107,7 @@ def read_flight(path: str | Path) -> Flight:
     """A file's content, checked.
 
     Raises:
-        ThinwireError: naming the file and what is wrong with it.
+        ThinwireError: the file is not accepted; the message says why.
     """
     return parse_flight(*read_bytes(path))
 

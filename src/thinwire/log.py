@@ -1,8 +1,8 @@
-"""The logger `thinwire`: what was chosen and why, once for each choice. It says nothing unless it is asked to.
+"""The logger `thinwire`: what was chosen and why, once for each choice. It is silent by default.
 
 By the convention for libraries it has no output of its own: `logging.basicConfig(level="INFO")` shows it, and so does
-THINWIRE_LOG=info, or another level, on standard error. INFO has the choices that `explain()` tells, DEBUG details of
-them. Nothing is logged while rows travel.
+THINWIRE_LOG=info, or another level, on standard error. INFO has the choices that `explain()` reports, DEBUG their
+details. Nothing is logged while rows travel.
 """
 
 from __future__ import annotations

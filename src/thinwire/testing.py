@@ -1,4 +1,4 @@
-"""Run a function on several ranks, processes or threads, and get every rank's result, or every rank's traceback."""
+"""Run a function on several ranks, processes or threads, and get every rank's result or traceback."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _preloaded: tuple[str, ...] = ()  # what `preload` was told
 
 
 class RankError(ThinwireError, RuntimeError):
-    """A rank raised or died, or what it was given or gave back cannot be sent between processes.
+    """A rank raised or died, or its arguments or result cannot be sent between processes.
 
     Attributes:
-        failures: for each failed rank what happened, tracebacks in full; the rank that failed first comes first.
+        failures: for each failed rank what happened, with full tracebacks; the rank that failed first comes first.
     """
 
     def __init__(self, message: str, failures: dict[int, str] | None = None) -> None:
@@ -65,17 +65,16 @@ class RanksTimeout(ThinwireError, TimeoutError):
 
 
 def preload(*modules: str) -> None:
-    """Has ranks that are CPU processes start with these modules imported, from now on; with none, as without the call.
+    """From now on, ranks that are CPU processes start with these modules imported; with none, undoes that.
 
-    Ranks are forked from a server that has imported torch and no more; who starts ranks a thousand times saves seconds
-    each time with one that has imported more. It does so at the first `run_ranks`, whose time limit begins after that,
-    under the environment that this process has then. Where ranks are given another value of a variable that begins with
-    TRITON_ or NUMBA_, they come from a second server, which has imported the modules under that value. The modules must
-    not start threads: those do not survive a fork.
+    Ranks are forked from a server that has imported only torch. A server that has imported more saves seconds at each
+    start of ranks. It imports the modules at the first `run_ranks`, under this process's environment at that time; the
+    time limit begins after that. If ranks get another value of a variable that begins with TRITON_ or NUMBA_, they come
+    from a second server, which has imported the modules under that value. The modules must not start threads, as
+    threads do not survive a fork.
 
     Args:
-        modules: importable from `sys.path` as it is at the first `run_ranks`; a rank whose server could not import them
-            raises.
+        modules: importable from `sys.path` at the first `run_ranks`; a rank raises if its server could not import them.
     """
     global _preloaded
     _preloaded = modules
@@ -92,36 +91,36 @@ def run_ranks(
 ) -> list[T]:
     """Runs `fn(comm, *args)` on `world_size` ranks of this host and returns their results.
 
-    As processes, each rank is a fresh one, and `fn` is sent by name: it must be a function at the top level of a module
-    that can be imported, or of the script that is running. Arguments and results are sent by value, tensors too. What
-    the ranks print appears at once.
+    As processes, each rank is a new process, and `fn` is sent by name: it must be a function at the top level of an
+    importable module or of the running script. Arguments and results are sent by value, tensors too. The ranks' output
+    appears at once.
 
     As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
     are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks, at most
-    30, use the current GPU, each with a stream of its own; unless CUDA has started, or they have values,
+    30, use the current GPU, each with its own stream. If CUDA has not started and they have no values,
     CUDA_DEVICE_MAX_CONNECTIONS and CUDA_MODULE_LOADING are set to 32 and EAGER in this process's environment, so that
-    ranks which wait do not keep others from running. A thread cannot be killed: when a rank failed or time is up, all
-    waits for peers end with PeerTimeout, and a thread that does not return all the same is left behind, as a daemon.
+    waiting ranks do not keep others from running. A thread cannot be killed: when a rank fails or time is up, all waits
+    for peers end with PeerTimeout, and a thread that still does not return is left behind, as a daemon.
 
     Args:
-        fn: called with a `thinwire.comm.Communicator` over all the ranks, and `args`.
+        fn: called with a `thinwire.comm.Communicator` over all ranks, then `args`.
         world_size: number of ranks.
         mode: "process" or "thread".
         device: "cpu" (processes: Gloo) or "cuda" (processes: NCCL, GPU r for rank r).
-        timeout: seconds for everything, the start of the ranks included. Then processes are killed.
-        env: environment variables of the ranks, on top of this process's own; set before `fn`'s module is imported.
+        timeout: seconds for everything, including the start of the ranks; then processes are killed.
+        env: environment variables of the ranks, added to this process's; set before `fn`'s module is imported.
             Processes only.
 
     Returns:
         Each rank's result, in rank order.
 
     Raises:
-        RankError: a rank raised (its whole traceback is in the message) or died; the others got 2 s to end. Or `fn`, an
-            argument or a result cannot be sent; for the first two nothing is started.
-        RanksTimeout: a TimeoutError, with the ranks that had not finished and each one's Python stack.
-        TransportUnavailable: fewer GPUs than ranks that are processes, or none; or more threads of a GPU than it runs
-            side by side.
-        ThinwireError: arguments that make no sense, such as `env` for threads.
+        RankError: a rank raised (the message has the whole traceback) or died; the others got 2 s to end. Or `fn`, an
+            argument or a result cannot be sent; for `fn` and arguments nothing is started.
+        RanksTimeout: time was up; has the ranks that had not finished, and each one's Python stack.
+        TransportUnavailable: processes need a GPU each, and there are fewer; threads need one, and there is none, or
+            there are more threads than one GPU runs at once.
+        ThinwireError: an argument is not accepted, such as `env` for threads.
 
     >>> import operator
     >>> run_ranks(operator.attrgetter("rank", "size"), 2)

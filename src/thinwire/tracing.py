@@ -1,4 +1,4 @@
-"""`tw.trace`: what the ranks did when, in a file for Perfetto. See docs/tracing.md."""
+"""`tw.trace`: what the ranks did and when, in a file for Perfetto. See docs/tracing.md."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from thinwire.comm.recorder.trace_file import write_trace
 
 
 class trace:
-    """Traces the calls on all communicators of this process while the block lasts. On every rank.
+    """Traces the calls on all communicators of this process during the block. Use it on every rank.
 
-    Each rank adds its events to the file at the end of its block, also of one that an exception ends. All ranks begin
-    as many traces to a file; further ones, to another file, are for any rank to begin. Ranks that are threads pass the
-    same file, and the last one writes: their blocks overlap. Where the ranks are on several hosts, the beginning is
-    collective: they compare their clocks. THINWIRE_TRACE=FILE traces a whole run, and takes the place of blocks.
+    Each rank adds its events to the file at the end of its block, even if an exception ends it. All ranks must begin
+    the same number of traces to a file; a trace of one rank alone goes to another file. Ranks that are threads pass the
+    same file with overlapping blocks, and the last one writes it. If the ranks are on several hosts, the beginning is
+    collective, as they compare their clocks. THINWIRE_TRACE=FILE traces a whole run without a block.
 
     Args:
-        path: the file; an earlier trace's is written over.
-        comm: whose ranks compare their clocks: a communicator, a process group, or a DeviceMesh of one axis; None means
-            the one that `init` made, if there is one.
+        path: the file; an earlier trace there is overwritten.
+        comm: the ranks that compare their clocks: a communicator, a process group, or a DeviceMesh of one axis. None
+            means the communicator that `init` made, if there is one.
 
     Raises:
-        ArgumentError: no path, or another file's trace is under way.
-        ThinwireError: the file cannot be written, or holds something else; THINWIRE_FLIGHT_RECORDER is off.
-        OSError: at the end, the file cannot be written any more.
+        ArgumentError: `path` is no path, or a trace to another file is under way.
+        ThinwireError: the file cannot be written, or is not a trace; or THINWIRE_FLIGHT_RECORDER is off.
+        OSError: the file can no longer be written at the end of the block.
 
     >>> import json, tempfile, torch, thinwire as tw
     >>> with tempfile.NamedTemporaryFile() as file, tw.init() as comm:

@@ -15,9 +15,9 @@ The numerics, equal to the last bit in every backend, for a group `x` of finite 
     q     = clamp(round_half_even(x * (1 / s)), -qmax, qmax)        for fp8: rounded to e4m3
     x'    = q * s in float32, rounded once to the output's dtype, saturating at its largest finite value
 
-A group with `amax < 2**-110` gets `s = 0` and an all-zero payload; one that holds a NaN or an infinity gets `s = NaN`
-and an all-zero payload, and every element of it comes out as NaN. For the integer formats and `amax >= 2**-110`, before
-the last rounding, `|x' - x| <= s * (1/2 + 2**-15)`.
+A group with `amax < 2**-110` gets `s = 0` and an all-zero payload. A group that holds a NaN or an infinity gets `s =
+NaN` and an all-zero payload, and all of its elements come out as NaN. For the integer formats and `amax >= 2**-110`,
+before the last rounding, `|x' - x| <= s * (1/2 + 2**-15)`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class WireFormat:
 
     Args:
         name: `"none"`, `"int8"`, `"int4"` or `"fp8"` (e4m3).
-        group: elements that share a scale; 0 means the whole row (int8 only) or, for `none`, that there is no scale.
-        alignment: every record is a multiple of this many bytes; a power of two, at least 16.
+        group: number of elements that share a scale. 0 means the whole row (int8 only) or, for `none`, no scale.
+        alignment: records are padded to a multiple of this many bytes; a power of two, at least 16.
 
     Raises:
-        WireFormatError: for a combination that no backend implements.
+        WireFormatError: no backend implements this combination.
 
     >>> wire = WireFormat.parse("int8")
     >>> wire.num_groups(7168), wire.scales_offset(7168), wire.row_bytes(7168)
@@ -95,7 +95,7 @@ class WireFormat:
         """Reads `name[:row|:N]`; a WireFormat passes through.
 
         Raises:
-            WireFormatError: naming what was passed and what is accepted.
+            WireFormatError: the format is unknown; the message says what is accepted.
         """
         if isinstance(spec, WireFormat):
             return spec
@@ -149,7 +149,7 @@ class WireFormat:
         return 1 if self.row_scale else -(-hidden // self.group)
 
     def payload_bytes(self, hidden: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes of the elements alone. `dtype` is needed, and looked at, for `none` only."""
+        """Bytes of the elements alone. `dtype` is only needed and used for `none`."""
         _check_hidden(hidden)
         if not self.quantized:
             if dtype is None:

@@ -85,8 +85,8 @@ HOSTILE = {
     "deep lists": (b"[" * 200_000, "not JSON"),
     "deep lists that end": (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
     "deep objects": (b'{"a":' * 100_000, "not JSON"),
-    "a key twice": (b'{"a":1,"a":2}', "not JSON.*there twice"),
-    "a long key twice": (b'{"%(key)b":1,"%(key)b":2}' % {b"key": b"k" * 9999}, "not JSON.*there twice"),
+    "a key twice": (b'{"a":1,"a":2}', "not JSON.*appears twice"),
+    "a long key twice": (b'{"%(key)b":1,"%(key)b":2}' % {b"key": b"k" * 9999}, "not JSON.*appears twice"),
     "a number of many digits": (b"1" * 100_000, "not JSON.*a number of 100000 digits"),
     "a fraction of many digits": (b"0." + b"1" * 100_000, "not JSON.*digits"),
     "65 bits": (str(2**63).encode(), "sent '9223372036854775808', expected int"),
@@ -110,7 +110,7 @@ def test_what_no_rank_would_send_is_refused_by_name(name: str) -> None:
 def test_a_key_that_is_there_twice_among_many_is_found_at_once() -> None:
     keys = [*range(90_000), 89_999]  # comparing each with each would take minutes
     start = time.process_time()
-    with pytest.raises(ThinwireError, match="the key '89999' is there twice"):
+    with pytest.raises(ThinwireError, match="the key '89999' appears twice"):
         decode(b"{%b}" % b",".join(b'"%d":0' % key for key in keys), {str: int}, "rank 3")
     assert time.process_time() - start < 20
 
@@ -165,7 +165,7 @@ def _announce_too_much(comm: Communicator) -> str:
 
 def test_a_message_that_is_announced_as_too_long_is_not_waited_for() -> None:
     (told, _) = run_ranks(_announce_too_much, 2)
-    assert told == f"rank 1 wants to send {MOST_BYTES + 1} bytes of data; at most {MOST_BYTES} are taken"
+    assert told == f"rank 1 wants to send {MOST_BYTES + 1} bytes of data; at most {MOST_BYTES} are accepted"
 
 
 def _send(comm: Communicator, message: bytes) -> str:

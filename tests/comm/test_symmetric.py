@@ -265,9 +265,9 @@ OBSTACLES = [
     (live_among_other_processes, r"rank 2 cannot map the memory of rank 0: they are in different pid namespaces"),
     (have_no_memfd, r"rank 1 cannot share memory with its peers: Linux lacks memfd_create"),
     (be_kept_out, r"rank 2 cannot map the memory of rank 0: opening file \d+ of process \d+ gave 'Permission denied'"),
-    (offer_something_else, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than rank 1's"),
-    (offer_another_file, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than rank 1's"),
-    (offer_a_file_that_can_shrink, r"rank 0 cannot map the memory of rank 1: here, process \d+ is another one than"),
+    (offer_something_else, r"rank 0 cannot map the memory of rank 1: process \d+ here is not rank 1's process"),
+    (offer_another_file, r"rank 0 cannot map the memory of rank 1: process \d+ here is not rank 1's process"),
+    (offer_a_file_that_can_shrink, r"rank 0 cannot map the memory of rank 1: process \d+ here is not rank 1's process"),
     (break_unexpectedly, r"rank 0 could not make symmetric memory: IndexError: list index out of range"),
 ]
 

@@ -19,9 +19,9 @@ _BY_COMMAND = {
 }
 _HEAD = """# Which tests test which module
 
-Test files that have the module's name; or else those that import from it, most names first; or else those that import
-from the modules that do. Doctests run as well, for every module. `python -m tests.helpers.map_of_tests` writes this
-page.
+For each module: the test files with its name; otherwise those that import from it, most names first; otherwise those
+that import from modules that do. Every module's doctests run as well. `python -m tests.helpers.map_of_tests` writes
+this page.
 
 | module | tests |
 |---|---|

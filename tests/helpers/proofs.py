@@ -48,12 +48,12 @@ def section() -> str:
         f"rank, and its peer named it, in {of.get('ended', 0)}; all ranks got another error in {of.get('told', 0)}. "
         f"{of.get('wrong', 0)} gave a wrong result.",
         f"Random programs of all calls, with backward of all and of parts, interrupts, and rounds that a rank leaves "
-        f"open or out: {programs['programs']} programs, {sum(programs['calls'].values())} calls on rank 0; "
+        f"open or skips: {programs['programs']} programs, {sum(programs['calls'].values())} calls on rank 0; "
         f"{len(programs['failed'])} differed from plain torch, or gave another error than is documented.",
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
         f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",
-        f'Memory that becomes something else under `integrity="checksum"`, in {", ".join(sorted(checked["cases"]))}: '
+        f'Memory that changes under `integrity="checksum"`, in {", ".join(sorted(checked["cases"]))}: '
         f"{checked['rounds']} cases, of which {checked['returned']} gave right results, {seen} `IntegrityError`, and "
         f"{checked['raised_named_errors'] - seen} another error; {checked['wrong']} gave a wrong result, and "
         f"{len(checked['failures']) - checked['wrong']} did anything else.{refused} {by_commit(checked, 'rounds')}",

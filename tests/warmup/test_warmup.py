@@ -241,7 +241,7 @@ def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Pa
         (["--arch", "sm_90", "--ranks", "73", "--transport", "direct"], "takes up to 72 ranks, and here are 73"),
         ([], "no GPU to compile for: name an arch, such as sm_90"),
         (["--heap", "disk"], "heap is 'disk', expected one of cuda, posix, threads"),
-        (["--heap", "posix", "--arch", "sm_90"], "arch is sm_90 and heap posix, which is of CPU ranks"),
+        (["--heap", "posix", "--arch", "sm_90"], "arch is sm_90 and heap posix, which is for CPU ranks"),
         (["--arch", "sm_90", "--int8-experts", "64", "--wire", "int4"], "cannot be multiplied in int8"),
     ],
     ids=str,
@@ -255,7 +255,7 @@ def test_what_cannot_be_compiled_is_refused_by_name_before_anything_is(
 
 def test_a_compiler_that_ends_its_process_is_told_of_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", *SIZES, "--arch", "sm_10", "--jobs", "1"]) == 2
-    assert "sm_10: a process that compiled was ended" in capsys.readouterr().err.splitlines()[-1]
+    assert "sm_10: a compiling process ended" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,7 @@
-"""Every kernel for every GPU, compiled without one: `python -m verification.ahead_of_time.matrix [--jobs N]`.
+"""Compiles every kernel for every GPU, without a GPU: `python -m verification.ahead_of_time.matrix [--jobs N]`.
 
-Prints a table of registers, spills, fused multiply-adds and access widths, and exits non-zero where an assertion of
-`check` fails.
+Prints a table of registers, spills, fused multiply-adds and access widths. Exits non-zero if an assertion of `check`
+fails.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Corrupted memory of the direct transport on the CPU, at random: what calls make of it.
+"""Corrupts memory of the direct transport on the CPU at random, and judges what calls do with it.
 
     python -m verification.corruption --rounds 300000 --seed 1 --processes 2 --json FILE
     python -m verification.corruption --rounds 2000 --integrity checksum --json FILE
 
 Without checksums a call may return, but must not read or write elsewhere, hang, or raise anything but an error of
-thinwire's (`words.py`). With them it must not give a wrong result either (`checked.py`). The calls run in processes of
-their own, since they may end them. Case i has the seed S + i; a run whose FILE is there goes on where the last one
-ended, until there are N in all. What failed is printed as the command that repeats it.
+thinwire's (`words.py`). With them it must not give a wrong result either (`checked.py`). The calls run in separate
+processes, since they may end them. Case i has the seed S + i. If FILE exists, the run continues where the last one
+ended, until there are N cases in all. A failure is printed as the command that repeats it.
 
-    --seconds N         ends after so long, to go on another time
+    --seconds N         ends after N seconds; a later run continues
     --kernels triton    hostile words for Triton's kernels, under its interpreter: a thousand times slower
 """
 

@@ -3,7 +3,7 @@
     python -m verification.cuts --repeats 10 --json benchmarks/results/cpu/cuts.json
 
 Needs root on Linux, as each rank has a network namespace. `judge` in `worlds.py` has the rules. Prints a line of JSON
-for each rank, and in the end what came of each cell. `--only TEXT --first REPEAT --repeats 1` draws the same moment
+for each rank, and at the end the outcome of each cell. `--only TEXT --first REPEAT --repeats 1` draws the same moment
 again.
 """
 

@@ -2,9 +2,9 @@
 
     python -m verification.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
 
-A run counts only if the machine let it run: what is promised is promised within times. With `--add` what FILE holds is
-kept, and cells that have fewer runs go on with their next; one whose rule is another now begins anew. A failure names
-its cell and repeat; `--only TEXT --first REPEAT --repeats 1` draws the same moments again.
+A run counts only if the machine let the ranks run in time, as the rules have time limits. With `--add` the runs in FILE
+are kept, and cells with fewer runs continue; a cell whose rule has changed begins anew. A failure names its cell and
+repeat; `--only TEXT --first REPEAT --repeats 1` draws the same moments again.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ def table(ran: dict[str, Any]) -> str:
     lines += [
         "",
         _paragraph(
-            f"{len(ran['cells'])} of the {ran['cells_in_all']} cells that can be were run, {times} times each; {held} "
+            f"{len(ran['cells'])} of the {ran['cells_in_all']} possible cells were run, {times} times each; {held} "
             f"of {runs} runs held. {late} more do not count, as the machine kept a thread waiting for over "
             f"{ran['most_late']:g} s; of those {late_held} held. {judged} more were judged by rules that have changed. "
-            f"{by_commit(ran, 'runs')} The slowest call of a rank that was left took {slowest:.1f} s."
+            f"{by_commit(ran, 'runs')} The slowest call of a remaining rank took {slowest:.1f} s."
         ),
         "",
         *(
@@ -47,7 +47,7 @@ def table(ran: dict[str, Any]) -> str:
             if reason
         ),
         "",
-        "Cells that cannot be:",
+        "Cells that are not possible:",
         "",
         *(f"- {number} cells: {reason}." for reason, number in ran["left_out"].items()),
     ]

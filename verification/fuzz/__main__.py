@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing, with atheris, of everything of thinwire that reads bytes or text of others.
+"""Coverage-guided fuzzing, with atheris, of all parsers of foreign bytes or text.
 
     python -m verification.fuzz [TARGET ...] --seconds 600 --add --json FILE
 
-Targets are those of `verification/fuzz/targets.py`; without any, all of them. Each has a process of its own, which may
-take 1 GiB more than it has when it begins, and 10 s for an input. It starts from the inputs in
-`verification/fuzz/corpus`, and keeps those that led it further in build/fuzz, from where the next run goes on. An input
-that shows a defect is left there as well, and ends its target; `python -m verification.fuzz TARGET --input PATH` runs
-it alone. With `--add`, seconds and executions of a target are added to those that FILE holds.
+Targets are those of `verification/fuzz/targets.py`, by default all. Each has its own process, which may take 1 GiB more
+than at its start, and 10 s for an input. It starts from the inputs in `verification/fuzz/corpus`, and keeps inputs that
+reach new code in build/fuzz, where the next run continues. An input that shows a defect is kept there too, and ends its
+target; `python -m verification.fuzz TARGET --input PATH` runs it alone. With `--add`, a target's seconds and executions
+are added to those in FILE.
 """
 
 from __future__ import annotations

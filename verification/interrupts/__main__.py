@@ -1,6 +1,6 @@
-"""Interrupts rank 0 of two in every kind of call, at many places, and has it make the same call again.
+"""Interrupts rank 0 of two at many places in every kind of call, and makes the same call again.
 
-Either the call is completed, or the communicator ends at that rank, and its peer names it: no rank ever gets a wrong
+Either the call is completed, or the communicator ends at that rank and its peer names it. No rank ever gets a wrong
 result. `python -m verification.interrupts --samples 12 --json benchmarks/results/cpu/interrupts.json` runs all of it.
 """
 

@@ -1,10 +1,9 @@
 """Checks the models of the protocol exhaustively: `python -m verification.protocol.check [--model NAME]`.
 
-Each `.pml` file beside this one is a model, and its macros choose a size, a broken variant or a goal. A case says
-which, and what spin must find: nothing, in the whole of the state space and with every statement of the model executed;
-the assertion that a broken variant must violate; a deadlock; or a goal, a state that a correct model must be able to
-reach, without which finding nothing would mean nothing. Anything else is a surprise, and so is a search that was cut
-short.
+Each `.pml` file here is a model. Its macros choose a size, a broken variant or a goal. A case names these, and what
+spin must find: nothing, in the whole state space and with every statement of the model executed; the assertion that a
+broken variant must violate; a deadlock; or a goal, a state that a correct model must be able to reach. Without goals,
+finding nothing would mean nothing. Any other result is a surprise, and so is an incomplete search.
 
 Prints a table and exits non-zero on any surprise. Needs `spin` and a C compiler; takes about two minutes of one core,
 and less than 1 GB.

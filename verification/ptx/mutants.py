@@ -1,10 +1,11 @@
-"""What each piece of synchronisation in the compiled kernels is for: each is taken away in turn, and something breaks.
+"""Shows why each piece of synchronisation in the compiled kernels is needed: removes each in turn, and something
+breaks.
 
     python -m verification.ptx.mutants --write benchmarks/results/ahead_of_time/mutants.txt
 
-Runs small calls on kernels of which one has one barrier or fence less, or one acquire, release or scope that is weaker
-(`mutations.py`), and prints what came of it: a data race, wrong bytes, threads that wait for ever, or nothing. What
-gives nothing stands in `REDUNDANT` with the reason.
+Runs small calls on kernels in which one barrier or fence is missing, or one acquire, release or scope is weaker
+(`mutations.py`). Prints the outcome: a data race, wrong bytes, threads that wait for ever, or nothing. `REDUNDANT`
+lists mutations without effect, with the reason.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python -m verification.soak.programs --count 1000 --seed 1 --json FILE
 
 A program is lines of Python, the same on all ranks, that call the methods of `Ground`. All values are drawn from seeds
-in those lines, so every rank knows what every other one has, and what must come of it. Handles are waited for in any
-order, several communicators and lanes are in use at a time, and calls that are refused come in between. Ranks leave
-rounds open, are in other layers than their peers, differentiate parts of a graph before they differentiate it, and are
-interrupted. A program that fails is printed as a script that runs it again. A run whose FILE is there goes on where it
-ended, on the same commit; `--seconds N` ends one after so long.
+in those lines, so every rank knows all others' values and all results. Handles are waited for in any order, several
+communicators and lanes are in use at a time, and refused calls come in between. Ranks leave rounds open, are in other
+layers than their peers, differentiate parts of a graph before the whole, and are interrupted. A program that fails is
+printed as a script that runs it again. If FILE exists, the run continues where it ended, on the same commit; `--seconds
+N` ends a run after N seconds.
 """
 
 from __future__ import annotations

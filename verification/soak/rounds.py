@@ -1,10 +1,10 @@
-"""Very many direct rounds of changing shapes on real ranks, compared bit for bit, and what the ranks hold meanwhile.
+"""Runs very many direct rounds of changing shapes on real ranks, compares bits, and watches the ranks' resources.
 
     python -m verification.soak.rounds --rounds 100000 --json benchmarks/results/cpu/soak.json
 
-Every ExpertParallel has other sizes and begins next to where the number of its rounds wraps. Of each some rounds are
-drawn, with plain torch's results, and played over and over, never the same twice in a row: what an older round has left
-behind shows. After each, every rank counts its resident memory, its descriptors, and the segments that it has mapped.
+Every ExpertParallel has other sizes and begins just before its round number wraps. Some rounds are drawn for each, with
+plain torch's results, and repeated over and over, never the same twice in a row, so leftovers of an older round show.
+After each, every rank counts its resident memory, its descriptors, and its mapped segments.
 """
 
 from __future__ import annotations

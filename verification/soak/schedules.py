@@ -1,10 +1,10 @@
-"""Random rounds of the direct transport on real ranks, in random order and time, each compared bit for bit.
+"""Runs random rounds of the direct transport on real ranks, in random order and time, and compares each bit for bit.
 
     python -m verification.soak.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 
-All ranks draw the same rounds from one seed, and each works out in plain torch what must come of them. What a rank does
-on its own, its pauses above all, depends on nothing else. A failure names its seed; `--only NAME --seed SEED` draws the
-same rounds again, though not the same moments.
+All ranks draw the same rounds from one seed, and each computes the results in plain torch. A rank's own behaviour, its
+pauses above all, depends on nothing else. A failure names its seed; `--only NAME --seed SEED` draws the same rounds
+again, but not the same moments.
 """
 
 from __future__ import annotations

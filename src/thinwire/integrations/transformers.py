@@ -1,12 +1,12 @@
-"""thinwire as an `ep_implementation` of Hugging Face's transformers, 5.23 or newer, to run and to train models with.
+"""thinwire as an `ep_implementation` of Hugging Face's transformers, 5.23 or newer, for inference and training.
 
     import thinwire.integrations.transformers  # registers "thinwire", "thinwire:int8", "thinwire:none", ...
 
     config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="thinwire:int8")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
-Attention, routers and the experts themselves stay transformers' own: what changes is how a token gets to its experts
-and back. docs/integrations.md says what a model must have for it, and with which models it was compared.
+Attention, routers and the experts themselves stay transformers' own. Only the way of tokens to their experts and back
+changes. docs/integrations.md has the requirements and the comparisons.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["NAMES", "ThinwireEP", "register"]
 class ThinwireEP(EPImplementation):
     """The experts of one layer: their tokens come and go through an `ExpertParallel` that all layers share.
 
-    The ranks of an expert group may hold different batches, or, those of a tensor-parallel group, the same one: of that
-    each sends a slice. Ranks call the layers in the same order, with any number of tokens, none too; a rank that leaves
-    out a layer gets RoutingError with the others.
+    The ranks of an expert group may hold different batches. Those of a tensor-parallel group hold the same batch, and
+    each sends a slice. Ranks call the layers in the same order, with any number of tokens, even none. If a rank skips a
+    layer, it and the others get RoutingError.
     """
 
     settings: dict[str, Any] = {}  # of ExpertParallel
@@ -121,13 +121,13 @@ def register(
     """Registers a name for `DistributedConfig(ep_implementation=name)`, on every rank.
 
     Args:
-        name: such as "thinwire:int8:64"; one that is registered already is replaced, for models that are loaded after.
+        name: such as "thinwire:int8:64". An existing name is replaced, for models that are loaded later.
         wire, combine_wire, grad_wire, transport: see :class:`thinwire.ExpertParallel`.
-        max_tokens: the most tokens that a rank passes to a layer at once. None: as many as come, for which ranks tell
-            each other their numbers in every call.
+        max_tokens: the most tokens that a rank passes to a layer at once. None: any number; ranks then exchange their
+            token counts in every call.
 
     Raises:
-        WireFormatError: a format that is none.
+        WireFormatError: a format is unknown.
     """
     for spec in (wire, combine_wire, grad_wire):
         resolve_wire(spec)

@@ -1,6 +1,6 @@
 """vLLM sends the tokens of its mixture-of-experts layers through thinwire: docs/integrations-vllm.md.
 
-With THINWIRE_VLLM=1 it stands where vLLM's all-gather and reduce-scatter stand: between ranks that share out experts.
+With THINWIRE_VLLM=1 it replaces vLLM's all-gather and reduce-scatter between ranks that share the experts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _make(stock: Any, groups: Any, use_monolithic: bool, **settings: Any) -> Any
         return stock(use_monolithic, **settings)  # every rank has a part of every expert: no token has a place to go
     if use_monolithic or config.parallel_config.enable_elastic_ep:
         what = "experts that route by themselves: choose another --moe-backend" if use_monolithic else "elastic EP"
-        raise TransportUnavailable(f"{VARIABLE}=1 does not go with {what}")
+        raise TransportUnavailable(f"{VARIABLE}=1 does not work with {what}")
     coordinator = importlib.import_module("vllm.distributed").get_ep_group()
     if coordinator not in groups:
         groups[coordinator] = group = Group(coordinator.device_group, coordinator.device)
@@ -101,7 +101,7 @@ class PrepareAndFinalize:
         """Collective for the first layer of its sizes. Raises what tokens cannot be carried for."""
         moe, comm, made = fused_experts.moe_config, self._group.comm, self._group.made
         if moe.is_lora_enabled:
-            raise TransportUnavailable(f"{VARIABLE}=1 does not go with LoRA on experts")
+            raise TransportUnavailable(f"{VARIABLE}=1 does not work with LoRA on experts")
         kind = (moe.num_experts, moe.experts_per_token, moe.hidden_dim, moe.max_num_tokens, moe.in_dtype)
         if kind not in made:
             made[kind] = ExpertParallel(comm, *kind[:-1], dtype=moe.in_dtype)
@@ -110,10 +110,12 @@ class PrepareAndFinalize:
         self._layer = ep.next_layer()
         ours, theirs = (comm.rank, len(ep.local_experts)), (moe.ep_rank, moe.num_local_experts)
         if ours != theirs:
-            raise ConfigMismatch(f"(rank, experts of it) is {ours} here, {theirs} in vLLM; the same is needed")
+            raise ConfigMismatch(f"(rank, its experts) is {ours} here, but {theirs} in vLLM; they must be equal")
         self._on_cpu, self._fixed = (cpu := comm.device.type == "cpu"), not cpu and ep.transport == "direct"
         if not (self._fixed or self._eager):  # on CPUs vLLM traces all of a layer
-            raise TransportUnavailable(f"--enforce-eager is needed but for direct transport on a GPU; {ep.explain()}")
+            raise TransportUnavailable(
+                f"--enforce-eager is needed, except with the direct transport on a GPU; {ep.explain()}"
+            )
 
     def prepare(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,

@@ -210,10 +210,10 @@ def score_text(
     """Bits per byte of a text under the unsharded model, and a score of it for each wire format.
 
     Args:
-        report: told what is done meanwhile.
+        report: gets the progress.
 
     Raises:
-        TransportUnavailable: nothing to run the kernels on CPUs with.
+        TransportUnavailable: there is nothing to run the kernels on CPUs with.
         RankError, RanksTimeout: as `run_ranks`.
     """
     for wire in wires:

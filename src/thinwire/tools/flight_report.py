@@ -1,7 +1,8 @@
-"""What all ranks' flight recorders say together: who stopped at which operation, and where ranks differ.
+"""Compares all ranks' flight recorders: which rank stopped at which operation, and where ranks differ.
 
-Numbers of operations are the same on all ranks of a communicator, so operations of one number are compared: what must
-agree on all ranks, counts between each two, and how far each rank came. Clocks are compared on one host only.
+Numbers of operations are the same on all ranks of a communicator, so operations with the same number are compared:
+settings that must agree, counts between each two ranks, and how far each rank came. Clocks are compared on one host
+only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def report(flights: Sequence[Flight]) -> str:
     """The text of `thinwire inspect`: for every communicator a line that names the rank and the operation, and a table.
 
     Raises:
-        ThinwireError: two files of one rank; no files.
+        ThinwireError: there are two files of one rank, or no files.
 
     >>> report([])
     Traceback (most recent call last):
@@ -53,7 +54,7 @@ class _Group:
         if len(self.flights) < len(flights):
             rank, times = Counter(flight.rank for flight in flights).most_common(1)[0]
             sources = " and ".join(flight.source for flight in flights if flight.rank == rank)
-            raise ThinwireError(f"rank {rank} is there {times} times, in {sources}; expected one file of each rank")
+            raise ThinwireError(f"rank {rank} has {times} files, {sources}; expected one file for each rank")
         self.size = next(iter(self.flights.values())).size
         self.absent = sorted({*range(self.size)} - {*self.flights})
         self.operations = {

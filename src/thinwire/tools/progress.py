@@ -1,6 +1,6 @@
-"""What a long command shows meanwhile: on a terminal one line that moves, elsewhere a line for each stage.
+"""Progress of a long command: on a terminal one line that changes, elsewhere a line for each stage.
 
-The command's process shows it. Ranks, which are other processes, tell it through a file that they add lines to.
+The command's process shows it. Ranks are other processes, and report through a file that they append to.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _WIDTH = 30
 
 
 class Report:
-    """What a rank tells; it may be sent to other processes.
+    """A rank's end of it; it may be sent to other processes.
 
     Args:
-        path: the file; None tells nobody.
+        path: the file; None reports nothing.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
 
     def stage(self, text: str, steps: int = 0) -> None:
-        """What is done from now on, in so many steps, if they are counted."""
+        """Names the current stage, and its number of steps, if they are counted."""
         self._tell(f"{steps}\t{text}")
 
     def step(self) -> None:
@@ -45,7 +45,7 @@ class Progress:
     """Shows stages with the seconds since `began`, from a thread of its own, for as long as the block lasts.
 
     Args:
-        out: where to.
+        out: the stream to write to.
         began: of `time.monotonic()`.
 
     Attributes:

@@ -74,7 +74,7 @@ def test_an_index_at_odds_with_its_files_is_refused(tmp_path: Path):
     path.write_text(json.dumps({"weight_map": index["weight_map"] | {"more": "model-00001-of-00002.safetensors"}}))
     refused(folder, "lacks 'more'")
     for text, message in (
-        (original.replace("{", '{"weight_map": {}, ', 1), "is there twice"),
+        (original.replace("{", '{"weight_map": {}, ', 1), "appears twice"),
         ('{"weight_map": []}', "has no weight_map"),
         ("{}", "has no weight_map"),
         ("[]", "holds a list"),
@@ -198,7 +198,7 @@ def test_a_header_with_a_name_twice_or_of_a_length_that_cannot_be_is_refused(tmp
     path, one = tmp_path / "model.safetensors", json.dumps(entry())
     twice = f'{{"w": {one}, "w": {one}}}'.encode()
     path.write_bytes(len(twice).to_bytes(8, "little") + twice + DATA)
-    refused(tmp_path, "'w' is there twice")
+    refused(tmp_path, "'w' appears twice")
     for length in (len(twice) + 9, 2**62, 2**64 - 1):
         path.write_bytes(length.to_bytes(8, "little") + twice + DATA)
         refused(tmp_path, f"says that its header has {length} bytes")

@@ -34,7 +34,7 @@ class OpenMPI:
             raise NotHere(f"mpi4py cannot be imported: {error}") from error
         world = MPI.COMM_WORLD
         if (world.rank, world.size) != (comm.rank, comm.size):
-            raise NotHere(f"its ranks are others: {world.rank} of {world.size} is {comm.rank} of {comm.size} here")
+            raise NotHere(f"its rank {world.rank} of {world.size} is rank {comm.rank} of {comm.size} here")
         self._mpi, self._world = MPI, world
 
     def barrier(self) -> None:

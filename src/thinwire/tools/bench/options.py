@@ -47,7 +47,7 @@ class Routing:
         """Reads `uniform`, `zipf:S`, `hot:SHARE` or `matrix:FILE`.
 
         Raises:
-            ArgumentError: something else, a number out of range, or a file that is not there.
+            ArgumentError: the text is unknown, a number is out of range, or the file does not exist.
 
         >>> Routing.parse("zipf:1.2"), str(Routing.parse("hot:0.50"))
         (Routing(kind='zipf', value=1.2, file=''), 'hot:0.5')
@@ -139,7 +139,7 @@ class Settings:
         """Of the command's options.
 
         Raises:
-            ArgumentError, WireFormatError: naming the option, what was passed and what is accepted.
+            ArgumentError, WireFormatError: an option is not accepted; the message says what is.
         """
         return cls(
             operations=_among("operation", options.operations or OPERATIONS, OPERATIONS),

@@ -1,4 +1,4 @@
-"""One page of what was measured: self-contained, without scripts, readable for whoever gets it by mail.
+"""One page of results: self-contained and without scripts, so it can be mailed.
 
 Everything that comes from a results file is escaped, and the page's own policy forbids scripts and any address, so that
 a hostile file can put nothing into it but text.
@@ -47,7 +47,7 @@ tr + tr td { border-top: 1px solid #eaeef2 }
 
 
 def require_matplotlib() -> None:
-    """For whoever will want pictures at the end of a long run.
+    """Checks for matplotlib before a long run that ends in pictures.
 
     Raises:
         TransportUnavailable: matplotlib is not installed.
@@ -64,7 +64,7 @@ def write_report(results: dict[str, Any], folder: Path) -> list[Path]:
     """The report of one run, in the form of its results file, as `write_reports` makes it.
 
     Raises:
-        ThinwireError: these are no results.
+        ThinwireError: the file has no results.
         TransportUnavailable: matplotlib is not installed.
     """
     return write_reports([parse_results(results, "results")], folder)
@@ -74,7 +74,7 @@ def write_reports(runs: Sequence[Results], folder: Path) -> list[Path]:
     """Writes `report.html` and a PNG for each of its pictures, the second run's with `2_` before their names.
 
     Returns:
-        What was written, the page first.
+        The written files, the page first.
 
     Raises:
         TransportUnavailable: matplotlib is not installed.

@@ -61,7 +61,7 @@ class Figure:
         size_bytes: a rank's buffer as nccl-tests defines it for the operation.
         logical_bytes, wire_bytes: what leaves a rank, uncompressed and as it travels; the mean over ranks.
         algorithm_bandwidth, bus_bandwidth: of logical bytes, as nccl-tests defines them.
-        seconds: None for a wrong result, which has no bandwidths and no speed-up either.
+        seconds: None for a wrong result, which also has no bandwidths and no speed-up.
         wire_bandwidth: of what travels.
         relative_error: L2 of the difference by L2 of the exact result.
         wrong: elements further off than the wire format allows.
@@ -132,7 +132,7 @@ def read_results(path: str | Path) -> Results:
     """A file's content, checked.
 
     Raises:
-        ThinwireError: naming the file and what is wrong with it.
+        ThinwireError: the file is not accepted; the message says why.
     """
     content, source = read_bytes(path)
     return parse_results(parse_json(content, source), source)
@@ -142,7 +142,7 @@ def parse_results(value: object, source: str) -> Results:
     """As `read_results`, of what a file says.
 
     Raises:
-        ThinwireError: naming the source and what is wrong with it.
+        ThinwireError: the source is not accepted; the message says why.
     """
     fields = Fields(value, source)
     for name, wanted in (("format", FORMAT), ("version", VERSION)):

@@ -107,7 +107,7 @@ def _ids_of_rows(routing: Routing, rows: Integers, tokens: int, top_k: int, firs
     for receiver in np.flatnonzero(rows).tolist():
         if first[receiver] == first[receiver + 1]:
             raise ArgumentError(
-                f"--routing {routing}: rank {receiver} owns none of {first[-1]} experts, and is to get rows"
+                f"--routing {routing}: rank {receiver} owns none of {first[-1]} experts, but the matrix sends it rows"
             )
     if rows.sum() > tokens * top_k:
         raise ArgumentError(

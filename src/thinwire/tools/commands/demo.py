@@ -16,10 +16,10 @@ from thinwire.errors import ArgumentError
 from thinwire.tools.progress import Progress
 from thinwire.wire import WireFormat
 
-SUMMARY = "a trained model, expert-parallel on CPU ranks"
+SUMMARY = "run a trained model, expert-parallel on CPU ranks"
 DESCRIPTION = """\
-Splits a small trained mixture-of-experts model over CPU ranks, scores a text with it under several wire formats, and
-prints what each format cost and saved. The model and the text come with the package."""
+Splits a small trained mixture-of-experts model over CPU ranks, scores a text in several wire formats, and prints the
+cost and the savings of each. The model and the text come with the package."""
 
 #: What a rank needs beside what all share, measured; and from how many ranks a core on it gets slow.
 _MIB_OF_A_RANK = 256
@@ -74,11 +74,11 @@ def _check_ranks(ranks: int, experts: int) -> None:
     if ranks < 1:
         raise ArgumentError(f"--ranks {ranks}: at least 1 is needed")
     if ranks > experts:
-        raise ArgumentError(f"--ranks {ranks}: the model has {experts} experts, and every rank is to own one at least")
+        raise ArgumentError(f"--ranks {ranks}: the model has {experts} experts, and every rank needs at least one")
     available = _available_mib()
     if available is not None and ranks * _MIB_OF_A_RANK > available:
         raise ArgumentError(
-            f"--ranks {ranks}: they need about {ranks * _MIB_OF_A_RANK} MiB of memory, and {available} MiB are there"
+            f"--ranks {ranks}: they need about {ranks * _MIB_OF_A_RANK} MiB of memory; {available} MiB are available"
         )
     if ranks > _RANKS_OF_A_CORE * cores:
         warning = f"{ranks} ranks share {cores} cores: they take turns, and this takes long"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "what is here, what works, and what to do about the rest"
+SUMMARY = "check what works on this machine, and say how to fix the rest"
 DESCRIPTION = """\
-Looks at versions, GPUs, limits and caches, tries each kind of shared memory, runs a round and an all-reduce on a few
-ranks, and says what works, what does not and why, and what to do about it. Every look has a time limit of its own.
-The exit status is 1 if something is broken that should work."""
+Checks versions, GPUs, limits and caches, tries each kind of shared memory, runs a round and an all-reduce on a few
+ranks, and says what works, what does not and why, and what to do about it. Every check has its own time limit.
+The exit status is 1 if something that should work is broken."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,15 @@ import sys
 
 from thinwire.errors import ThinwireError
 
-SUMMARY = "who stopped where, by the flight recorders"
+SUMMARY = "say which rank stopped where, from the flight recorders' files"
 DESCRIPTION = """\
 Compares the files that the ranks' flight recorders wrote when peers did not answer. The first line says which rank
-stopped at which operation; a table of the last operations follows. A file that cannot be used is told, and left out."""
+stopped at which operation; a table of the last operations follows. An unusable file is named and left out."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("files", metavar="FILE", nargs="+", help="what one rank's flight recorder wrote")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="the file of one rank's flight recorder")
 
 
 def run(options: argparse.Namespace) -> int:

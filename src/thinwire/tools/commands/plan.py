@@ -11,24 +11,24 @@ from thinwire.errors import ArgumentError
 from thinwire.files import write_file
 from thinwire.tools.commands.sizes import add_sizes, check_sizes
 
-SUMMARY = "what an ExpertParallel will hold, send and take"
+SUMMARY = "predict memory, bytes and times of an ExpertParallel"
 DESCRIPTION = """\
-Says of an ExpertParallel, before there is one, the memory that each rank holds, to the byte, the bytes of each leg, and
-how long the legs take by a model of a latency and a bandwidth. Times are predictions: of the link that is named, or,
-with --fit, of what `thinwire bench --json` measured. Starts no rank and needs no GPU."""
+Predicts the memory of each rank (to the byte), the bytes of each leg, and the legs' times, before an ExpertParallel
+exists. Times come from a model of latency and bandwidth: those of the named link or, with --fit, those fitted to the
+results of `thinwire bench --json`. Starts no rank and needs no GPU."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_sizes(parser)
     machine = parser.add_argument_group("the machine")
-    machine.add_argument("--link", help="between the GPUs of a host, such as nvlink4; or pcie5")
-    machine.add_argument("--alpha", type=float, metavar="US", help="in place of the link's: microseconds of a leg")
-    machine.add_argument("--beta", type=float, metavar="GB/S", help="in place of the link's: GB/s in one direction")
+    machine.add_argument("--link", help="link between the GPUs of a host, such as nvlink4 or pcie5")
+    machine.add_argument("--alpha", type=float, metavar="US", help="latency in microseconds, instead of the link's")
+    machine.add_argument("--beta", type=float, metavar="GB/S", help="GB/s in one direction, instead of the link's")
     machine.add_argument("--efficiency", type=float, help="share of beta that is reached (the link's; 1 with --beta)")
-    machine.add_argument("--hosts", type=int, default=1, metavar="N", help="over which the ranks are spread (1)")
-    machine.add_argument("--inter-link", help="between hosts, for each rank, such as ib400")
-    machine.add_argument("--fit", type=Path, metavar="FILE", help="what `thinwire bench --json` wrote: times by that")
+    machine.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that the ranks are spread over (1)")
+    machine.add_argument("--inter-link", help="link of each rank to other hosts, such as ib400")
+    machine.add_argument("--fit", type=Path, metavar="FILE", help="fit times to this file of `thinwire bench --json`")
     parser.add_argument("--sweep", action="store_true", help="also a line for each of 2, 4 ... 256 ranks")
     parser.add_argument("--json", metavar="FILE", help="also write the plan to this file; - prints nothing else")
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         options.link, options.alpha, options.beta, options.efficiency, options.hosts, options.inter_link
     )
     if options.fit is not None and model is not None and not options.sweep:
-        raise ArgumentError("fit and a link were given, expected one of them, or --sweep, which is by the link")
+        raise ArgumentError("fit and a link were given, expected one of them, or --sweep, which uses the link")
     import torch
 
     from thinwire.tools.bench.results import read_results

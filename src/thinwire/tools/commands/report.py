@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SUMMARY = "pictures and a page of what a benchmark measured"
+SUMMARY = "draw a benchmark's results, on one page"
 DESCRIPTION = """\
-Draws what `thinwire bench --json FILE` wrote, one picture a question, and writes one page, report.html, that holds all
-of it: the machine, the command, every figure, the pictures, and what was skipped. The page needs no network and runs no
-script. Runs of several files stand one below the other, never in one picture. Needs matplotlib, the extra `bench`."""
+Draws the results of `thinwire bench --json FILE`, and writes one page, report.html, with the machine, the command,
+every figure, the pictures, and the skipped implementations. The page needs no network and runs no script. Runs of
+several files appear one below the other, never in one picture. Needs matplotlib, from the extra `bench`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what `thinwire bench --json` wrote")
-    parser.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="where to, made if need be")
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="results of `thinwire bench --json`")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="created if it is missing")
 
 
 def run(options: argparse.Namespace) -> int:

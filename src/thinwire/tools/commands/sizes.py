@@ -1,4 +1,4 @@
-"""Options that commands have in common: the sizes of an ExpertParallel that there is not yet."""
+"""Options that commands share: the sizes of an ExpertParallel that does not exist yet."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Options with the names of ExpertParallel's arguments."""
     sizes = parser.add_argument_group("sizes, as ExpertParallel's arguments")
     for name, text in (
-        ("--ranks", "of the group"),
-        ("--experts", "in all"),
+        ("--ranks", "ranks of the group"),
+        ("--experts", "experts on all ranks together"),
         ("--top-k", "experts of a token"),
         ("--hidden", "elements of a token"),
-        ("--max-tokens", "of a rank; what it dispatches, too"),
+        ("--max-tokens", "most tokens of a rank, and the number that it dispatches"),
     ):
         sizes.add_argument(name, type=int, required=True, metavar="N", help=text)
-    sizes.add_argument("--wire", help="of dispatch (default THINWIRE_WIRE, or int8)")
-    sizes.add_argument("--combine-wire", help="of combine (default --wire)")
-    sizes.add_argument("--grad-wire", default="none", help="of both legs of backward (none)")
-    sizes.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="the tokens' (bfloat16)")
+    sizes.add_argument("--wire", help="wire format of dispatch (default THINWIRE_WIRE, or int8)")
+    sizes.add_argument("--combine-wire", help="wire format of combine (default --wire)")
+    sizes.add_argument("--grad-wire", default="none", help="wire format of both legs of backward (none)")
+    sizes.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of tokens (bfloat16)")
     sizes.add_argument("--transport", default="auto", help="auto, direct or staged (auto)")
     sizes.add_argument("--lanes", type=int, default=1, metavar="N", help="rounds open at once (1)")
-    sizes.add_argument("--align", type=int, default=1, metavar="N", help="of an expert's rows (1)")
-    sizes.add_argument("--integrity", default="none", help="the communicator's: none or checksum (none)")
+    sizes.add_argument("--align", type=int, default=1, metavar="N", help="alignment of each expert's rows (1)")
+    sizes.add_argument("--integrity", default="none", help="none or checksum, as the communicator's (none)")
     sizes.add_argument("--heap", default="cuda", help="cuda; posix or threads for CPU ranks (cuda)")
 
 

@@ -13,9 +13,9 @@ from thinwire.tools.progress import Progress
 
 SUMMARY = "compile all kernels of a configuration ahead of time"
 DESCRIPTION = """\
-Compiles what the ranks of an ExpertParallel will launch into the cache where they look for it, so that no rank compiles
-while others wait for it: Triton's kernels for GPUs, which need not be here, or with --heap posix or threads numba's for
-CPU ranks. The sizes must be those that the ranks will have: kernels know them."""
+Compiles the kernels of an ExpertParallel into the cache where ranks look for them, so that no rank compiles while
+others wait for it. These are Triton's kernels, for GPUs that need not be on this machine, or, with --heap posix or
+threads, numba's for CPU ranks. Pass the sizes that the ranks will have: Triton's kernels depend on them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     kernels = parser.add_argument_group("the kernels")
     kernels.add_argument(
-        "--arch", nargs="+", default=[], help="to compile for: sm_90 for an H100 (default: this machine's GPUs)"
+        "--arch", nargs="+", default=[], help="GPUs to compile for, such as sm_90 (H100) (default: this machine's)"
     )
-    kernels.add_argument("--gradients", action="store_true", help="dispatches will want gradients")
+    kernels.add_argument("--gradients", action="store_true", help="also the kernels of backward")
     kernels.add_argument(
-        "--int8-experts", type=int, default=0, metavar="N", help="tw.Int8Experts with N elements between its products"
+        "--int8-experts", type=int, default=0, metavar="N", help="also tw.Int8Experts, N elements between products"
     )
-    kernels.add_argument("--collectives", action="store_true", help="all-reduce, reduce-scatter and all-gather, too")
-    kernels.add_argument("--all-to-all-v", action="store_true", help="all-to-all-v of rows as long as tokens, too")
+    kernels.add_argument("--collectives", action="store_true", help="also all-reduce, reduce-scatter and all-gather")
+    kernels.add_argument("--all-to-all-v", action="store_true", help="also all-to-all-v of rows as long as tokens")
     kernels.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: one a core)")
 
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not on_cpu and options.heap != "cuda":
         raise ArgumentError(f"heap is {options.heap!r}, expected one of cuda, posix, threads")
     if on_cpu and options.arch:
-        raise ArgumentError(f"arch is {' '.join(options.arch)} and heap {options.heap}, which is of CPU ranks")
+        raise ArgumentError(f"arch is {' '.join(options.arch)} and heap {options.heap}, which is for CPU ranks")
     if not on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
         raise ArgumentError("TRITON_INTERPRET is 1, and interpreted kernels are not compiled: unset it")
     began = time.monotonic()

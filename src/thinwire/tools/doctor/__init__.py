@@ -1,1 +1,1 @@
-"""What is here, what works, what does not and why, and what to do about it: `thinwire doctor`."""
+"""Checks what this machine has and what works, and says why and what to do: `thinwire doctor`."""

@@ -32,7 +32,7 @@ def processors() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """What can still be had, as the library itself sees it, and huge pages."""
+    """Available memory, as the library itself sees it, and huge pages."""
     from thinwire.comm.resources.available import available_bytes
 
     left = available_bytes()

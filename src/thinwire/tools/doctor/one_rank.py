@@ -3,7 +3,7 @@
     python -m thinwire.tools.doctor.one_rank DEVICE RANK SIZE
 
 meets the others at MASTER_ADDR and MASTER_PORT; with `threads` for RANK it is SIZE ranks, threads of one process. Each
-step is told on standard output as it ends, a line of JSON each, so that one which does not come back is known.
+step prints a line of JSON as it ends, so a step that hangs is known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tell(rank: int, step: str, text: str, *, ok: bool = True, seconds: float = 0
 
 
 def examine(comm: Communicator) -> None:
-    """All steps but the first on one rank; what one raises is told, and the next is taken if it still can be."""
+    """All steps but the first on one rank. A step's error is printed, and the next one runs if it still can."""
     tell(comm.rank, "meeting", comm.explain().splitlines()[3].strip())
     for step, action in (
         ("shared memory", share_memory), ("transport", pick_transport), ("round", run_round), ("all-reduce", reduce),

@@ -1,1 +1,1 @@
-"""What an ExpertParallel will hold, send and take, before there is one: `thinwire plan`."""
+"""Predicts memory, bytes and times of an ExpertParallel before it exists: `thinwire plan`."""

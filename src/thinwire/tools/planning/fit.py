@@ -1,4 +1,4 @@
-"""Alpha and beta from measured points."""
+"""Fits alpha and beta to measured points."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Fit:
 
     Attributes:
         alpha: seconds.
-        beta: bytes a second; infinite where more bytes take no longer.
-        points: what was measured, by bytes.
+        beta: bytes a second; infinite if more bytes take no longer.
+        points: the measured points, by bytes.
         residuals: for each, (fitted - measured) / measured.
         r2: 1 - squares of the residuals in seconds / squares of the distances from their mean; 1 if all are equal.
     """
@@ -46,7 +46,7 @@ def fit_points(points: Sequence[Point]) -> Fit:
     """The alpha >= 0 and 1 / beta >= 0 with the least squares of relative residuals.
 
     Raises:
-        ArgumentError: fewer than two different numbers of bytes, from which no line follows.
+        ArgumentError: there are fewer than two different numbers of bytes.
     """
     if len({point.wire_bytes for point in points}) < 2:
         raise ArgumentError(
@@ -77,7 +77,7 @@ _Key = tuple[str, str, str, str | None, str | None]
 
 
 def fit_results(results: Results) -> dict[_Key, Fit]:
-    """By operation, implementation, wire, transport and routing; what was measured at one size alone is left out."""
+    """Fits by operation, implementation, wire, transport and routing; leaves out those measured at one size only."""
     groups: dict[_Key, list[Point]] = {}
     for figure in results.figures:
         key = figure.operation, figure.implementation, figure.wire, figure.transport, figure.routing

@@ -1,4 +1,4 @@
-"""How long a leg takes, by a model of a latency and a bandwidth: a prediction, never a measurement. Needs no torch."""
+"""The time of a leg, by a model of latency and bandwidth: a prediction, never a measurement. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a rank to its peers.
+    """The connection of a rank to its peers.
 
     Attributes:
-        alpha: seconds that a leg takes with no bytes: launches, flags, and the way of the first byte.
-        beta: nominal bytes a second in one direction, of one GPU, or of one network card, taken to be one GPU's.
-        efficiency: the share of that which a leg is taken to reach.
-        source: where beta is from.
+        alpha: seconds of a leg without bytes: launches, flags, and the way of the first byte.
+        beta: nominal bytes a second in one direction, of one GPU, or of one network card, assumed to serve one GPU.
+        efficiency: the share of beta that a leg is assumed to reach.
+        source: the source of beta.
     """
 
     alpha: float
@@ -50,8 +50,8 @@ LINKS = {
 class Model:
     """Seconds of a leg: `alpha + bytes / (beta * efficiency)`, bytes being those of the busiest rank.
 
-    With `between`, the links of two levels work at once, and the leg takes as long as the slower one: a token goes to
-    each rank by itself, to those of one other host as well. Kernels that quantise, route and sum are taken to be hidden
+    With `between`, the links of two levels work at once, and the leg takes as long as the slower one. A token goes to
+    each rank separately, even to ranks of one other host. Kernels that quantise, route and sum are assumed to be hidden
     behind the link.
     """
 
@@ -74,7 +74,7 @@ def find_link(name: str) -> Link:
     """The link of that name.
 
     Raises:
-        ArgumentError: there is none; the message names all.
+        ArgumentError: there is none; the message names all links.
     """
     if name not in LINKS:
         raise ArgumentError(f"link {name!r} is not known; accepted: {', '.join(LINKS)}, or alpha and beta")
@@ -89,15 +89,15 @@ def chosen_model(
     hosts: int,
     inter_link: str | None,
 ) -> Model | None:
-    """The model that these say; None where there is neither a link nor a bandwidth.
+    """The model for these arguments; None without a link and a bandwidth.
 
     Args:
-        alpha: microseconds, in place of the link's.
-        beta: GB/s, in place of the link's; taken to be reached, unless `efficiency` says otherwise.
-        efficiency: in place of the links'.
+        alpha: microseconds, instead of the link's.
+        beta: GB/s, instead of the link's; assumed to be reached, unless `efficiency` says otherwise.
+        efficiency: instead of the links'.
 
     Raises:
-        ArgumentError: a link that is not known, numbers that cannot be, or no link between several hosts.
+        ArgumentError: a link is unknown, a number is out of range, or several hosts have no link between them.
     """
     for name, value, most in (("alpha", alpha, 1e9), ("beta", beta, 1e9), ("efficiency", efficiency, 1.0)):
         least = 0.0 if name == "alpha" else 1e-9

@@ -1,4 +1,4 @@
-"""The parts of a plan put together: memory, bytes and predicted seconds of one ExpertParallel."""
+"""A whole plan: memory, bytes and predicted seconds of one ExpertParallel."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RANKS_SWEPT = (2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned; the names are those of ExpertParallel's arguments.
+    """The configuration to plan; names are those of ExpertParallel's arguments.
 
     Attributes:
         heap: see `plan_memory`.
-        hosts: over which the ranks are spread evenly; over more than one, records travel through the process group.
+        hosts: number of hosts, with ranks spread evenly; with more than one, records travel through the process group.
         dtype: the tokens'.
     """
 
@@ -59,7 +59,7 @@ class Request:
         return replace(plan, reason=spread) if self.hosts > 1 else plan
 
     def legs(self, transport: str, wire: str | WireFormat | None = None) -> tuple[Leg, Leg]:
-        """Dispatch and combine, with `wire` on both in place of their own."""
+        """Dispatch and combine, with `wire` on both instead of their own."""
         settings = ParallelSettings.of(
             self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
             combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,
@@ -75,7 +75,7 @@ class Planned:
     Attributes:
         fan_out: ranks that a token goes to, on average, its own included.
         plain: the same legs with the wire format `none`.
-        seconds: of each leg and each plain leg, as predicted; None where no model was given for it.
+        seconds: predicted for each leg and each plain leg; None without a model for it.
     """
 
     request: Request
@@ -104,7 +104,7 @@ def make_plan(request: Request, model: Model | None, fits: dict[str, Fit] | None
     """A plan by a model, or by fits of the legs of that name; those of plain legs are then not known.
 
     Raises:
-        ArgumentError, RoutingError, WireFormatError, TransportUnavailable: what cannot be planned, by name.
+        ArgumentError, RoutingError, WireFormatError, TransportUnavailable: an argument cannot be planned, and is named.
     """
     memory = request.memory()
     legs, plain = request.legs(memory.transport), request.legs(memory.transport, "none")
@@ -120,10 +120,10 @@ def make_plan(request: Request, model: Model | None, fits: dict[str, Fit] | None
 
 
 def fits_for(request: Request, results: Results) -> dict[str, Fit]:
-    """What says how long the request's legs take: fits of thinwire's, of this wire and transport, uniformly routed.
+    """The fits that predict the request's legs: thinwire's, of this wire and transport, with uniform routing.
 
     Raises:
-        ArgumentError: there is none for a leg; the message says which there are.
+        ArgumentError: there is none for a leg; the message lists the existing ones.
     """
     fits, memory = fit_results(results), request.memory()
     found = {}
@@ -140,7 +140,7 @@ def sweep(request: Request, model: Model | None) -> list[Planned]:
     """Plans for other numbers of ranks, as many on a host as in the request; by a model alone, if there is one.
 
     Raises:
-        ArgumentError: hosts that do not divide the ranks, and a model without a link between hosts.
+        ArgumentError: the hosts do not divide the ranks, or the model has no link between hosts.
     """
     each = request.ranks // request.hosts
     plans = []

@@ -45,7 +45,7 @@ def describe(planned: Planned) -> str:
 
 
 def describe_times(planned: Planned, model: Model) -> str:
-    """Predicted times, with the model's terms and what it takes for granted."""
+    """Predicted times, with the model's terms and assumptions."""
 
     def link(name: str, what: Link) -> str:
         reached = f"beta {what.beta / 1e9:g} GB/s, efficiency {what.efficiency:g}"
@@ -69,7 +69,7 @@ def describe_times(planned: Planned, model: Model) -> str:
 
 
 def describe_fit(planned: Planned, fits: Mapping[str, Fit], results: Results) -> str:
-    """What was fitted to which points, how well, and the times by it."""
+    """The fit, its points, its quality, and the predicted times."""
     lines = [
         f"time, predicted from {results.source} ({results.ranks} ranks, {results.hosts} hosts): alpha + bytes / beta"
     ]

@@ -14,10 +14,10 @@ from thinwire.moe.routing import expert_range
 
 
 def reach(num_experts: int, top_k: int, ranks: int) -> list[float]:
-    """The probability, for each rank, that a token goes there, where all sets of `top_k` experts are equally likely.
+    """The probability, for each rank, that a token goes there, if all sets of `top_k` experts are equally likely.
 
-    A rank with e of E experts is left out by C(E - e, k) of the C(E, k) sets. The sum is the fan-out: the ranks that a
-    token goes to, on average.
+    C(E - e, k) of the C(E, k) sets leave out a rank with e of E experts. The sum is the fan-out: the number of ranks
+    that a token goes to, on average.
 
     Raises:
         ArgumentError: more experts a token than there are.
@@ -40,8 +40,8 @@ class Leg:
     Attributes:
         wire: its format.
         record_bytes: of one record.
-        rows: records that leave the rank, or come to it; `own_rows` those that it keeps, which cross no link.
-        within_bytes, between_bytes: all that crosses the links within its host, and those to other hosts.
+        rows: records that leave the rank, or arrive there; `own_rows`: records that it keeps, which cross no link.
+        within_bytes, between_bytes: bytes over the links within its host, and over those to other hosts.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Leg:
 
     @property
     def wire_bytes(self) -> float:
-        """All that leaves the rank, or comes to it."""
+        """All bytes that leave the rank, or arrive there."""
         return self.within_bytes + self.between_bytes
 
 
@@ -64,7 +64,7 @@ def plan_traffic(
     """Dispatch and combine of `tokens` tokens on each rank, routed uniformly without replacement.
 
     Args:
-        hosts: over which ranks are spread in contiguous blocks of one size.
+        hosts: number of hosts, with ranks in contiguous blocks of one size.
 
     Raises:
         ArgumentError: `hosts` does not divide `ranks`; more experts a token than there are.

@@ -1,4 +1,4 @@
-"""Kernels of a configuration into Triton's cache, by several processes."""
+"""Compiles kernels of a configuration into Triton's cache, in several processes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ class Compiled:
 def compile_ahead(
     configurations: Sequence[Configuration], archs: Sequence[str], jobs: int, report: Report
 ) -> list[Compiled]:
-    """Compiles what ranks of these configurations will launch, each kernel once, unless the cache has it.
+    """Compiles the kernels that ranks of these configurations will launch, each once, unless the cache has it.
 
     Args:
         archs: see `find_target`.
         jobs: processes.
-        report: is told of the steps.
+        report: gets the steps.
 
     Raises:
-        ArgumentError, TransportUnavailable: an arch that cannot be, or does not take what is to be launched there, or
-            a process that was ended.
-        Exception: what a compiler raised; what is under way is then brought to its end.
+        ArgumentError, TransportUnavailable: an arch is unknown or does not support a kernel, or a process ended.
+        Exception: a compiler's own error; pending work is finished first.
     """
     chosen, done = tuple(configurations), []
     for arch in archs:
@@ -79,8 +78,8 @@ def _processes(arch: str, jobs: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
     except BrokenProcessPool as error:
         raise TransportUnavailable(
-            f"{arch}: a process that compiled was ended, by a compiler that does not know such GPUs, or for want of "
-            "memory: is there such an arch? If so, fewer --jobs need less"
+            f"{arch}: a compiling process ended: the compiler does not know this arch, or memory ran out; check the "
+            "arch, or use fewer --jobs"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

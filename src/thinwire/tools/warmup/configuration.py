@@ -1,4 +1,4 @@
-"""What ranks will call, and so which kernels they launch."""
+"""The calls of ranks, which decide the kernels that they launch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Configuration:
     """What ranks will call.
 
     Attributes:
-        settings: ExpertParallel's arguments; its lanes with `dtype` and without one are both compiled for.
+        settings: ExpertParallel's arguments; lanes with and without `dtype` are both compiled for.
         ranks: of the group.
         dtype: of tokens.
         checksums: whether the communicator has integrity="checksum".
-        gradients: whether a dispatch will want them.
+        gradients: whether a dispatch will want gradients.
         int8_experts: elements between the two products of `tw.Int8Experts`; 0: there are none.
-        collectives, all_to_all_v: whether these are called, too, in the wire format of dispatch and rows of its size.
+        collectives, all_to_all_v: whether these are called too, in the wire format of dispatch and with rows of its
+            size.
     """
 
     settings: ParallelSettings
@@ -46,7 +47,7 @@ class Configuration:
 
     @classmethod
     def of(cls, options: Namespace) -> Configuration:
-        """What the options of `thinwire warmup` say.
+        """The configuration that the options of `thinwire warmup` describe.
 
         Raises:
             ArgumentError, RoutingError, WireFormatError: as ExpertParallel and `tw.init`.
@@ -75,7 +76,7 @@ class Configuration:
         )
 
     def require(self, target: GPUTarget) -> None:
-        """Raises what ranks on such GPUs would, before anything is compiled: TransportUnavailable, WireFormatError."""
+        """Raises the errors of ranks on such GPUs, before any compiling: TransportUnavailable, WireFormatError."""
         settings = self.settings
         why = settings.why_staged(self.ranks)
         if why is not None and settings.transport == "direct":

@@ -1,4 +1,4 @@
-"""GPUs to compile for, whether they are here or not."""
+"""GPUs to compile for, on this machine or not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def find_target(arch: str) -> GPUTarget:
-    """What Triton calls a GPU of this architecture.
+    """Triton's target for a GPU of this architecture.
 
     Args:
         arch: "sm_90" and so on; with PyTorch for ROCm "gfx942" and so on.
 
     Raises:
-        ArgumentError: another name, or one of the maker that this PyTorch is not for.
+        ArgumentError: the name is unknown, or this PyTorch is for another maker's GPUs.
     """
     from triton.backends.compiler import GPUTarget
 
@@ -37,7 +37,7 @@ def find_target(arch: str) -> GPUTarget:
 
 
 def archs_here() -> list[str]:
-    """Of this machine's GPUs, each once.
+    """The architectures of this machine's GPUs, each once.
 
     Raises:
         ArgumentError: it has none.
