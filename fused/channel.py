@@ -24,7 +24,7 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
-from thinwire.fused.transport import CLOSED, ExchangeTransport
+from thinwire.fused.direct_transport import CLOSED, ExchangeTransport
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
 from thinwire.wire import WireFormat
 

@@ -23,15 +23,9 @@ from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
+from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, ExchangeTransport
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import (
-    BEFORE_CAPTURE,
-    CLOSED,
-    ExchangeTransport,
-    Refusal,
-    open_direct,
-    uses_triton,
-)
+from thinwire.fused.transport import Refusal, open_direct, uses_triton
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,

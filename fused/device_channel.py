@@ -28,7 +28,7 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
 from thinwire.fused.counts import Segments
-from thinwire.fused.transport import BEFORE_CAPTURE
+from thinwire.fused.direct_transport import BEFORE_CAPTURE
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS, ExchangeLayout

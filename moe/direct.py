@@ -17,7 +17,7 @@ import torch
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
-from thinwire.fused.transport import compiled_for
+from thinwire.fused.direct_transport import compiled_for
 from thinwire.moe.direct_lanes import DirectLanes
 from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan

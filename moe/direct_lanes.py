@@ -8,7 +8,7 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
-from thinwire.fused.transport import DirectTransport
+from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import describe_tag
 from thinwire.moe.round_transport import Rounds, left_open

@@ -30,7 +30,7 @@ from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout, open_collectives
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct import open_channel
-from thinwire.fused.transport import DirectTransport, compiled_for
+from thinwire.fused.direct_transport import DirectTransport, compiled_for
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks

@@ -1,0 +1,382 @@
+"""One rank's end of the direct transport: what all users of peers' memory have in common."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from thinwire.comm.calls import Attachment
+from thinwire.comm.exchange import Exchange, name_ranks
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.work import without_traceback
+from thinwire.errors import IntegrityError, PeerTimeout, ThinwireError
+from thinwire.triton_kernels.exchange_layout import (
+    REPORT_FIRST,
+    REPORT_ROWS,
+    REPORT_SOURCE,
+    SIGNATURE_WORDS,
+    Endpoint,
+    ExchangeLayout,
+)
+from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
+    CONTROL_STATUS,
+    CORRUPTED,
+    MISMATCHED,
+    REPORT_EPOCH,
+    REPORT_PEERS,
+    REPORT_PHASE,
+    REPORT_STATUS,
+    RUNNING,
+    SAID_LEFT,
+    SIGNAL_LINE_BYTES,
+    TIMED_OUT,
+    grace_of,
+)
+
+#: Seconds that peers get to say that they are stuck as well, where the ranks vote on who is lost after that.
+_GRACE_BEFORE_VOTE = 0.25
+
+#: Seconds more that peers get in a call whose kernels this rank had to compile or load, as they may have to as well.
+_COMPILE_SECONDS = 120.0
+
+#: What is said of a call that the end of its communicator has cut off.
+CLOSED = "the communicator was closed while this call was under way"
+
+#: What is said of a call that is captured, and was never made.
+BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
+
+_prepare_lock = threading.Lock()
+_GLANCE_SECONDS = 1e-4  # between two looks at how far other threads are
+_CLOSED = -1  # among a rank's calls, which are counted by lane
+
+
+def compiled_for(*tensors: torch.Tensor) -> tuple[Hashable, ...]:
+    """What of tensors with contiguous rows Triton compiles a kernel anew for."""
+    found: tuple[Hashable, ...] = ()
+    for tensor in tensors:
+        stride = tensor.stride()[0]  # at half the cost of stride(0)
+        found += tensor.dtype, tensor.data_ptr() & 15 == 0, stride == 1 or (stride & 15 == 0, stride >= 2**31)
+    return found
+
+
+class DirectTransport(Attachment):
+    """One rank's end of the direct transport: streams, preparation, what kernels report, and the end of it all.
+
+    Kernels report into host memory that the host may read at any time. On the CPU it looks after each wait; on CUDA
+    nothing waits for the device, so what went wrong is raised by a later call or by `check`.
+
+    Args:
+        operation: what it is for, for people.
+        memory: a buffer on every rank, zero at first; closed by `close`.
+        rank: this rank.
+        timeout: seconds that a peer may let this rank wait. Peers then get up to a second, and no longer than that, to
+            say that they are stuck as well; with voters a quarter of one. On CUDA two minutes more in a call for which
+            this rank had to compile or load kernels.
+        voters: see the function.
+
+    Attributes:
+        report: int32, what kernels say of a wait; set by who has it.
+        calls: how many were prepared on each lane, where peers are threads that share the device.
+        peers_calls: all ranks' `calls`, in that case.
+    """
+
+    #: What a report's phases are called.
+    phases: tuple[str, ...] = ()
+    report: np.ndarray
+
+    def __init__(
+        self, operation: str, memory: SymmetricMemory, rank: int, timeout: float, voters: Exchange | None = None
+    ) -> None:
+        self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
+        self.world = memory.buffer_ptrs.numel()
+        self.grace = grace_of(timeout) if voters is None else min(timeout, _GRACE_BEFORE_VOTE)
+        self._voters = voters
+        self._agreed: tuple[tuple[int, ...], str] | None = None
+        self.device = memory.local.device
+        self.on_gpu = self.device.type == "cuda"
+        self.failure: ThinwireError | None = None
+        self.closed = False
+        if voters is not None:
+            voters.add_dependent(self)
+        self._thread = threading.get_ident()
+        self.calls: dict[int, int] = {}
+        self.peers_calls: Sequence[dict[int, int]] = ()
+        self._prepared: set[Hashable] = set()
+        self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
+        self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def take_turn(self, lane: int = 0) -> torch.cuda.Stream | None:
+        """The current stream, once it waits for what the last call launched on another; on the CPU there are none.
+
+        While a graph is captured, the order of streams is the caller's affair.
+
+        Args:
+            lane: whose last call is meant; those of others may go on meanwhile.
+        """
+        if not self.on_gpu:
+            return None
+        last = self._last_streams.get(lane)
+        # A tenth of what current_stream costs, and each leg asks twice.
+        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
+            return last
+        stream = torch.cuda.current_stream(self.device)
+        if not self.capturing:  # which would take in the other stream
+            if last is not None:
+                stream.wait_stream(last)
+            self._last_streams[lane] = stream
+        return stream
+
+    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
+        """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
+
+        Loading a kernel waits for all that the device was given to do. Where ranks are threads that share it, that
+        includes kernels which wait for this rank. So a rank that has loaded some lets its peers come as far before its
+        own begin to wait. The host waits for no stream in here: the call ahead of it may wait for a rank that waits for
+        this lock. Each call comes here once, before it launches anything.
+
+        Args:
+            launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
+            lane: of the call; those of others may be under way.
+
+        Raises:
+            ThinwireError: the current stream is being captured in a CUDA graph, which compiling and loading would end.
+        """
+        if not self.on_gpu:
+            return
+        self._preparing.discard(lane)
+        anew = key not in self._prepared
+        if anew:
+            if self.capturing:
+                raise ThinwireError(BEFORE_CAPTURE)
+            self._preparing.add(lane)
+            with _prepare_lock:
+                launch()
+            self._prepared.add(key)
+        self.count_call(lane)
+        if anew:
+            self._let_peers_prepare(lane)
+
+    def count_call(self, lane: int) -> None:
+        """This rank has come as far as one more call on the lane: what it launches next waits for no kernel to load."""
+        if self.peers_calls and not self.capturing:
+            self.calls[lane] = self.calls.get(lane, 0) + 1
+
+    def _let_peers_prepare(self, lane: int) -> None:
+        """Waits for peers to prepare as many calls; one that does not come in time is for the kernels to name.
+
+        Not in backward on CUDA: autograd has one thread a device, on which the peers' backward waits for this one's.
+        """
+        if not self.peers_calls or threading.get_ident() != self._thread:
+            return
+        number, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
+        while any(calls.get(lane, 0) < number and _CLOSED not in calls for calls in self.peers_calls):
+            if time.monotonic() > limit:
+                return
+            time.sleep(_GLANCE_SECONDS)
+
+    def finish_stream(self) -> None:
+        """Waits for what was launched on the current stream.
+
+        To be called before what is there is read: a copy to the host that has to wait keeps all threads of the process
+        from launching anything, among them ranks that share the device, for which the stream may wait.
+        """
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def come_no_more(self) -> None:
+        """Peers that are threads need not wait for this rank."""
+        self.calls[_CLOSED] = 1
+
+    def wait_seconds(self, lane: int = 0) -> float:
+        """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be prepared."""
+        return self.timeout + (_COMPILE_SECONDS if lane in self._preparing else 0.0)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What went wrong
+
+    def require_usable(self) -> None:
+        """Raises what keeps this end from being used, and what kernels reported since the last call."""
+        if self.closed:
+            raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
+        if self.failure is not None:
+            raise self.failed_with(self.failure)
+        if self.report[REPORT_STATUS] != RUNNING:
+            self.raise_findings()
+
+    def failed_with(self, error: ThinwireError) -> ThinwireError:
+        """What later calls raise."""
+        text = f"the direct transport of {self.operation} cannot be used any more, make a new communicator; earlier: "
+        return _with_text(error, f"{text}{error}")
+
+    def raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did: PeerTimeout, or `mismatch`."""
+        status = self.report[REPORT_STATUS]
+        if status == TIMED_OUT:
+            self.fail(self.timed_out())
+        if status == MISMATCHED:
+            self.fail(self.mismatch())
+
+    def fail(self, error: ThinwireError) -> NoReturn:
+        """Raises an error after which this end is of no more use."""
+        self.come_no_more()
+        self.failure = without_traceback(error)
+        raise error
+
+    def peers_in(self, report: np.ndarray) -> np.ndarray:
+        """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
+        peers: np.ndarray = report[REPORT_PEERS:].reshape(3, self.world)
+        return peers
+
+    def timed_out(self) -> PeerTimeout:
+        """What the report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
+        peers = self.peers_in(self.report)
+        blamed, missing, said = (np.flatnonzero(row).tolist() for row in peers)
+        left = [peer for peer in said if peers[2, peer] == SAID_LEFT]
+        stuck = [peer for peer in said if peer != self.rank and peer not in left]
+        silent = [peer for peer in blamed if peer not in left]
+        epoch = int(self.report[REPORT_EPOCH])
+        found = []
+        if silent:
+            limit = f"{self.wait_seconds():g} s"
+            found.append(f"no answer from {name_ranks(silent)} within {limit}: stuck, gone, or not in this call")
+        elif not left:
+            found.append("nobody is silent any more")
+        if left:
+            found.append(f"{name_ranks(left)} closed the communicator in the middle of a call")
+        if stuck:
+            found.append(f"{name_ranks(stuck)} gave up too")
+        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}"
+        ranks, text = self.agree(blamed, f"{text}: {'; '.join(found)}")
+        return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+
+    def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
+        """Who is lost, by this rank's kernels and then as all agree, and the text with what there is to say of it.
+
+        Where there are voters, the communicator's exchange is of no use after it, either.
+        """
+        if self._voters is None:
+            return tuple(blamed), text
+        if self._agreed is None:
+            self._agreed = self._voters.end(blamed, text)
+        return self._agreed
+
+    def mismatch(self) -> ThinwireError:
+        """What the ranks disagree on."""
+        raise NotImplementedError
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a communicator asks of it
+
+    def check(self) -> None:
+        """Waits for what was launched on the current stream, and raises what went wrong on the device."""
+        self.finish_stream()
+        self.require_usable()
+
+    def leave_to_parent(self) -> None:
+        """See `Attachment`. The memory stays mapped, as a signal handler may have forked in the middle of a call."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Lets go of the memory. Not collective: what peers still write goes into what they have mapped themselves.
+
+        On CUDA it waits for what the device was given to do.
+        """
+        if not self.closed:
+            self.closed = True
+            self.come_no_more()
+            self.memory.close()
+
+
+def _with_text(error: ThinwireError, text: str) -> ThinwireError:
+    """An error of the same kind, about the same peers."""
+    if isinstance(error, IntegrityError):
+        return IntegrityError(text, rank=error.rank, rows=error.rows, call=error.call)
+    if isinstance(error, PeerTimeout):
+        return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
+    return type(error)(text)
+
+
+class ExchangeTransport(DirectTransport):
+    """One rank's end of an exchange: `docs/protocol.md`, "The exchange". `layout` is that of each buffer."""
+
+    #: What a slot is called, and what else is worth telling of it.
+    slots, remark = "slots", ""
+
+    def __init__(
+        self,
+        operation: str,
+        memory: SymmetricMemory,
+        layout: ExchangeLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
+        super().__init__(operation, memory, rank, timeout, voters)
+        self.layout = layout
+        # Kernels find the second one given up and do nothing; it is for those that are only compiled and loaded.
+        self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
+        self._idle.control[CONTROL_STATUS] = TIMED_OUT
+        self.report = self._end.report.numpy()
+        self.finish_stream()  # what was zeroed here is used on any stream
+
+    def describe(self) -> str:
+        """One line for `Communicator.explain`."""
+        failed = ", failed" if self.failure is not None or self.report[REPORT_STATUS] != RUNNING else ""
+        size = self.memory.num_bytes / 2**20
+        return (
+            f"{self.operation}: direct, {size:.1f} MiB of symmetric memory, {self.slots} of {self.layout.SLOT_BYTES} "
+            f"bytes{self.remark}{failed}"
+        )
+
+    def open_epoch(self) -> int:
+        """The number of the call under way."""
+        return int(self._end.control[CONTROL_EPOCH])
+
+    def raise_findings(self) -> None:
+        """Raises what a kernel reported, if one did: as `DirectTransport`, or IntegrityError."""
+        if self.report[REPORT_STATUS] == CORRUPTED:
+            self.fail(self._corruption())
+        super().raise_findings()
+
+    def _corruption(self) -> IntegrityError:
+        report = self.report
+        source, epoch = int(report[REPORT_SOURCE]), int(report[REPORT_EPOCH])
+        first, count = (int(report[word : word + 2].view(np.int64)[0]) for word in (REPORT_FIRST, REPORT_ROWS))
+        what = f"rows {first} ... {first + count - 1}" if count else "the header"
+        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
+            (),
+            f"rank {self.rank} of {self.world}, {self.operation}, call {epoch}, {self.phases[report[REPORT_PHASE]]}: "
+            f"what arrived is not what was sent, by its checksums: {what} from rank {source}",
+        )
+        return IntegrityError(
+            text,
+            rank=source,
+            rows=(range(first, first + count),) if count else (),
+            call=epoch,
+        )
+
+    def headers(self) -> list[list[int]]:
+        """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""
+        self.finish_stream()
+        epoch, size = self.open_epoch(), self.world * SIGNAL_LINE_BYTES
+        first = self.layout.HEADERS + (epoch & 1) * size
+        words = self.memory.local[first : first + size].cpu().view(torch.int64).view(self.world, -1)
+        return [[line[0] >> 32, *line[1 : 2 + SIGNATURE_WORDS]] for line in words.tolist()]  # behind the flag
+
+    def close(self) -> None:
+        """See `DirectTransport.close`."""
+        super().close()
+        # Endpoints would hold this rank's buffer for as long as the communicator is there.
+        self._end = self._idle = replace(self._end, buffer=self._end.buffer.new_empty(0))
