@@ -32,7 +32,7 @@ from thinwire.fused.direct import open_channel
 from thinwire.fused.empty import SymmetricTensors
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu.all_to_all_v import HEADERS, RECEIVED, SCALARS
+from thinwire.triton_kernels.cpu.all_to_all_v import HEADERS, PEERS, SCALARS
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
 #: Bytes of a piece: a few rows are more.
@@ -438,7 +438,7 @@ def test_a_mark_counts_only_where_a_place_was_told() -> None:
         for _ in range(2):
             meeting.wait(30)
             if rank == 1:
-                line[1] = int(channel._peers[RECEIVED, 0]) + 1
+                line[1] = int(channel._peers[PEERS.index("received"), 0]) + 1
             got = tw.all_to_all_v(x, [100, 100], [100, 100], wire="none", comm=comm)
             assert got[:, 0].tolist() == [1.0] * 100 + [2.0] * 100
 

@@ -32,7 +32,6 @@ from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu import collective as numba_kernels
 from thinwire.triton_kernels.exchange_layout import DONE, SENT, TAKEN
 from thinwire.wire import WireFormat
 
@@ -325,7 +324,6 @@ def sums_after_others_were_forgotten(comm: Communicator) -> list[float]:
     for _ in range(3):
         all_reduce(x, wire="none", comm=comm)
     comm.barrier()
-    numba_kernels._ranks.cache_clear()  # as groups of many other sizes in the process do
     gc.collect()
     littered = [np.full(WORLD, -1, np.int64) for _ in range(1000)]  # in memory of that size
     comm.barrier()

@@ -1,6 +1,6 @@
 """The direct all-to-all-v on the CPU: rows straight from one rank's memory into another's.
 
-`move` is the only entry. What it must know of the exchange and of a call lies in two int64 arrays, `call` and `peers`,
+`move` is the only entry. What it must know of the exchange and of a call lies in `call` and `peers` (see `pieces`),
 and so does what it notes for itself: it may return to the host half-way (for instance, once all counts have come in)
 and go on later. `docs/protocol.md` has the argument, "The exchange" and "The ring".
 
@@ -13,122 +13,25 @@ from __future__ import annotations
 
 import numpy as np
 
+from thinwire.triton_kernels.cpu import exchange, signal, straight
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.exchange import (
-    header_count,
-    header_pieces,
-    publish_head,
-    publish_header,
-    publish_tail,
-    same_signature,
-)
-from thinwire.triton_kernels.cpu.exchange_checksum import (
-    header_fits,
-    report_corruption,
-)
+from thinwire.triton_kernels.cpu.exchange_checksum import header_fits, report_corruption
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
-from thinwire.triton_kernels.cpu.ir.fields import int64_rows, int64_words
+from thinwire.triton_kernels.cpu.ir.fields import int64_rows
 from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
-from thinwire.triton_kernels.cpu.pieces import (
-    ANSWER,
-    BUFFER_PTRS,
-    CHECKSUMS,
-    COUNTS_PER_ROW,
-    DISCARD,
-    END_IN,
-    END_OUT,
-    EPOCH,
-    EXACT,
-    GIVE_UP_BY,
-    GRACE,
-    HALF_BYTES,
-    HALF_LINES,
-    HEAD_HERE,
-    HEAD_THERE,
-    HEADER_HERE,
-    HEADER_THERE,
-    LIMIT,
-    LOOKS,
-    NEXT_IN,
-    NEXT_OUT,
-    PARITY_HERE,
-    PARITY_THERE,
-    PLACE,
-    RANK,
-    RECEIVED,
-    RECV_COUNT,
-    REGIONS,
-    REPORT,
-    RING_HERE,
-    RING_THERE,
-    SEND_COUNT,
-    SEND_DISPL,
-    SENT,
-    SIGNATURE,
-    SLOT_BYTES,
-    SLOTS,
-    STARTING,
-    STATUS,
-    STUCK,
-    TAIL_HERE,
-    TAIL_THERE,
-    TEAM,
-    TIMEOUT,
-    TOLD,
-    UNIT_BYTES,
-    UNITS_PER_PIECE,
-    UNITS_PER_TURN,
-    WORLD,
-    X_STEP,
-    X,
-    pieces_of,
-    sums_of,
-    units_of,
-)
-from thinwire.triton_kernels.cpu.pieces import (
-    PEERS as PEERS,
-)
-from thinwire.triton_kernels.cpu.pieces import (
-    SCALARS as SCALARS,
-)
-from thinwire.triton_kernels.cpu.signal import (
-    GIVING_UP,
-    SLICE_NS,
-    give_up,
-    let_others_run,
-    signal_line,
-    signalled,
-    tell_stuck,
-    write_report,
-)
-from thinwire.triton_kernels.cpu.straight import (
-    REGION_PTRS as REGION_PTRS,
-)
-from thinwire.triton_kernels.cpu.straight import (
-    came_straight,
-    look_at_stores,
-    mark_straight,
-    place_is_gone,
-    read_place,
-    store_straight,
-    stores_meanwhile,
-    tell_places,
-)
+from thinwire.triton_kernels.cpu.pieces import PEERS, SCALARS, P, call_at, pieces_of, sums_of, units_of
 from thinwire.triton_kernels.cpu.team import dismiss, run_standing_team, team_at
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS
-from thinwire.triton_kernels.signal import (
-    CORRUPTED,
-    LEFT_FLAG,
-    MISMATCHED,
-    RUNNING,
-    TIMED_OUT,
-)
+from thinwire.triton_kernels.signal import CORRUPTED, LEFT_FLAG, MISMATCHED, RUNNING, TIMED_OUT
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C. Or none of that, but end the
 # use of the channel in the middle of a call.
 POST, HEADERS, DRAIN, RESUME, LEAVE = 1, 2, 4, 8, 16
 PAUSED, LEFT = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
+
+# Where these are in `call`, for the host, and each rank's address in a region of its table.
+STATUS, STARTING, REGION_PTRS = SCALARS.index("status"), SCALARS.index("starting"), straight.REGION_PTRS
 
 # Values of `answer`: no header yet; one that says what was expected; one that says something else, so that all that
 # comes from this peer in this call is taken in and dropped.
@@ -146,173 +49,171 @@ _ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 @device
 def begin(call, peers):
     """Opens the next epoch."""
-    own = call[RANK]
-    if peers[RECV_COUNT, own] < 0:
-        peers[RECV_COUNT, own] = peers[SEND_COUNT, own]
-    call[EPOCH] = np.int32(call[EPOCH] + 1)  # wraps, as the flags do
-    for peer in range(call[WORLD]):
-        pieces = pieces_of(call, peers[SEND_COUNT, peer])
-        peers[NEXT_OUT, peer], peers[END_OUT, peer] = 0, pieces
-        peers[NEXT_IN, peer], peers[END_IN, peer] = 0, pieces  # of a peer: to be read in its header
-        peers[ANSWER, peer] = AGREES if peer == own else SILENT
-    if call[REGIONS]:
-        tell_places(call, peers)
-    call[STARTING] = 0
+    own = call.rank
+    if peers[P.RECV_COUNT, own] < 0:
+        peers[P.RECV_COUNT, own] = peers[P.SEND_COUNT, own]
+    call.epoch = np.int32(call.epoch + 1)  # wraps, as the flags do
+    for peer in range(call.world):
+        pieces = pieces_of(call, peers[P.SEND_COUNT, peer])
+        peers[P.NEXT_OUT, peer], peers[P.END_OUT, peer] = 0, pieces
+        peers[P.NEXT_IN, peer], peers[P.END_IN, peer] = 0, pieces  # of a peer: to be read in its header
+        peers[P.ANSWER, peer] = AGREES if peer == own else SILENT
+    if call.regions:
+        straight.tell_places(call, peers)
+    call.starting = 0
 
 
 @device
 def ring_has_room(call, peers, peer):
     """Whether the peer has taken enough of this rank's pieces that the next one may be stored."""
-    under_way = np.int32(peers[SENT, peer] - np.int64(load_acquire(peers[HEAD_HERE, peer])))
-    return 0 <= np.int64(under_way) < call[SLOTS]  # nobody takes what was not sent
+    under_way = np.int32(peers[P.SENT, peer] - np.int64(load_acquire(peers[P.HEAD_HERE, peer])))
+    return 0 <= np.int64(under_way) < call.slots  # nobody takes what was not sent
 
 
 @device
 def ring_has_piece(call, peers, peer):
     """Whether the peer has stored a piece that this rank has not taken."""
-    stored = np.int32(np.int64(load_acquire(peers[TAIL_HERE, peer])) - peers[RECEIVED, peer])
-    return 0 < np.int64(stored) <= call[SLOTS]  # a ring holds no more, whatever the tail says
+    stored = np.int32(np.int64(load_acquire(peers[P.TAIL_HERE, peer])) - peers[P.RECEIVED, peer])
+    return 0 < np.int64(stored) <= call.slots  # a ring holds no more, whatever the tail says
 
 
 @device
 def send_next(call, peers, peer, draining):
     """Stores the next piece for a peer, where there is one and room for it."""
-    number, sent, own = peers[NEXT_OUT, peer], peers[SENT, peer], peer == call[RANK]
-    if number >= peers[END_OUT, peer]:
+    number, sent, own = peers[P.NEXT_OUT, peer], peers[P.SENT, peer], peer == call.rank
+    if number >= peers[P.END_OUT, peer]:
         return False
-    half = call[EPOCH] & 1
+    half = call.epoch & 1
     if own:
-        if not draining or number > peers[NEXT_IN, peer]:
+        if not draining or number > peers[P.NEXT_IN, peer]:
             return False
-        target = peers[PARITY_HERE, peer]
+        target = peers[P.PARITY_HERE, peer]
     elif number == 0:
-        target = peers[PARITY_THERE, peer] + half * call[HALF_BYTES]
-    elif call[REGIONS] and peers[ANSWER, peer] == SILENT:
+        target = peers[P.PARITY_THERE, peer] + half * call.half_bytes
+    elif call.regions and peers[P.ANSWER, peer] == SILENT:
         return False  # the peer says with its header where it wants the rest
-    elif place_is_gone(call, peers, peer):
+    elif straight.place_is_gone(call, peers, peer):
         return False
-    elif peers[PLACE, peer]:
-        store_straight(call, peers, peer, number)
-        peers[NEXT_OUT, peer] = number + 1
-        if number + 1 == peers[END_OUT, peer]:
-            mark_straight(peers, peer, sent + 1)
-            peers[SENT, peer] = sent + 1
-            publish_tail(peers[TAIL_THERE, peer], np.int32(sent + 1))
+    elif peers[P.PLACE, peer]:
+        straight.store_straight(call, peers, peer, number)
+        peers[P.NEXT_OUT, peer] = number + 1
+        if number + 1 == peers[P.END_OUT, peer]:
+            straight.mark_straight(peers, peer, sent + 1)
+            peers[P.SENT, peer] = sent + 1
+            exchange.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
         return True
     elif ring_has_room(call, peers, peer):
-        target = peers[RING_THERE, peer] + sent % call[SLOTS] * call[SLOT_BYTES]
+        target = peers[P.RING_THERE, peer] + sent % call.slots * call.slot_bytes
     else:
         return False
-    if not own or not (call[EXACT] or call[DISCARD]):
+    if not own or not (call.exact or call.discard):
         pack_piece(call, peers, peer, number, target, sums_of(call, peer, target))
-    peers[NEXT_OUT, peer] = number + 1
+    peers[P.NEXT_OUT, peer] = number + 1
     if own:
         return True
     if number > 0:
-        peers[SENT, peer] = sent + 1
-        publish_tail(peers[TAIL_THERE, peer], np.int32(sent + 1))
+        peers[P.SENT, peer] = sent + 1
+        exchange.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
         return True
-    line = peers[HEADER_THERE, peer] + half * call[HALF_LINES]
-    pieces = np.int32(peers[END_OUT, peer] - 1)
-    count, summed = peers[SEND_COUNT, peer], call[CHECKSUMS] != 0
-    publish_header(line, np.int32(call[EPOCH]), call[RANK], pieces, count, call[SIGNATURE:], summed)
+    line = peers[P.HEADER_THERE, peer] + half * call.half_lines
+    pieces = np.int32(peers[P.END_OUT, peer] - 1)
+    exchange.publish_header(line, np.int32(call.epoch), call, pieces, peers[P.SEND_COUNT, peer])
     return True
 
 
 @device
 def header_line(call, peers, peer):
     """The address of the peer's header line of this call."""
-    return peers[HEADER_HERE, peer] + (call[EPOCH] & 1) * call[HALF_LINES]
+    return peers[P.HEADER_HERE, peer] + (call.epoch & 1) * call.half_lines
 
 
 @device
 def believable(call, count, pieces):
     """Whether so many rows can be, and take so many pieces. Any numbers: no product of theirs overflows."""
-    room = pieces * call[UNITS_PER_PIECE]  # of 31 bits and of a slot's bytes
-    too_many = call[EXACT] and call[UNIT_BYTES] > 0 and count > room // call[UNIT_BYTES]
+    room = pieces * call.units_per_piece  # of 31 bits and of a slot's bytes
+    too_many = call.exact and call.unit_bytes > 0 and count > room // call.unit_bytes
     return 0 <= count <= MOST_ROWS and not too_many and pieces_of(call, count) == pieces
 
 
-@device
-def corrupt(call, phase, source, first, units):
+@kernel
+def corrupt(call, phase, source, first, units, fingerprint=FINGERPRINT):
     """Ends the use of the channel, for units of a rank that do not fit; none: its header."""
     # The rows, or elements, which these are.
-    if call[EXACT]:
-        each = max(np.int64(1), call[UNIT_BYTES])
+    if call.exact:
+        each = max(np.int64(1), call.unit_bytes)
         begin, end_of = first // each, -(-(first + units) // each)
     else:
-        begin, end_of = first * call[COUNTS_PER_ROW], (first + units) * call[COUNTS_PER_ROW]
-    buffer_ptrs, world, rank, stuck, report = call[BUFFER_PTRS], call[WORLD], call[RANK], call[STUCK], call[REPORT]
-    report_corruption(buffer_ptrs, world, rank, stuck, call[EPOCH], phase, report, source, begin, end_of - begin)
-    call[STATUS] = CORRUPTED
+        begin, end_of = first * call.counts_per_row, (first + units) * call.counts_per_row
+    report_corruption(call, call.epoch, phase, source, begin, end_of - begin)
+    call.status = CORRUPTED
 
 
 @kernel
 def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     """Compares a header, once it is there, with what this rank expects; an unknown count is taken from it."""
     line = header_line(call, peers, peer)
-    if not signalled(line, call[EPOCH]):
+    if not signal.signalled(line, call.epoch):
         return False
-    if call[CHECKSUMS] and not header_fits(line, call[EPOCH], peer):
+    if call.checksums and not header_fits(line, call.epoch, peer):
         corrupt(call, _PHASE_HEADERS, peer, np.int64(0), np.int64(0))
         return False
     # Each word is read once: what follows from it shall not change with it.
-    pieces, count = header_pieces(line) + 1, header_count(line)
-    answer = AGREES if same_signature(line, call[SIGNATURE:]) and believable(call, count, pieces) else DIFFERS
-    if answer == AGREES and peers[RECV_COUNT, peer] < 0:
-        peers[RECV_COUNT, peer] = count
+    pieces, count = exchange.header_pieces(line) + 1, exchange.header_count(line)
+    answer = AGREES if exchange.same_signature(line, call) and believable(call, count, pieces) else DIFFERS
+    if answer == AGREES and peers[P.RECV_COUNT, peer] < 0:
+        peers[P.RECV_COUNT, peer] = count
     # The number of pieces follows from the rest; it is told for the sake of those that expect something else.
-    if peers[RECV_COUNT, peer] != count:
+    if peers[P.RECV_COUNT, peer] != count:
         answer = DIFFERS
-    peers[END_IN, peer] = max(pieces, np.int64(1))
-    peers[ANSWER, peer] = answer
-    if call[REGIONS] and answer == AGREES and peers[END_OUT, peer] > 1:
-        read_place(call, peers, peer)
+    peers[P.END_IN, peer] = max(pieces, np.int64(1))
+    peers[P.ANSWER, peer] = answer
+    if call.regions and answer == AGREES and peers[P.END_OUT, peer] > 1:
+        straight.read_place(call, peers, peer)
     return True
 
 
 @device
 def recv_next(call, peers, peer):
     """Takes in the next piece from a peer that has answered, where it is there."""
-    number, received, own = peers[NEXT_IN, peer], peers[RECEIVED, peer], peer == call[RANK]
-    straight = False
-    if number >= peers[END_IN, peer]:
+    number, received, own = peers[P.NEXT_IN, peer], peers[P.RECEIVED, peer], peer == call.rank
+    in_place = False
+    if number >= peers[P.END_IN, peer]:
         return False
     if own:
-        source = peers[PARITY_HERE, peer]
-        if call[EXACT]:
-            rows = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
-            source = rows + number * call[UNITS_PER_PIECE]
+        source = peers[P.PARITY_HERE, peer]
+        if call.exact:
+            rows = call.x + peers[P.SEND_DISPL, peer] * call.x_step
+            source = rows + number * call.units_per_piece
     elif number == 0:
-        source = peers[PARITY_HERE, peer] + (call[EPOCH] & 1) * call[HALF_BYTES]
+        source = peers[P.PARITY_HERE, peer] + (call.epoch & 1) * call.half_bytes
     elif ring_has_piece(call, peers, peer):
-        source = peers[RING_HERE, peer] + received % call[SLOTS] * call[SLOT_BYTES]
-        straight = came_straight(peers, peer, received + 1)
+        source = peers[P.RING_HERE, peer] + received % call.slots * call.slot_bytes
+        in_place = straight.came_straight(peers, peer, received + 1)
     else:
         return False
-    if straight:
-        number = peers[END_IN, peer] - 1
-    elif peers[ANSWER, peer] == AGREES and not call[DISCARD]:
+    if in_place:
+        number = peers[P.END_IN, peer] - 1
+    elif peers[P.ANSWER, peer] == AGREES and not call.discard:
         # A rank's own exact rows take no slot.
-        sums = np.int64(0) if own and call[EXACT] else sums_of(call, call[RANK], source)
+        sums = np.int64(0) if own and call.exact else sums_of(call, call.rank, source)
         wrong = unpack_piece(call, peers, peer, number, source, sums)
         if wrong >= 0:
-            last = units_of(call, peers[RECV_COUNT, peer])
-            corrupt(call, _PHASE_PIECES, peer, wrong, min(call[UNITS_PER_TURN], last - wrong))
+            last = units_of(call, peers[P.RECV_COUNT, peer])
+            corrupt(call, _PHASE_PIECES, peer, wrong, min(call.units_per_turn, last - wrong))
             return False
-    peers[NEXT_IN, peer] = number + 1
+    peers[P.NEXT_IN, peer] = number + 1
     if number > 0 and not own:
-        peers[RECEIVED, peer] = received + 1
-        publish_head(peers[HEAD_THERE, peer], np.int32(received + 1))
+        peers[P.RECEIVED, peer] = received + 1
+        exchange.publish_head(peers[P.HEAD_THERE, peer], np.int32(received + 1))
     return True
 
 
 @kernel
 def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
     """Whether something is left to do with a peer; without `draining`, only its header counts."""
-    if peers[ANSWER, peer] == SILENT or not draining:
-        return peers[ANSWER, peer] == SILENT
-    return peers[NEXT_IN, peer] < peers[END_IN, peer] or peers[NEXT_OUT, peer] < peers[END_OUT, peer]
+    if peers[P.ANSWER, peer] == SILENT or not draining:
+        return peers[P.ANSWER, peer] == SILENT
+    return peers[P.NEXT_IN, peer] < peers[P.END_IN, peer] or peers[P.NEXT_OUT, peer] < peers[P.END_OUT, peer]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,20 +224,20 @@ def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
 def missing(where, peer, fingerprint=FINGERPRINT):
     """Whether this rank needs something of a peer that the peer has not done; `where` is (call, peers, draining)."""
     call, peers, draining = where
-    if peer == call[RANK] or not unfinished(call, peers, peer, draining):
+    if peer == call.rank or not unfinished(call, peers, peer, draining):
         return False
-    if peers[ANSWER, peer] == SILENT:
-        return not signalled(header_line(call, peers, peer), call[EPOCH])
-    if 0 < peers[NEXT_IN, peer] < peers[END_IN, peer] and not ring_has_piece(call, peers, peer):
-        return not stores_meanwhile(peers, peer)
-    no_room = place_is_gone(call, peers, peer) or not ring_has_room(call, peers, peer)
-    return peers[NEXT_OUT, peer] < peers[END_OUT, peer] and no_room
+    if peers[P.ANSWER, peer] == SILENT:
+        return not signal.signalled(header_line(call, peers, peer), call.epoch)
+    if 0 < peers[P.NEXT_IN, peer] < peers[P.END_IN, peer] and not ring_has_piece(call, peers, peer):
+        return not straight.stores_meanwhile(peers, peer)
+    no_room = straight.place_is_gone(call, peers, peer) or not ring_has_room(call, peers, peer)
+    return peers[P.NEXT_OUT, peer] < peers[P.END_OUT, peer] and no_room
 
 
 @device
 def said_by(call, peer):
     """The flag of a peer's stuck line: 0, `LEFT_FLAG`, or another where it gave up."""
-    return load_acquire(signal_line(call[BUFFER_PTRS], call[RANK], call[STUCK], peer))
+    return load_acquire(signal.own_line(call, call.stuck, peer))
 
 
 @kernel
@@ -346,15 +247,15 @@ def late(call, peers, draining, now, fingerprint=FINGERPRINT):
     `now`, and the reports, are read before the flags: see `docs/protocol.md`, "Waits end".
     """
     gave_up = False
-    for peer in range(call[WORLD]):
+    for peer in range(call.world):
         said = said_by(call, peer)
-        gave_up |= peer != call[RANK] and said != 0 and said != LEFT_FLAG
-    for peer in range(call[WORLD]):
+        gave_up |= peer != call.rank and said != 0 and said != LEFT_FLAG
+    for peer in range(call.world):
         left = said_by(call, peer) == LEFT_FLAG
         if missing((call, peers, draining), peer):
-            if peers[LIMIT, peer] == 0:
-                peers[LIMIT, peer] = now + call[TIMEOUT]
-            if left or gave_up or now > peers[LIMIT, peer]:
+            if peers[P.LIMIT, peer] == 0:
+                peers[P.LIMIT, peer] = now + call.timeout
+            if left or gave_up or now > peers[P.LIMIT, peer]:
                 return True
     return False
 
@@ -367,11 +268,11 @@ def to_blame(where, peer, fingerprint=FINGERPRINT):
     whoever is silent still had time.
     """
     call, peers, _ = where
-    told = call[GIVE_UP_BY] - call[GRACE]
+    told = call.give_up_by - call.grace
     left, waited = False, False
-    for other in range(call[WORLD]):
+    for other in range(call.world):
         left |= said_by(call, other) == LEFT_FLAG
-        waited |= 0 < peers[LIMIT, other] < told
+        waited |= 0 < peers[P.LIMIT, other] < told
     if left and not waited:
         return said_by(call, peer) == LEFT_FLAG
     return missing(where, peer)
@@ -384,26 +285,25 @@ def end(call, peers, draining, fingerprint=FINGERPRINT):
     Not before the peers had the grace time to say that they are stuck as well: until then it is gone on with later.
     """
     phase = _PHASE_PIECES
-    for peer in range(call[WORLD]):
-        if peer != call[RANK] and peers[ANSWER, peer] == SILENT:
+    for peer in range(call.world):
+        if peer != call.rank and peers[P.ANSWER, peer] == SILENT:
             phase = _PHASE_HEADERS
     where = (call, peers, draining)
-    buffer_ptrs, world, rank, stuck, report = call[BUFFER_PTRS], call[WORLD], call[RANK], call[STUCK], call[REPORT]
-    if call[GIVE_UP_BY] == 0:
-        tell_stuck(buffer_ptrs, world, rank, stuck, call[EPOCH], phase, report, missing, where)
-        call[GIVE_UP_BY] = monotonic_ns() + call[GRACE]
-    if give_up(buffer_ptrs, world, rank, stuck, report, to_blame, where, call[GIVE_UP_BY]) == GIVING_UP:
+    if call.give_up_by == 0:
+        signal.tell_stuck(call, call.epoch, phase, missing, where)
+        call.give_up_by = monotonic_ns() + call.grace
+    if signal.give_up(call, to_blame, where, call.give_up_by) == signal.GIVING_UP:
         return False
-    write_report(report, TIMED_OUT, call[EPOCH], phase)
-    call[STATUS] = TIMED_OUT
+    signal.write_report(call, TIMED_OUT, call.epoch, phase)
+    call.status = TIMED_OUT
     return True
 
 
 @kernel
 def verdict(call, peers, fingerprint=FINGERPRINT):
     """MISMATCHED if some peer's rows were not the expected ones, else RUNNING."""
-    for peer in range(call[WORLD]):
-        if peers[ANSWER, peer] == DIFFERS:
+    for peer in range(call.world):
+        if peers[P.ANSWER, peer] == DIFFERS:
             return MISMATCHED
     return RUNNING
 
@@ -411,30 +311,30 @@ def verdict(call, peers, fingerprint=FINGERPRINT):
 @device
 def needs_this_rank(call, peers, peer):
     """Whether a peer still needs something of this rank in the call under way: rows, room, or an output to store to."""
-    if peers[NEXT_OUT, peer] < peers[END_OUT, peer]:
+    if peers[P.NEXT_OUT, peer] < peers[P.END_OUT, peer]:
         return True
-    pieces, expected = peers[END_IN, peer], peers[RECV_COUNT, peer]
-    if peers[TOLD, peer] and peers[NEXT_IN, peer] < pieces:
+    pieces, expected = peers[P.END_IN, peer], peers[P.RECV_COUNT, peer]
+    if peers[P.TOLD, peer] and peers[P.NEXT_IN, peer] < pieces:
         return True
-    if peers[ANSWER, peer] == SILENT:
+    if peers[P.ANSWER, peer] == SILENT:
         if expected < 0:
             return True  # it may have any number of rows
         pieces = pieces_of(call, expected)
-    return pieces - max(np.int64(1), peers[NEXT_IN, peer]) > call[SLOTS]
+    return pieces - max(np.int64(1), peers[P.NEXT_IN, peer]) > call.slots
 
 
 @kernel
 def leave(call, peers, fingerprint=FINGERPRINT):
     """Tells the peers that this rank goes no further, if one of them waits for that, or will. To be called whenever it
     likes, also while another thread is in the call or before one: that call finds the new status."""
-    rank = call[RANK]
-    for peer in range(call[WORLD]):
-        if peer != rank and (call[STARTING] or needs_this_rank(call, peers, peer)):
-            for told in range(call[WORLD]):
+    rank = call.rank
+    for peer in range(call.world):
+        if peer != rank and (call.starting or needs_this_rank(call, peers, peer)):
+            for told in range(call.world):
                 if told != rank:
-                    store_release(signal_line(call[BUFFER_PTRS], told, call[STUCK], rank), LEFT_FLAG)
+                    store_release(signal.signal_line(call.buffer_ptrs, told, call.stuck, rank), LEFT_FLAG)
             break
-    call[STATUS] = LEFT
+    call.status = LEFT
 
 
 @kernel
@@ -444,57 +344,57 @@ def move(words, todo, fingerprint=FINGERPRINT):
 
     `words` is the address of `call`, behind which `peers` lies: numba looks at each array that it is given.
     """
-    call = int64_words(words, len(SCALARS))
-    peers = int64_rows(words + 8 * len(SCALARS), len(PEERS), call[WORLD])
-    if call[STATUS] != RUNNING or todo == 0:
-        return call[STATUS]
+    call = call_at(words)
+    peers = int64_rows(words + 8 * len(SCALARS), len(PEERS), call.world)
+    if call.status != RUNNING or todo == 0:
+        return call.status
     if todo & LEAVE:
         leave(call, peers)
-        return call[STATUS]
-    world, draining, opening = call[WORLD], todo & DRAIN != 0, todo & POST != 0
-    if call[GIVE_UP_BY] != 0:
-        return call[STATUS] if end(call, peers, draining) else np.int64(PAUSED)
+        return call.status
+    world, draining, opening = call.world, todo & DRAIN != 0, todo & POST != 0
+    if call.give_up_by != 0:
+        return call.status if end(call, peers, draining) else np.int64(PAUSED)
     if opening:
         begin(call, peers)
     if todo & RESUME == 0:
         for peer in range(world):
-            peers[LIMIT, peer] = 0  # a peer's clock starts when it is first missed
+            peers[P.LIMIT, peer] = 0  # a peer's clock starts when it is first missed
     idle_since = monotonic_ns()
-    pause = idle_since + SLICE_NS
+    pause = idle_since + signal.SLICE_NS
     looks = 0
     while True:
         moved, left = False, False
         for step in range(1, world + 1):
             # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
-            peer = (call[RANK] + step) % world
+            peer = (call.rank + step) % world
             progress = send_next(call, peers, peer, draining)
             if not opening:  # every peer's part goes out before anything is taken in
-                if peers[ANSWER, peer] == SILENT:
+                if peers[P.ANSWER, peer] == SILENT:
                     progress |= read_header(call, peers, peer)
-                if draining and peers[ANSWER, peer] != SILENT:
+                if draining and peers[P.ANSWER, peer] != SILENT:
                     progress |= recv_next(call, peers, peer)
-                    look_at_stores(peers, peer)
-                if call[STATUS] != RUNNING:
-                    return call[STATUS]
+                    straight.look_at_stores(peers, peer)
+                if call.status != RUNNING:
+                    return call.status
             if progress:
                 moved = True
-                peers[LIMIT, peer] = 0
+                peers[P.LIMIT, peer] = 0
             left |= unfinished(call, peers, peer, draining)
         opening = False
         if todo == POST or not left:
             return np.int64(verdict(call, peers))
         looks = 0 if moved else looks + 1
-        if 0 < looks <= call[LOOKS]:
+        if 0 < looks <= call.looks:
             continue
         now = monotonic_ns()
-        if looks <= call[LOOKS] + 1:
+        if looks <= call.looks + 1:
             idle_since = now
         if late(call, peers, draining, now):
-            return call[STATUS] if end(call, peers, draining) else np.int64(PAUSED)
+            return call.status if end(call, peers, draining) else np.int64(PAUSED)
         if now > pause:
             return np.int64(PAUSED)
         if not moved:
-            let_others_run(now - idle_since)
+            signal.let_others_run(now - idle_since)
 
 
 @kernel
@@ -502,11 +402,12 @@ def move_in_team_kernel(call, peers, todo, words, member, fingerprint=FINGERPRIN
     """`move` in the thread that leads a team, while the others share the pieces."""
     team = team_at(words)
     if member > 0:
-        help_with_pieces(call, peers, team)
+        help_with_pieces(call_at(call.ctypes.data), peers, team)
         return np.int64(RUNNING)
-    call[TEAM] = team
-    status = move(np.int64(call.ctypes.data), todo)
-    call[TEAM] = 0
+    words = np.int64(call.ctypes.data)
+    call_at(words).team = team
+    status = move(words, todo)
+    call_at(words).team = 0
     dismiss(team)
     return status
 

@@ -12,21 +12,13 @@ numba.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
 from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
-from thinwire.triton_kernels.cpu.codec import (
-    LAYOUT_FIELDS,
-    dequantize_row,
-    dtype_code,
-    element_bytes,
-    quantize_row,
-    record_layout,
-    round_row,
-)
+from thinwire.triton_kernels.cpu import codec, signal
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
 from thinwire.triton_kernels.cpu.exchange_checksum import (
@@ -50,16 +42,6 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
-from thinwire.triton_kernels.cpu.signal import (
-    ARRIVED,
-    GAVE_UP,
-    poison,
-    publish,
-    run_wait,
-    signal_line,
-    wait_for_all,
-    wait_or_give_up,
-)
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
@@ -89,24 +71,35 @@ _PATIENCE_NS = 1_000_000  # of `whole`; what has to be waited for longer is wort
 
 #: What is the same in every chunk of a job, and in every call like it.
 numbers_at = reader_of(
+    "buffer_ptrs", "control", "report", "parts",  # addresses of these tensors,
+    "seen",  # of an int64 for each peer, see `peer_stores`,
+    "ranks",  # and of the ranks 0 ... world - 1
     "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
     "checksums", "slot_checksum_bytes",
-    "seen",  # an address: int64 for each peer, see `peer_stores`
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
-    *LAYOUT_FIELDS, *(f"gather_{name}" for name in LAYOUT_FIELDS),
+    *codec.LAYOUT_FIELDS, *(f"gather_{name}" for name in codec.LAYOUT_FIELDS),
 )  # fmt: skip
 
 
-def _numbers(end: Endpoint, job: Job) -> tuple[np.ndarray, int]:
-    layout, row = end.layout, job.row
-    seen: np.ndarray = end.kept.setdefault("seen", np.zeros(layout.WORLD, np.int64))
-    return in_memory(
-        layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS, layout.HALVES,
-        layout.RINGS, row, dtype_code(job.dtype), job.rows_per_chunk, layout.CHECKSUMS,
-        layout.SLOT_ROWS * CHECKSUM_BYTES, seen.ctypes.data, *job.signature,
-        *record_layout(job.wire, row, job.dtype), *record_layout(job.gather_wire, row, job.dtype),
-    )  # fmt: skip
+def _memory(end: Endpoint, job: Job) -> tuple[int, int]:
+    """Addresses of a job's numbers, and of what its kernels need for themselves."""
+    kept: tuple[int, int, object] | None = end.kept.get(job)
+    if kept is None:
+        layout, row = end.layout, job.row
+        num_bytes = max(scratch_bytes(row, layout.WORLD), row * job.dtype.itemsize)
+        seen: np.ndarray = end.kept.setdefault("seen", np.zeros(layout.WORLD, np.int64))
+        ranks = np.arange(layout.WORLD, dtype=np.int64)
+        numbers, address = in_memory(
+            *addresses(end, "buffer_ptrs", "control", "report"), job.parts.data_ptr(), seen.ctypes.data,
+            ranks.ctypes.data, layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS,
+            layout.HALVES, layout.RINGS, row, codec.dtype_code(job.dtype), job.rows_per_chunk, layout.CHECKSUMS,
+            layout.SLOT_ROWS * CHECKSUM_BYTES, *job.signature,
+            *codec.record_layout(job.wire, row, job.dtype), *codec.record_layout(job.gather_wire, row, job.dtype),
+        )  # fmt: skip
+        kept = end.kept[job] = address, num_bytes, (numbers, seen, ranks)
+    address, num_bytes, _ = kept
+    return address, scratch_of(end, num_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,33 +119,34 @@ def gathered_layout(job):
 
 
 @device
-def slot_of(buffer_ptrs, job, peer, leg, epoch, source):
+def slot_of(job, peer, leg, epoch, source):
     """Address, at `peer`, of what `source` sends in a leg of an epoch: in a half, or in the ring of two slots."""
     half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
     slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
-    return load_int64(buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
+    return load_int64(job.buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
 
 
 @device
-def sums_of(buffer_ptrs, job, peer, leg, epoch, source):
+def sums_of(job, peer, leg, epoch, source):
     """Address of the sums of such a slot's rows."""
-    base = load_int64(buffer_ptrs + 8 * peer)
-    slot = slot_of(buffer_ptrs, job, peer, leg, epoch, source) - base - job.halves  # rings follow halves
+    base = load_int64(job.buffer_ptrs + 8 * peer)
+    slot = slot_of(job, peer, leg, epoch, source) - base - job.halves  # rings follow halves
     return base + job.checksums + slot // job.slot_bytes * job.slot_checksum_bytes
 
 
 @device
-def fits(buffer_ptrs, job, leg, epoch, source, record, num_bytes, number):
+def fits(job, leg, epoch, source, record, num_bytes, number):
     """Whether row `number` of what a source sent here in a leg, which lies at the address `record`, fits its sums."""
-    sums = sums_of(buffer_ptrs, job, job.rank, leg, epoch, source)
+    sums = sums_of(job, job.rank, leg, epoch, source)
     return row_fits(sums, record, num_bytes, slot_seed(epoch, source, leg), number)
 
 
-@device
-def corrupt(buffer_ptrs, control, job, report, leg, epoch, source, first, rows):
+@kernel
+def corrupt(numbers, leg, epoch, source, first, rows, fingerprint=FINGERPRINT):
     """Ends the use of the memory, for rows of a source that do not fit; none: its header."""
-    report_corruption(buffer_ptrs, job.world, job.rank, job.stuck, epoch, leg, report, source, first, np.int64(rows))
-    store_int32(control + 4 * CONTROL_STATUS, CORRUPTED)
+    job = numbers_at(numbers)
+    report_corruption(job, epoch, leg, source, first, rows)
+    store_int32(job.control + 4 * CONTROL_STATUS, CORRUPTED)
 
 
 @device
@@ -162,15 +156,9 @@ def header_lines(job, epoch):
 
 
 @device
-def signature_of(job):
-    """The four numbers that say what this rank is doing."""
-    return job.signature0, job.signature1, job.signature2, job.signature3
-
-
-@device
-def part_of(job, parts, peer):
+def part_of(job, peer):
     """Elements of a part, and where it begins."""
-    return load_int64(parts + 8 * peer), load_int64(parts + 8 * (job.world + peer))
+    return load_int64(job.parts + 8 * peer), load_int64(job.parts + 8 * (job.world + peer))
 
 
 @device
@@ -186,44 +174,42 @@ def pack_row(x, job, elements, record, layout, padded):
     """A row of `elements` elements into a record. A short one is padded at `padded`, with room for a whole one."""
     # One call for both: each is inlined, with the whole codec.
     if elements < job.row:
-        size = element_bytes(job.dtype)
+        size = codec.element_bytes(job.dtype)
         copy_bytes(padded, x, elements * size)
         zero_bytes(padded + elements * size, (job.row - elements) * size)
         x = padded
-    quantize_row(x, job.dtype, record, layout)
+    codec.quantize_row(x, job.dtype, record, layout)
 
 
 @device
-def begin_epoch(buffer_ptrs, control, job, epoch):
+def begin_epoch(job, epoch):
     """Says what this rank is doing, and signals the first leg."""
     # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
     # `docs/protocol.md`.
-    own = load_int32(signal_line(buffer_ptrs, job.rank, job.tails, job.rank))
-    if np.int32(own) != np.int32(epoch - 1):
-        publish(buffer_ptrs, job.world, job.rank, job.tails, epoch - 1)
-    lines = header_lines(job, epoch)
-    store_int32(control + 4 * CONTROL_EPOCH, epoch)
+    if np.int32(load_int32(signal.own_line(job, job.tails, job.rank))) != np.int32(epoch - 1):
+        signal.publish(job, job.tails, epoch - 1)
+    store_int32(job.control + 4 * CONTROL_EPOCH, epoch)
     for step in range(1, job.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
-        line = signal_line(buffer_ptrs, (job.rank + step) % job.world, lines, job.rank)
-        publish_header(line, epoch, job.rank, 0, 0, signature_of(job), job.checksums != 0)
+        line = signal.signal_line(job.buffer_ptrs, (job.rank + step) % job.world, header_lines(job, epoch), job.rank)
+        publish_header(line, epoch, job, 0, 0)
 
 
 @device
-def all_do_the_same(buffer_ptrs, job, lines, report):
+def all_do_the_same(job, lines):
     """Whether all ranks said what this one says; notes those that did not."""
     agree = True
     for peer in range(job.world):
-        same = same_signature(signal_line(buffer_ptrs, job.rank, lines, peer), signature_of(job))
-        store_int32(report + 4 * (REPORT_PEERS + peer), 0 if same else 1)
+        same = same_signature(signal.own_line(job, lines, peer), job)
+        store_int32(job.report + 4 * (REPORT_PEERS + peer), 0 if same else 1)
         agree &= same
     return agree
 
 
 @device
-def put_sums(buffer_ptrs, job, peer, leg, epoch, record, num_bytes, number):
+def put_sums(job, peer, leg, epoch, record, num_bytes, number):
     """Writes the sums of row `number` of what this rank sends to a peer in a leg."""
-    sums = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
+    sums = sums_of(job, peer, leg, epoch, job.rank)
     put_row_sums(sums, record, num_bytes, slot_seed(epoch, job.rank, leg), number)
 
 
@@ -234,17 +220,17 @@ def store_at(job, peer, target, source, count):
 
 
 @device
-def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
+def copy_to_peers(job, leg, epoch, record, number):
     """Row `number` of what this rank sends itself in a leg, to the peers, with its sums."""
     if job.checksums:
-        put_sums(buffer_ptrs, job, job.rank, leg, epoch, record, job.gather_row_bytes, number)
-        own = sums_of(buffer_ptrs, job, job.rank, leg, epoch, job.rank) + CHECKSUM_BYTES * number
+        put_sums(job, job.rank, leg, epoch, record, job.gather_row_bytes, number)
+        own = sums_of(job, job.rank, leg, epoch, job.rank) + CHECKSUM_BYTES * number
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
-        slot = slot_of(buffer_ptrs, job, peer, leg, epoch, job.rank)
+        slot = slot_of(job, peer, leg, epoch, job.rank)
         store_at(job, peer, slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
         if job.checksums:
-            there = sums_of(buffer_ptrs, job, peer, leg, epoch, job.rank) + CHECKSUM_BYTES * number
+            there = sums_of(job, peer, leg, epoch, job.rank) + CHECKSUM_BYTES * number
             copy_bytes(there, own, CHECKSUM_BYTES)
 
 
@@ -253,70 +239,69 @@ def copy_to_peers(buffer_ptrs, job, leg, epoch, record, number):
 
 
 @kernel
-def send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, padded, fingerprint=FINGERPRINT):
+def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT):
     """Rows of every part to its owner, or if it `sends_to_all` those of the own part to everyone; then the first flag.
 
     The whole tensor begins at `x`, or the own part. One kernel for both, as each would take its time to compile.
     """
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return
     job = numbers_at(numbers)
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH)) + 1
+    if not signal.is_running(job):
+        return
+    epoch = signal.epoch_of(job) + 1
     layout = gathered_layout(job) if sends_to_all else scattered_layout(job)
-    size = element_bytes(job.dtype)
+    row_bytes = job.gather_row_bytes if sends_to_all else job.row_bytes
+    size = codec.element_bytes(job.dtype)
     made = stack_buffer(_SCRATCH_RECORD)
     # The own part comes last, and when spreading alone.
     for step in range(job.world if sends_to_all else 1, job.world + 1):
         peer = (job.rank + step) % job.world
-        count, start = part_of(job, parts, peer)
+        count, start = part_of(job, peer)
         first, last = row_span(job, count, chunk)
-        slot = slot_of(buffer_ptrs, job, peer, FIRST_LEG, epoch, job.rank)
+        slot = slot_of(job, peer, FIRST_LEG, epoch, job.rank)
         if sends_to_all:
             start = 0
-        aside = layout[5] <= _SCRATCH_RECORD and goes_aside(layout[5], load_int64(job.seen + 8 * peer))
+        aside = row_bytes <= _SCRATCH_RECORD and goes_aside(row_bytes, load_int64(job.seen + 8 * peer))
         aside = aside and peer != job.rank
         for row in range(first, last):
             done = row * job.row
-            there = slot + (row - first) * layout[5]
+            there = slot + (row - first) * row_bytes
             record = made if aside else there
             pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
-                copy_to_peers(buffer_ptrs, job, np.int64(FIRST_LEG), epoch, record, row - first)
+                copy_to_peers(job, np.int64(FIRST_LEG), epoch, record, row - first)
             elif job.checksums:
-                put_sums(buffer_ptrs, job, peer, np.int64(FIRST_LEG), epoch, record, layout[5], row - first)
+                put_sums(job, peer, np.int64(FIRST_LEG), epoch, record, row_bytes, row - first)
             if aside:
-                store_at(job, peer, there, made, layout[5])
-    begin_epoch(buffer_ptrs, control, job, epoch)
+                store_at(job, peer, there, made, row_bytes)
+    begin_epoch(job, epoch)
 
 
 @kernel
-def reduce_kernel(
-    numbers, buffer_ptrs, control, parts, report, out, sends_to_all, chunk, terms, scratch, fingerprint=FINGERPRINT
-):
+def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGERPRINT):
     """Sums of the own part into `out`, or if it `sends_to_all` to everyone, with the second flag.
 
-    `terms` is the address of the ranks 0 ... world - 1. Returns whether all rows fit their sums.
+    Returns whether all rows fit their sums.
     """
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return False
     job = numbers_at(numbers)
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
+    if not signal.is_running(job):
+        return False
+    epoch = signal.epoch_of(job)
     layout, gather = scattered_layout(job), gathered_layout(job)
     saturate = 0 if job.kind == NONE else 1
-    size = element_bytes(job.dtype)
-    count, start = part_of(job, parts, job.rank)
+    size = codec.element_bytes(job.dtype)
+    count, start = part_of(job, job.rank)
     first, last = row_span(job, count, chunk)
-    records = slot_of(buffer_ptrs, job, job.rank, FIRST_LEG, epoch, 0)
-    own = slot_of(buffer_ptrs, job, job.rank, SECOND_LEG, epoch, job.rank)
+    records = slot_of(job, job.rank, FIRST_LEG, epoch, 0)
+    own = slot_of(job, job.rank, SECOND_LEG, epoch, job.rank)
     for row in range(first, last):
         if job.checksums:
             for source in range(job.world):
                 record = records + source * job.slot_bytes
                 leg = np.int64(FIRST_LEG)
-                if not fits(buffer_ptrs, job, leg, epoch, source, record, job.row_bytes, row - first):
-                    corrupt(buffer_ptrs, control, job, report, leg, epoch, source, row, 1)
+                if not fits(job, leg, epoch, source, record, job.row_bytes, row - first):
+                    corrupt(numbers, leg, epoch, source, row, np.int64(1))
                     return False
-        total = record_sum(records, job.slot_bytes, terms, job.world, job.dtype, layout, scratch)
+        total = record_sum(records, job.slot_bytes, job.ranks, job.world, job.dtype, layout, scratch)
         records += job.row_bytes
         place = (row - first) * job.gather_row_bytes
         columns, target, dtype = job.row, own + place, job.dtype
@@ -325,42 +310,40 @@ def reduce_kernel(
         elif job.gather_kind != NONE:
             # In place: a sum past the largest float32 would make its whole group not-a-number.
             target, dtype = total, FLOAT32
-        round_row(total, columns, target, dtype, saturate)
+        codec.round_row(total, columns, target, dtype, saturate)
         if sends_to_all == 0:
             continue
         if job.gather_kind == NONE:
             zero_bytes(own + place + job.row * size, job.gather_row_bytes - job.row * size)
         else:
-            quantize_row(total, FLOAT32, own + place, gather)
-        copy_to_peers(buffer_ptrs, job, np.int64(SECOND_LEG), epoch, own + place, row - first)
+            codec.quantize_row(total, FLOAT32, own + place, gather)
+        copy_to_peers(job, np.int64(SECOND_LEG), epoch, own + place, row - first)
     if sends_to_all != 0:
-        publish(buffer_ptrs, job.world, job.rank, job.tails, epoch)
+        signal.publish(job, job.tails, epoch)
     return True
 
 
 @kernel
-def gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, chunk, padded, fingerprint=FINGERPRINT):
+def gather_recv_kernel(numbers, padded, out, leg, chunk, fingerprint=FINGERPRINT):
     """Rows of all parts out of the own memory. Returns whether all of them fit their sums."""
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return False
     job = numbers_at(numbers)
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
+    if not signal.is_running(job):
+        return False
+    epoch = signal.epoch_of(job)
     layout = gathered_layout(job)
-    size = element_bytes(job.dtype)
+    size = codec.element_bytes(job.dtype)
     for source in range(job.world):
-        count, start = part_of(job, parts, source)
+        count, start = part_of(job, source)
         first, last = row_span(job, count, chunk)
-        record = slot_of(buffer_ptrs, job, job.rank, leg, epoch, source)
+        record = slot_of(job, job.rank, leg, epoch, source)
         for row in range(first, last):
             done = row * job.row
-            if job.checksums and not fits(
-                buffer_ptrs, job, leg, epoch, source, record, job.gather_row_bytes, row - first
-            ):
-                corrupt(buffer_ptrs, control, job, report, leg, epoch, source, row, 1)
+            if job.checksums and not fits(job, leg, epoch, source, record, job.gather_row_bytes, row - first):
+                corrupt(numbers, leg, epoch, source, row, np.int64(1))
                 return False
             target = out + (start + done) * size
             short = count - done < job.row
-            dequantize_row(record, padded if short else target, job.dtype, layout)
+            codec.dequantize_row(record, padded if short else target, job.dtype, layout)
             if short:
                 copy_bytes(target, padded, (count - done) * size)
             record += job.gather_row_bytes
@@ -368,64 +351,62 @@ def gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, c
 
 
 @kernel
-def wait_kernel(numbers, buffer_ptrs, control, report, leg, deadline, limit, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, leg, deadline, limit, fingerprint=FINGERPRINT):
     """Waits for the flags of one leg; times are in nanoseconds. Returns ARRIVED only if all ranks do the same."""
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return GAVE_UP
     job = numbers_at(numbers)
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
+    if not signal.is_running(job):
+        return signal.GAVE_UP
+    epoch = signal.epoch_of(job)
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
-    ended = wait_or_give_up(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, leg, deadline, limit, report)
-    status = TIMED_OUT if ended == GAVE_UP else RUNNING
-    if ended == ARRIVED and leg == FIRST_LEG and job.checksums:
+    ended = signal.wait_or_give_up(job, lines, epoch, leg, deadline, limit)
+    status = TIMED_OUT if ended == signal.GAVE_UP else RUNNING
+    if ended == signal.ARRIVED and leg == FIRST_LEG and job.checksums:
         for source in range(job.world):
-            if not header_fits(signal_line(buffer_ptrs, job.rank, lines, source), epoch, source):
-                corrupt(buffer_ptrs, control, job, report, np.int64(leg), epoch, source, np.int64(0), 0)
-                return GAVE_UP
-    if ended == ARRIVED and leg == FIRST_LEG and not all_do_the_same(buffer_ptrs, job, lines, report):
-        status, ended = MISMATCHED, GAVE_UP
+            if not header_fits(signal.own_line(job, lines, source), epoch, source):
+                corrupt(numbers, np.int64(leg), epoch, source, np.int64(0), np.int64(0))
+                return signal.GAVE_UP
+    if ended == signal.ARRIVED and leg == FIRST_LEG and not all_do_the_same(job, lines):
+        status, ended = MISMATCHED, signal.GAVE_UP
     if status != RUNNING:
-        poison(control, report, status, epoch, leg)
+        signal.poison(job, status, epoch, leg)
     return ended
 
 
 @device
-def came_soon(buffer_ptrs, control, job, leg):
+def came_soon(job, leg):
     """Whether all flags of a leg come within a moment. Nobody is told if they do not."""
-    epoch = np.int64(load_int32(control + 4 * CONTROL_EPOCH))
+    epoch = signal.epoch_of(job)
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
     until = monotonic_ns() + _PATIENCE_NS
-    return wait_for_all(buffer_ptrs, job.world, job.rank, lines, job.stuck, epoch, until) == ARRIVED
+    return signal.wait_for_all(job, lines, epoch, until) == signal.ARRIVED
 
 
 @kernel
-def whole_kernel(
-    numbers, buffer_ptrs, control, parts, report, terms, op, scratch, x, out, chunk, fingerprint=FINGERPRINT
-):
+def whole_kernel(numbers, scratch, op, x, out, chunk, fingerprint=FINGERPRINT):
     """The other kernels, one after the other, as far as no peer lets this rank wait; returns how far."""
     sends_to_all = 1 if op == ALL_GATHER else 0
-    send_kernel(numbers, buffer_ptrs, control, parts, x, sends_to_all, chunk, scratch)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return SENT
+    send_kernel(numbers, scratch, x, sends_to_all, chunk)
     job = numbers_at(numbers)
-    # The wait is over when it begins: all that it does otherwise needs the host, too.
-    if not came_soon(buffer_ptrs, control, job, FIRST_LEG):
+    if not signal.is_running(job):
         return SENT
-    if wait_kernel(numbers, buffer_ptrs, control, report, FIRST_LEG, _LONGEST_NS, 0) != ARRIVED:
+    # The wait is over when it begins: all that it does otherwise needs the host, too.
+    if not came_soon(job, FIRST_LEG):
+        return SENT
+    if wait_kernel(numbers, FIRST_LEG, _LONGEST_NS, 0) != signal.ARRIVED:
         return SENT
     leg = FIRST_LEG
     if op != ALL_GATHER:
         on = 1 if op == ALL_REDUCE else 0
-        if not reduce_kernel(numbers, buffer_ptrs, control, parts, report, out, on, chunk, terms, scratch):
+        if not reduce_kernel(numbers, scratch, out, on, chunk):
             return SENT
         if op != ALL_REDUCE:
             return DONE
         leg = SECOND_LEG
-        if not came_soon(buffer_ptrs, control, job, leg):
+        if not came_soon(job, leg):
             return TAKEN
-        if wait_kernel(numbers, buffer_ptrs, control, report, leg, _LONGEST_NS, 0) != ARRIVED:
+        if wait_kernel(numbers, leg, _LONGEST_NS, 0) != signal.ARRIVED:
             return TAKEN
-    if not gather_recv_kernel(numbers, buffer_ptrs, control, parts, report, out, leg, chunk, scratch):
+    if not gather_recv_kernel(numbers, scratch, out, leg, chunk):
         return SENT if op == ALL_GATHER else TAKEN
     return DONE
 
@@ -434,35 +415,9 @@ def whole_kernel(
 # Launchers
 
 
-@lru_cache(maxsize=8)
-def _ranks(world: int) -> tuple[np.ndarray, int]:
-    """The ranks 0 ... world - 1, and their address."""
-    return in_memory(*range(world))
-
-
-def _memory(end: Endpoint, job: Job) -> tuple[int, ...]:
-    """Addresses: of the numbers, the buffers, the control block and the parts."""
-    kept = end.kept.get(job)
-    if kept is None:
-        numbers, address = _numbers(end, job)
-        memory = address, *addresses(end, "buffer_ptrs", "control"), job.parts.data_ptr()
-        kept = end.kept[job] = memory, numbers
-    found: tuple[int, ...] = kept[0]
-    return found
-
-
-def _padded_row(end: Endpoint, job: Job) -> int:
-    return scratch_of(end, job.row * job.dtype.itemsize)
-
-
 def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> bool:
     """Whether the leg is complete, and the memory still in use. Python's signal handlers run meanwhile."""
-    kernel = partial(wait_kernel, *_memory(end, job)[:3], *addresses(end, "report"), leg)
-    return run_wait(kernel, timeout, grace) == ARRIVED
-
-
-def _send(end: Endpoint, job: Job, x: torch.Tensor, sends_to_all: int, chunk: int) -> None:
-    send_kernel(*_memory(end, job), x.data_ptr(), sends_to_all, chunk, _padded_row(end, job))
+    return signal.run_wait(partial(wait_kernel, _memory(end, job)[0], leg), timeout, grace) == signal.ARRIVED
 
 
 def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> int:
@@ -471,25 +426,18 @@ def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: in
     What is left is for `reduce` and `gather_recv`, in whose waits Python's signal handlers run, and so is what goes
     wrong. x and out are read and written at their addresses, whatever their shapes.
     """
-    kept: tuple[tuple[int, ...], int, np.ndarray] | None = end.kept.get((job, "whole"))
-    if kept is None:
-        ranks, terms = _ranks(end.layout.WORLD)
-        memory = *_memory(end, job), *addresses(end, "report"), terms, job.op
-        num_bytes = max(scratch_bytes(job.row, end.layout.WORLD), job.row * job.dtype.itemsize)
-        kept = end.kept[job, "whole"] = memory, num_bytes, ranks  # whose address is among memory
-    memory, num_bytes, _ = kept
-    done: int = whole_kernel(*memory, scratch_of(end, num_bytes), x.data_ptr(), out.data_ptr(), chunk)
+    done: int = whole_kernel(*_memory(end, job), job.op, x.data_ptr(), out.data_ptr(), chunk)
     return done
 
 
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """`thinwire.triton_kernels.collective.scatter` for CPU tensors."""
-    _send(end, job, x, 0, chunk)
+    send_kernel(*_memory(end, job), x.data_ptr(), 0, chunk)
 
 
 def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
     """`thinwire.triton_kernels.collective.send_to_all` for CPU tensors."""
-    _send(end, job, x, 1, chunk)
+    send_kernel(*_memory(end, job), x.data_ptr(), 1, chunk)
 
 
 def reduce(
@@ -509,11 +457,8 @@ def reduce(
         if out is not None:
             out.fill_(float("nan"))
         return
-    world = end.layout.WORLD
-    target, terms = 0 if out is None else out.data_ptr(), _ranks(world)[1]
-    scratch = scratch_of(end, scratch_bytes(job.row, world))
-    memory = *_memory(end, job), *addresses(end, "report")
-    if not reduce_kernel(*memory, target, int(out is None), chunk, terms, scratch) and out is not None:
+    target = 0 if out is None else out.data_ptr()
+    if not reduce_kernel(*_memory(end, job), target, int(out is None), chunk) and out is not None:
         out.fill_(float("nan"))
 
 
@@ -534,6 +479,5 @@ def gather_recv(
     if not _wait(end, job, leg, timeout, grace):
         out.fill_(float("nan"))
         return
-    memory = *_memory(end, job), *addresses(end, "report")
-    if not gather_recv_kernel(*memory, out.data_ptr(), leg, chunk, _padded_row(end, job)):
+    if not gather_recv_kernel(*_memory(end, job), out.data_ptr(), leg, chunk):
         out.fill_(float("nan"))

@@ -10,16 +10,11 @@ import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
+from thinwire.triton_kernels import round_layout as rounds
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
-from thinwire.triton_kernels.cpu.ir.intrinsics import (
-    load_int32,
-    load_int64,
-    stack_buffer,
-    store_int64,
-    zero_bytes,
-)
+from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, stack_buffer, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.lane import (
     MIXED_DTYPES,
     POISONED,
@@ -28,7 +23,6 @@ from thinwire.triton_kernels.cpu.lane import (
     check_dtype,
     check_out,
     destinations,
-    first_arguments,
     mixed_dtypes,
     numbers_at,
     numbers_that_fit,
@@ -42,12 +36,11 @@ from thinwire.triton_kernels.cpu.round_checksum import (
     combined_fits,
     combined_sums,
     copy_weight_grads,
-    epoch_of,
     lines_fit,
     planes_fit,
     put,
 )
-from thinwire.triton_kernels.cpu.signal import signal_line
+from thinwire.triton_kernels.cpu.signal import epoch_of, is_running, own_line
 from thinwire.triton_kernels.cpu.sums import (
     AS_THEY_ARE,
     copy_record,
@@ -58,25 +51,10 @@ from thinwire.triton_kernels.cpu.sums import (
     weighted_sum_row,
 )
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
-from thinwire.triton_kernels.round_layout import (
-    COMBINE,
-    CONTROL_TOKENS,
-    DISPATCH,
-    SIGNAL_END,
-    WITH_SUMS,
-    Lane,
-    RoundLayout,
-    check_home_grads,
-    check_weight_grads,
-)
-from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
+from thinwire.triton_kernels.round_layout import Lane, RoundLayout, check_home_grads, check_weight_grads
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
-_SUMMED, _AT_HOME = (
-    ("buffer_ptrs", "control", "report", "seen", "positions", "weights"),
-    ("buffer_ptrs", "control", "report"),
-)
 _NO_TAIL = (np.int64(0), np.int64(0))
 
 
@@ -120,14 +98,11 @@ def store_sums(where, begin, stop):
 
     They are counted home by home, `each` of every rank's tokens, beginning with the right-hand neighbour's.
     """
-    (
-        numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
-        weight_grads, scratch, each,
-    ) = where  # fmt: skip
+    numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each = where
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING or mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+    if not is_running(lane) or mixed_dtypes(lane, lane.sum_kind):
         return
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     chosen = scratch + lane.sum_bytes
@@ -135,12 +110,12 @@ def store_sums(where, begin, stop):
     streamed = False
     for step in range(begin // each, (stop + each - 1) // each):
         source = (lane.rank + 1 + step) % lane.world
-        sums = load_int64(buffer_ptrs + 8 * source) + lane.sums
-        far = source != lane.rank and goes_aside(lane.sum_row_bytes, load_relaxed(seen + 8 * source))
-        last = min(stop - step * each, each, token_count(buffer_ptrs, lane, source))
+        sums = load_int64(lane.buffer_ptrs + 8 * source) + lane.sums
+        far = source != lane.rank and goes_aside(lane.sum_row_bytes, load_relaxed(lane.seen + 8 * source))
+        last = min(stop - step * each, each, token_count(lane, source))
         for token in range(max(begin - step * each, 0), last):
             first = (source * lane.max_tokens + token) * lane.top_k
-            terms = terms_within(positions + 8 * first, lane, row_count, chosen)
+            terms = terms_within(lane.positions + 8 * first, lane, row_count, chosen)
             if terms == 0:
                 continue
             # The ids are the peer's: whatever they are by now, they choose among the token's own places.
@@ -150,7 +125,7 @@ def store_sums(where, begin, stop):
                 ordinal += 1
             if ordinal == count:
                 continue
-            factors = weights + 4 * first
+            factors = lane.row_weights + 4 * first
             place = token * lane.slots + ordinal
             record = sums + place * lane.sum_bytes
             made = scratch if far else record
@@ -165,10 +140,10 @@ def store_sums(where, begin, stop):
                 ids, mine = own + lane.ids + 4 * first, weight_grads + 4 * first
                 tail = copy_weight_grads(ids, mine, grads, lane, lane.rank)
             if lane.checksums:
-                pair = combined_sums(made, lane, epoch_of(control), lane.rank, place, tail)
+                pair = combined_sums(made, lane, epoch_of(lane), lane.rank, place, tail)
                 put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
             if far:
-                far = store_at(seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
+                far = store_at(lane.seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
                 streamed |= far
     if streamed:
         finish_stores()
@@ -176,38 +151,32 @@ def store_sums(where, begin, stop):
 
 @kernel
 def store_sums_kernel(
-    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
-    weight_grads, scratch, each, scratch_size, count, words, member, fingerprint=FINGERPRINT,
+    numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each, scratch_size, count, words, member,
+    fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`store_sums` in each thread of a team, whose members have a scratch each."""
-    where = (
-        numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
-        weight_grads, scratch + member * scratch_size, each,
-    )  # fmt: skip
+    scratch += member * scratch_size
+    where = (numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each)
     do_rows(words, member, count, store_sums, where)
 
 
 @kernel
 def send_sums_kernel(
-    numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
-    weight_grads, scratch, stored, fingerprint=FINGERPRINT,
-):  # fmt: skip
+    numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, stored, fingerprint=FINGERPRINT
+):
     """Sums to their homes, unless they are `stored`, then the combine line and its flag. `row_stride` is in bytes."""
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not is_running(lane):
         return POISONED
-    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
+    if lane.checksums and not lines_fit(lane, rounds.DISPATCH, 0, lane.world):
         return POISONED
-    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+    if mixed_dtypes(lane, lane.sum_kind):
         return MIXED_DTYPES
     if not stored:
         each = max(1, lane.max_tokens)
-        where = (
-            numbers, buffer_ptrs, control, report, seen, positions, weights, rows, row_stride, row_count, row_dtype,
-            weight_grads, scratch, each,
-        )  # fmt: skip
+        where = (numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each)
         store_sums(where, 0, lane.world * each)
-    publish_sums(buffer_ptrs, lane, control, WITH_SUMS)
+    publish_sums(lane, rounds.WITH_SUMS)
     return WRITTEN
 
 
@@ -234,34 +203,34 @@ def send_sums(
     encoded = expert_out.dtype == torch.uint8
     width = lane.combine_wire.row_bytes(layout.HIDDEN, dtype) if encoded else layout.HIDDEN
     expert_out = readable_rows(expert_out, width, "expert_out")
-    memory = first_arguments(lane, dtype, _SUMMED, numbers_that_fit)
+    numbers = numbers_that_fit(lane, dtype).address
     row_bytes, count = expert_out.stride(0) * expert_out.itemsize, expert_out.shape[0]
     weight_grads = check_weight_grads(lane, weight_grads)
     grads = 0 if weight_grads is None else weight_grads.data_ptr()
-    rows = expert_out.data_ptr(), row_bytes, count, rows_code(expert_out, as_they_are), grads
+    arguments = numbers, expert_out.data_ptr(), row_bytes, count, rows_code(expert_out, as_they_are), grads
     stored = 0
     if threads > 1:
         threads = threads_for(count, row_bytes, threads)
     if threads > 1:
-        each = int(lane.control[CONTROL_TOKENS])  # the most that a rank sent, as routing found it
+        each = int(lane.control[rounds.CONTROL_TOKENS])  # the most that a rank sent, as routing found it
         threads = min(threads, layout.WORLD * each)
     if threads > 1:
         scratch, size = _team_scratch(lane, threads)
         places = scratch.data_ptr(), each, size, layout.WORLD * each
-        run_in_team(threads, layout.WORLD * each, store_sums_kernel, *memory, *rows, *places)
+        run_in_team(threads, layout.WORLD * each, store_sums_kernel, *arguments, *places)
         stored = 1
-    result = send_sums_kernel(*memory, *rows, _scratch(lane), stored)
+    result = send_sums_kernel(*arguments, _scratch(lane), stored)
     check_dtype(result, "dtype", dtype)
 
 
 @device
-def sums_came(buffer_ptrs, lane, control, tokens):
+def sums_came(lane, tokens):
     """WRITTEN if so many tokens of this rank may be summed, or what says why not."""
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not is_running(lane):
         return POISONED
-    if mixed_dtypes(buffer_ptrs, lane, lane.sum_kind):
+    if mixed_dtypes(lane, lane.sum_kind):
         return MIXED_DTYPES
-    if tokens != token_count(buffer_ptrs, lane, lane.rank):
+    if tokens != token_count(lane, lane.rank):
         return _OTHER_TOKENS
     return WRITTEN
 
@@ -269,17 +238,17 @@ def sums_came(buffer_ptrs, lane, control, tokens):
 @device
 def sum_tokens(where, begin, stop):
     """Tokens `begin` to before `stop`, into their rows; returns what a kernel does."""
-    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch = where
+    numbers, out, out_stride, tokens, weight_grads, scratch = where
     lane = numbers_at(numbers)
-    came = sums_came(buffer_ptrs, lane, control, tokens)
+    came = sums_came(lane, tokens)
     if came != WRITTEN:
         return came
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     first_ids = own + lane.ids + 4 * lane.rank * lane.max_tokens * lane.top_k
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     for token in range(begin, stop):
-        if lane.checksums and not planes_fit(buffer_ptrs, lane, control, report, lane.rank, token):
+        if lane.checksums and not planes_fit(lane, lane.rank, token):
             return POISONED
         ids, of_token = first_ids + 4 * token * lane.top_k, 4 * token * lane.top_k
         if lane.weight_grads:
@@ -288,14 +257,14 @@ def sum_tokens(where, begin, stop):
         for j in range(count):
             # The list of ranks becomes one of records, in place.
             source, place = load_int64(ranks + 8 * j), token * lane.slots + j
-            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, source)
-            has_sums = load_int32(line + 4 * SIGNAL_END) == WITH_SUMS
+            line = own_line(lane, lane.combine_signals, source)
+            has_sums = load_int32(line + 4 * rounds.SIGNAL_END) == rounds.WITH_SUMS
             tail = _NO_TAIL
             if has_sums and lane.weight_grads:
                 grads = own + lane.weight_grads + of_token
                 tail = copy_weight_grads(ids, grads, weight_grads + of_token, lane, source)
             if has_sums and lane.checksums:
-                if not combined_fits(buffer_ptrs, lane, control, report, source, place, tail):
+                if not combined_fits(lane, source, place, tail):
                     return POISONED
             store_int64(ranks + 8 * j, place if has_sums else -1)
         row = out + token * out_stride
@@ -305,36 +274,30 @@ def sum_tokens(where, begin, stop):
 
 @kernel
 def sum_tokens_kernel(
-    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member,
-    fingerprint=FINGERPRINT,
-):  # fmt: skip
+    numbers, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member, fingerprint=FINGERPRINT
+):
     """`sum_tokens` in each thread of a team, whose members have a scratch each; of lanes without checksums.
 
     With them the first row that does not fit ends the lane, which is for one thread to say.
     """
-    own_scratch = scratch + member * scratch_size
-    where = (numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, own_scratch)
+    where = (numbers, out, out_stride, tokens, weight_grads, scratch + member * scratch_size)
     do_rows(words, member, tokens, sum_tokens, where)
 
 
 @kernel
-def sum_home_kernel(
-    numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch, summed,
-    fingerprint=FINGERPRINT,
-):  # fmt: skip
+def sum_home_kernel(numbers, out, out_stride, tokens, weight_grads, scratch, summed, fingerprint=FINGERPRINT):
     """Adds up what came home into the rows at `out`, unless that is `summed`. `out_stride` is in bytes."""
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not is_running(lane):
         return POISONED
-    for phase in range(DISPATCH, COMBINE + 1):
+    for phase in range(rounds.DISPATCH, rounds.COMBINE + 1):
         # Of the dispatch lines only the own one is not written to by now: peers may be a phase ahead.
-        first, stop = (lane.rank, lane.rank + 1) if phase == DISPATCH else (0, lane.world)
-        if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
+        first, stop = (lane.rank, lane.rank + 1) if phase == rounds.DISPATCH else (0, lane.world)
+        if lane.checksums and not lines_fit(lane, phase, first, stop):
             return POISONED
     if summed:
-        return sums_came(buffer_ptrs, lane, control, tokens)
-    where = (numbers, buffer_ptrs, control, report, out, out_stride, tokens, weight_grads, scratch)
-    return sum_tokens(where, 0, tokens)
+        return sums_came(lane, tokens)
+    return sum_tokens((numbers, out, out_stride, tokens, weight_grads, scratch), 0, tokens)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None, threads: int = 1) -> None:
@@ -350,16 +313,17 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     layout = lane.layout
     check_out(out, layout.HIDDEN)
     grads = check_home_grads(lane, out, weight_grads)
-    memory = first_arguments(lane, out.dtype, _AT_HOME, numbers_that_fit)
-    rows = out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0], 0 if grads is None else grads.data_ptr()
+    numbers = numbers_that_fit(lane, out.dtype).address
+    of_weights = 0 if grads is None else grads.data_ptr()
+    arguments = numbers, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0], of_weights
     summed = 0
     if threads > 1 and not layout.CHECKSUMS:
         threads = threads_for(out.shape[0], layout.HIDDEN * out.itemsize, threads)
         if threads > 1:
             scratch, size = _team_scratch(lane, threads)
-            run_in_team(threads, out.shape[0], sum_tokens_kernel, *memory, *rows, scratch.data_ptr(), size)
+            run_in_team(threads, out.shape[0], sum_tokens_kernel, *arguments, scratch.data_ptr(), size)
             summed = 1
-    result = sum_home_kernel(*memory, *rows, _scratch(lane), summed)
+    result = sum_home_kernel(*arguments, _scratch(lane), summed)
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:
         raise RoutingError(f"out has {out.shape[0]} rows; accepted: as many as this rank sent tokens in this round")

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
+from thinwire.triton_kernels import round_layout as rounds
+from thinwire.triton_kernels.cpu import signal
 from thinwire.triton_kernels.cpu.codec import quantize_row
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
@@ -29,17 +31,14 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 from thinwire.triton_kernels.cpu.lane import (
     RANKS_BYTES,
     destinations,
-    first_arguments,
     numbers_at,
     numbers_of,
     numbers_that_fit,
     readable_rows,
     record_layout_of,
 )
-from thinwire.triton_kernels.cpu.launch import addresses
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
 from thinwire.triton_kernels.cpu.round_checksum import (
-    epoch_of,
     lines_fit,
     next_epoch,
     plane_sums,
@@ -47,33 +46,10 @@ from thinwire.triton_kernels.cpu.round_checksum import (
     put_line_sums,
     record_sums,
 )
-from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, poison, publish, run_wait, signal_line, wait_or_give_up
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
-from thinwire.triton_kernels.round_layout import (
-    ABANDONED,
-    COMBINE,
-    DISPATCH,
-    DTYPE_BITS,
-    LEFT_OPEN,
-    REFUSED,
-    REPORT_BAD_IDS,
-    REPORT_LEFT_OPEN,
-    SIGNAL_DTYPE,
-    SIGNAL_END,
-    SIGNAL_TOKENS,
-    WITH_SUMS,
-    Lane,
-)
-from thinwire.triton_kernels.signal import (
-    CONTROL_EPOCH,
-    CONTROL_STATUS,
-    MISMATCHED,
-    REPORT_PEERS,
-    RUNNING,
-    TIMED_OUT,
-)
+from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, MISMATCHED, REPORT_PEERS, RUNNING, TIMED_OUT
 
-_SENDING, _WAITING = ("buffer_ptrs", "control", "report", "seen"), ("buffer_ptrs", "control", "report")
 _ASIDE_BYTES = 32768  # of a record that is made before it is stored: an exact one of 7168 float32
 _ID_TYPES = (torch.int32, torch.int64)
 _ZERO = np.float32(0.0)
@@ -105,11 +81,11 @@ def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
 @device
 def store_tokens(where, begin, stop):
     """Tokens `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes."""
-    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights = where
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return
+    numbers, x, x_stride, topk_ids, id_bytes, topk_weights = where
     lane = numbers_at(numbers)
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    if not signal.is_running(lane):
+        return
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
@@ -117,15 +93,15 @@ def store_tokens(where, begin, stop):
     ranks, far, scratch = stack_buffer(RANKS_BYTES), stack_buffer(RANKS_BYTES), stack_buffer(_ASIDE_BYTES)
     # Once, and not for each record: the clock is read for it.
     for peer in range(lane.world):
-        aside = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(seen + 8 * peer))
+        aside = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(lane.seen + 8 * peer))
         store_int64(far + 8 * peer, 1 if aside else 0)
     streamed = np.int64(0)
-    epoch = next_epoch(control)
+    epoch = next_epoch(lane)
     for token in range(begin, stop):
         first = token * lane.top_k
         ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
         if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
-            store_int32(report + 4 * REPORT_BAD_IDS, 1)
+            store_int32(lane.report + 4 * rounds.REPORT_BAD_IDS, 1)
         slot = first_slot + token
         if lane.checksums:
             pair = plane_sums(ids, weights, lane, epoch, lane.rank, slot)
@@ -138,17 +114,17 @@ def store_tokens(where, begin, stop):
         for j in range(1, count):
             if load_int64(ranks + 8 * j) == lane.rank:
                 home = lane.rank
-        made = load_int64(buffer_ptrs + 8 * home) + record
+        made = load_int64(lane.buffer_ptrs + 8 * home) + record
         if load_int64(far + 8 * home) != 0 and lane.record_row_bytes <= _ASIDE_BYTES:
             made = scratch
         quantize_row(x + token * x_stride, lane.dtype, made, layout)
         for j in range(count):
             peer = load_int64(ranks + 8 * j)
-            target = load_int64(buffer_ptrs + 8 * peer) + record
+            target = load_int64(lane.buffer_ptrs + 8 * peer) + record
             if target == made:
                 continue
             if load_int64(far + 8 * peer) != 0:
-                is_far = store_at(seen + 8 * peer, target, made, lane.record_row_bytes) & 1
+                is_far = store_at(lane.seen + 8 * peer, target, made, lane.record_row_bytes) & 1
                 store_int64(far + 8 * peer, is_far)
                 streamed |= is_far
             else:
@@ -156,37 +132,22 @@ def store_tokens(where, begin, stop):
         if lane.checksums:
             pair = record_sums(made, lane, epoch, lane.rank, slot)
             for j in range(count):
-                put(load_int64(buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
+                put(load_int64(lane.buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
     if streamed:
         finish_stores()
 
 
 @kernel
 def store_tokens_kernel(
-    numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words,
-    member, fingerprint=FINGERPRINT,
-):  # fmt: skip
+    numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words, member, fingerprint=FINGERPRINT
+):
     """`store_tokens` in each thread of a team."""
-    where = (numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights)
-    do_rows(words, member, tokens, store_tokens, where)
+    do_rows(words, member, tokens, store_tokens, (numbers, x, x_stride, topk_ids, id_bytes, topk_weights))
 
 
 @kernel
 def send_tokens_kernel(
-    numbers,
-    buffer_ptrs,
-    control,
-    report,
-    seen,
-    x,
-    x_stride,
-    topk_ids,
-    id_bytes,
-    topk_weights,
-    tokens,
-    stored,
-    tag,
-    fingerprint=FINGERPRINT,
+    numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, stored, tag, fingerprint=FINGERPRINT
 ):
     """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
 
@@ -194,33 +155,32 @@ def send_tokens_kernel(
     REFUSED is, and nothing is looked at then.
     """
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not signal.is_running(lane):
         return
-    where = (numbers, buffer_ptrs, control, report, seen, x, x_stride, topk_ids, id_bytes, topk_weights)
-    store_tokens(where, stored, tokens)
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    store_tokens((numbers, x, x_stride, topk_ids, id_bytes, topk_weights), stored, tokens)
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
-    epoch = next_epoch(control)
+    epoch = next_epoch(lane)
     plane_bytes, streamed = 4 * max(tokens, 0) * lane.top_k, np.int64(0)
     for peer in range(lane.world):
-        base = load_int64(buffer_ptrs + 8 * peer)
+        base = load_int64(lane.buffer_ptrs + 8 * peer)
         if peer != lane.rank:
-            streamed |= store_at(seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
-            streamed |= store_at(seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
+            streamed |= store_at(lane.seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
+            streamed |= store_at(lane.seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
             if lane.checksums:
                 sums = lane.plane_checksums + 16 * first_slot
-                streamed |= store_at(seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
-        line = signal_line(buffer_ptrs, peer, lane.signals, lane.rank)
-        store_int32(line + 4 * SIGNAL_TOKENS, tokens)
-        store_int32(line + 4 * SIGNAL_DTYPE, lane.dtype_word | tag << DTYPE_BITS)
+                streamed |= store_at(lane.seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
+        line = signal.signal_line(lane.buffer_ptrs, peer, lane.signals, lane.rank)
+        store_int32(line + 4 * rounds.SIGNAL_TOKENS, tokens)
+        store_int32(line + 4 * rounds.SIGNAL_DTYPE, lane.dtype_word | tag << rounds.DTYPE_BITS)
         if lane.checksums:
-            put_line_sums(base, line, lane, DISPATCH, epoch, lane.rank)
-    store_int32(control + 4 * CONTROL_EPOCH, epoch)
+            put_line_sums(base, line, lane, rounds.DISPATCH, epoch, lane.rank)
+    store_int32(lane.control + 4 * CONTROL_EPOCH, epoch)
     if streamed & 1:
         finish_stores()
-    publish(buffer_ptrs, lane.world, lane.rank, lane.signals, epoch)
+    signal.publish(lane, lane.signals, epoch)
 
 
 @kernel
@@ -271,96 +231,92 @@ def send_tokens(
         )
     if topk_ids.dtype not in _ID_TYPES:
         raise RoutingError(f"topk_ids is {topk_ids.dtype}; accepted: {', '.join(map(str, _ID_TYPES))}")
-    memory = first_arguments(lane, x.dtype, _SENDING, numbers_that_fit)
+    numbers = numbers_that_fit(lane, x.dtype).address
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    rows = x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
+    arguments = numbers, x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
     stored = 0
     if threads > 1:
         threads = threads_for(tokens, layout.HIDDEN * x.itemsize, threads)
     if threads > 1:
-        run_in_team(threads, tokens, store_tokens_kernel, *memory, *rows)
+        run_in_team(threads, tokens, store_tokens_kernel, *arguments)
         stored = tokens
-    send_tokens_kernel(*memory, *rows, stored, tag)
+    send_tokens_kernel(*arguments, stored, tag)
 
 
 def refuse(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
-    numbers = numbers_of(lane)
-    memory = addresses(lane, *_SENDING)
-    send_tokens_kernel(numbers.address, *memory, 0, 0, 0, 8, 0, REFUSED, 0, 0)
+    send_tokens_kernel(numbers_of(lane).address, 0, 0, 0, 8, 0, rounds.REFUSED, 0, 0)
 
 
 @device
-def publish_sums(buffer_ptrs, lane, control, end):
+def publish_sums(lane, end):
     """Signals the combine phase of the open round to all ranks, and how this rank ends it."""
+    epoch = signal.epoch_of(lane)
     for peer in range(lane.world):
-        line = signal_line(buffer_ptrs, peer, lane.combine_signals, lane.rank)
-        store_int32(line + 4 * SIGNAL_END, end)
+        line = signal.signal_line(lane.buffer_ptrs, peer, lane.combine_signals, lane.rank)
+        store_int32(line + 4 * rounds.SIGNAL_END, end)
         if lane.checksums:
-            put_line_sums(load_int64(buffer_ptrs + 8 * peer), line, lane, COMBINE, epoch_of(control), lane.rank)
-    publish(buffer_ptrs, lane.world, lane.rank, lane.combine_signals, load_int32(control + 4 * CONTROL_EPOCH))
+            base = load_int64(lane.buffer_ptrs + 8 * peer)
+            put_line_sums(base, line, lane, rounds.COMBINE, epoch, lane.rank)
+    signal.publish(lane, lane.combine_signals, epoch)
 
 
 @kernel
-def close_round_kernel(numbers, buffer_ptrs, control, end, fingerprint=FINGERPRINT):
+def close_round_kernel(numbers, end, fingerprint=FINGERPRINT):
     """Signals the combine phase without sums."""
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) == RUNNING:
-        publish_sums(buffer_ptrs, lane, control, end)
+    if signal.is_running(lane):
+        publish_sums(lane, end)
 
 
-def close_round(lane: Lane, end: int = ABANDONED) -> None:
+def close_round(lane: Lane, end: int = rounds.ABANDONED) -> None:
     """`thinwire.triton_kernels.dispatch.close_round` for CPU tensors. Raises TransportUnavailable without numba."""
-    numbers = numbers_of(lane)
-    close_round_kernel(numbers.address, *addresses(lane, "buffer_ptrs", "control"), end)
+    close_round_kernel(numbers_of(lane).address, end)
 
 
 @device
-def lines_agree(buffer_ptrs, lane, report):
+def lines_agree(lane):
     """Whether all dispatch lines name this rank's dtype and a possible number of tokens; notes those that do not."""
     agree = True
-    own = load_int32(signal_line(buffer_ptrs, lane.rank, lane.signals, lane.rank) + 4 * SIGNAL_DTYPE)
+    own = load_int32(signal.own_line(lane, lane.signals, lane.rank) + 4 * rounds.SIGNAL_DTYPE)
     for peer in range(lane.world):
-        line = signal_line(buffer_ptrs, lane.rank, lane.signals, peer)
-        tokens = load_int32(line + 4 * SIGNAL_TOKENS)
-        if load_int32(line + 4 * SIGNAL_DTYPE) != own or tokens < 0 or tokens > lane.max_tokens:
-            store_int32(report + 4 * (REPORT_PEERS + peer), 1)
+        line = signal.own_line(lane, lane.signals, peer)
+        tokens = load_int32(line + 4 * rounds.SIGNAL_TOKENS)
+        if load_int32(line + 4 * rounds.SIGNAL_DTYPE) != own or tokens < 0 or tokens > lane.max_tokens:
+            store_int32(lane.report + 4 * (REPORT_PEERS + peer), 1)
             agree = False
     return agree
 
 
 @device
-def note_left_open(buffer_ptrs, lane, report):
+def note_left_open(lane):
     """Notes a rank that left open the round that this one has combined, if there is one."""
-    own = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, lane.rank)
-    if load_int32(own + 4 * SIGNAL_END) == WITH_SUMS:
+    lines = lane.combine_signals
+    if load_int32(signal.own_line(lane, lines, lane.rank) + 4 * rounds.SIGNAL_END) == rounds.WITH_SUMS:
         for peer in range(lane.world):
-            line = signal_line(buffer_ptrs, lane.rank, lane.combine_signals, peer)
-            if load_int32(line + 4 * SIGNAL_END) == LEFT_OPEN:
-                store_int32(report + 4 * REPORT_LEFT_OPEN, 1 + peer)
+            if load_int32(signal.own_line(lane, lines, peer) + 4 * rounds.SIGNAL_END) == rounds.LEFT_OPEN:
+                store_int32(lane.report + 4 * rounds.REPORT_LEFT_OPEN, 1 + peer)
 
 
 @kernel
-def wait_kernel(numbers, buffer_ptrs, control, report, phase, deadline, limit, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, phase, deadline, limit, fingerprint=FINGERPRINT):
     """Waits for one phase of a round; times are in nanoseconds. Returns how the wait ended."""
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
-        return GAVE_UP
-    epoch = load_int32(control + 4 * CONTROL_EPOCH)
-    lines = lane.signals if phase == DISPATCH else lane.combine_signals
-    ended = wait_or_give_up(
-        buffer_ptrs, lane.world, lane.rank, lines, lane.stuck, epoch, phase, deadline, limit, report
-    )
-    if ended == ARRIVED and lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, phase, 0, lane.world):
+    if not signal.is_running(lane):
+        return signal.GAVE_UP
+    epoch = signal.epoch_of(lane)
+    lines = lane.signals if phase == rounds.DISPATCH else lane.combine_signals
+    ended = signal.wait_or_give_up(lane, lines, epoch, phase, deadline, limit)
+    if ended == signal.ARRIVED and lane.checksums and not lines_fit(lane, phase, 0, lane.world):
         return ended
-    status = TIMED_OUT if ended == GAVE_UP else RUNNING
-    if ended == ARRIVED and phase == DISPATCH and not lines_agree(buffer_ptrs, lane, report):
+    status = TIMED_OUT if ended == signal.GAVE_UP else RUNNING
+    if ended == signal.ARRIVED and phase == rounds.DISPATCH and not lines_agree(lane):
         status = MISMATCHED
-    if ended == ARRIVED and phase == COMBINE:
-        note_left_open(buffer_ptrs, lane, report)
+    if ended == signal.ARRIVED and phase == rounds.COMBINE:
+        note_left_open(lane)
     if status != RUNNING:
-        poison(control, report, status, epoch, phase)
+        signal.poison(lane, status, epoch, phase)
     return ended
 
 
@@ -373,6 +329,6 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
         ValueError: for another phase.
         TransportUnavailable: without numba.
     """
-    if phase not in (DISPATCH, COMBINE):
-        raise ValueError(f"phase is {phase!r}; accepted: {DISPATCH} (dispatch), {COMBINE} (combine)")
-    run_wait(partial(wait_kernel, *first_arguments(lane, None, _WAITING), phase), timeout, grace)
+    if phase not in (rounds.DISPATCH, rounds.COMBINE):
+        raise ValueError(f"phase is {phase!r}; accepted: {rounds.DISPATCH} (dispatch), {rounds.COMBINE} (combine)")
+    signal.run_wait(partial(wait_kernel, numbers_of(lane).address, phase), timeout, grace)

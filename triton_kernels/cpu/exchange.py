@@ -12,17 +12,24 @@ from thinwire.triton_kernels.exchange_layout import HEADER_COUNT, HEADER_PIECES,
 
 
 @device
-def publish_header(line, epoch, rank, pieces, count, signature, summed):
+def signature_of(exchange):
+    """The four numbers that say what this rank is doing; `exchange` is a call's words or a job's numbers."""
+    return exchange.signature0, exchange.signature1, exchange.signature2, exchange.signature3
+
+
+@device
+def publish_header(line, epoch, exchange, pieces, count):
     """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag.
 
-    `summed`: and before the flag the sums of them.
+    With checksums, before the flag, the sums of them.
     """
     store_int32(line + 4 * HEADER_PIECES, pieces)
     store_int64(line + 4 * HEADER_COUNT, count)
+    signature = signature_of(exchange)
     for word in range(SIGNATURE_WORDS):
         store_int64(line + 4 * HEADER_SIGNATURE + 8 * word, signature[word])
-    if summed:
-        put_header_sums(line, np.int64(epoch), rank)
+    if exchange.checksums:
+        put_header_sums(line, np.int64(epoch), exchange.rank)
     store_release(line, epoch)
 
 
@@ -51,9 +58,9 @@ def header_count(line):
 
 
 @device
-def same_signature(line, signature):
-    """Whether a header's source is doing what the signature says."""
-    same = True
+def same_signature(line, exchange):
+    """Whether a header's source is doing what this rank does."""
+    same, signature = True, signature_of(exchange)
     for word in range(SIGNATURE_WORDS):
         same &= load_int64(line + 4 * HEADER_SIGNATURE + 8 * word) == signature[word]
     return same

@@ -12,7 +12,7 @@ from thinwire.triton_kernels.cpu.checksum import fits, put, row_sums
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.checksum import mix
 from thinwire.triton_kernels.cpu.ir.intrinsics import store_int32, store_int64
-from thinwire.triton_kernels.cpu.signal import tell_stuck, write_report
+from thinwire.triton_kernels.cpu.signal import nothing, tell_stuck, write_report
 from thinwire.triton_kernels.exchange_layout import (
     HEADER_CHECKSUMS,
     HEADER_NUMBER,
@@ -62,19 +62,11 @@ def header_fits(line, epoch, source, fingerprint=FINGERPRINT):
 
 
 @device
-def nothing(where, peer):
-    """What a rank misses that gives up for what it has got."""
-    return False
-
-
-@kernel
-def report_corruption(
-    buffer_ptrs, world, rank, stuck, epoch, phase, report, source, first, rows, fingerprint=FINGERPRINT
-):
+def report_corruption(own, epoch, phase, source, first, rows):
     """Tells the peers that this rank gave up, so that they do not wait for it, and reports what of which rank did not
     fit; the memory is for the caller to poison."""
-    tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, nothing, 0)
-    store_int32(report + 4 * REPORT_SOURCE, source)
-    store_int64(report + 4 * REPORT_FIRST, first)
-    store_int64(report + 4 * REPORT_ROWS, rows)
-    write_report(report, CORRUPTED, epoch, phase)
+    tell_stuck(own, epoch, phase, nothing, 0)
+    store_int32(own.report + 4 * REPORT_SOURCE, source)
+    store_int64(own.report + 4 * REPORT_FIRST, first)
+    store_int64(own.report + 4 * REPORT_ROWS, rows)
+    write_report(own, CORRUPTED, epoch, phase)

@@ -1,12 +1,10 @@
 """What the CPU's kernels know of a lane, and the small functions that all of them share.
 
-Kernels of a round take the address of a lane's *numbers*: sizes and offsets, which are the same in every round.
+Kernels of a round take the address of a lane's *numbers*: sizes, offsets and addresses, the same in every round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,17 +17,9 @@ from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import NONE
 from thinwire.triton_kernels.cpu.launch import addresses
-from thinwire.triton_kernels.cpu.signal import signal_line
-from thinwire.triton_kernels.round_layout import (
-    DTYPE_BITS,
-    DTYPE_CODES,
-    SIGNAL_DTYPE,
-    SIGNAL_TOKENS,
-    Lane,
-    RoundLayout,
-)
+from thinwire.triton_kernels.cpu.signal import own_line
+from thinwire.triton_kernels.round_layout import DTYPE_BITS, DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane
 from thinwire.triton_kernels.signal import MAX_WORLD
-from thinwire.wire import WireFormat
 
 #: What kernels that fill an output return.
 WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
@@ -47,9 +37,15 @@ _OF_LAYOUT = (
     "checksums", "line_checksums", "plane_checksums", "sum_checksums", "weight_grads",
 )  # fmt: skip
 
+#: The addresses of the lane's tensors of these names.
+_TENSORS = (
+    "buffer_ptrs", "control", "report", "seen", "index", "expert_counts", "expert_offsets", "positions",
+)  # fmt: skip
+
 #: All that is the same in every round of a lane.
 numbers_at = reader_of(
-    *_OF_LAYOUT,
+    *_OF_LAYOUT, *_TENSORS,
+    "row_weights",  # the address of the lane's `weights`; those of the layout are where they arrive
     "rank", "align",
     "experts_each", "larger_ranks",  # so many ranks own one expert more
     "first_expert", "local_experts",
@@ -68,15 +64,13 @@ class Numbers(NamedTuple):
     refusal: str
 
 
-@lru_cache(maxsize=512)
-def _numbers(
-    layout: RoundLayout, wire: WireFormat, combine_wire: WireFormat, rank: int, align: int, dtype: torch.dtype | None
-) -> Numbers:
+def _numbers(lane: Lane, dtype: torch.dtype | None) -> Numbers:
+    layout, rank = lane.layout, lane.rank
     if layout.WORLD > MAX_WORLD:
         raise RoutingError(f"a lane of {layout.WORLD} ranks; accepted: at most {MAX_WORLD}")
     legs: list[Layout] = []
     refusal = ""
-    for leg, room in ((wire, layout.RECORD_BYTES), (combine_wire, layout.SUM_BYTES)):
+    for leg, room in ((lane.wire, layout.RECORD_BYTES), (lane.combine_wire, layout.SUM_BYTES)):
         legs.append((0,) * 6 if dtype is None else record_layout(leg, layout.HIDDEN, dtype))
         if legs[-1][-1] > room:
             refusal = (
@@ -84,11 +78,11 @@ def _numbers(
                 f"and this lane was laid out for {room}; accepted: rows of the dtype that it was laid out for"
             )
     words = in_memory(
-        *(getattr(layout, name.upper()) for name in _OF_LAYOUT),
-        rank, align,
+        *(getattr(layout, name.upper()) for name in _OF_LAYOUT), *addresses(lane, *_TENSORS, "weights"),
+        rank, lane.align,
         layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
         layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
-        layout.num_rows(rank, align),
+        layout.num_rows(rank, lane.align),
         0 if dtype is None else dtype_code(dtype), -1 if dtype is None else DTYPE_CODES[dtype],
         *legs[0], *legs[1],
     )  # fmt: skip
@@ -98,16 +92,13 @@ def _numbers(
 def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
     """The numbers of a lane whose rows have a dtype; without one, of a kernel that looks at no row.
 
-    They hold no address, so lanes that are alike share them.
-
     Raises:
         WireFormatError: for a dtype that cannot travel.
         RoutingError: for more ranks than `MAX_WORLD`.
     """
     numbers: Numbers | None = lane.kept.get(dtype)
     if numbers is None:
-        numbers = _numbers(lane.layout, lane.wire, lane.combine_wire, lane.rank, lane.align, dtype)
-        lane.kept[dtype] = numbers
+        numbers = lane.kept[dtype] = _numbers(lane, dtype)
     return numbers
 
 
@@ -117,27 +108,6 @@ def numbers_that_fit(lane: Lane, dtype: torch.dtype | None) -> Numbers:
     if numbers.refusal:
         raise WireFormatError(numbers.refusal)
     return numbers
-
-
-def first_arguments(
-    lane: Lane,
-    dtype: torch.dtype | None,
-    names: tuple[str, ...],
-    look: Callable[[Lane, torch.dtype | None], Numbers] = numbers_of,
-) -> tuple[int, ...]:
-    """What a kernel takes first: the address of what `look` gives, and those of the lane's tensors of these names.
-
-    One look-up, since a round has several kernels, and those of a few tokens take microseconds. Calls with the same
-    dtype and names have the same `look`.
-
-    Raises:
-        WireFormatError, RoutingError: as `look`.
-    """
-    found: tuple[int, ...] | None = lane.kept.get((dtype, names))
-    if found is None:
-        numbers = look(lane, dtype)
-        found = lane.kept[dtype, names] = numbers.address, *addresses(lane, *names)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,17 +127,16 @@ def sum_layout_of(lane):
 
 
 @device
-def mixed_dtypes(buffer_ptrs, lane, kind):
+def mixed_dtypes(lane, kind):
     """Whether records of `kind` hold elements of another dtype than `lane` has: only those of `none` hold a dtype."""
-    line = signal_line(buffer_ptrs, lane.rank, lane.signals, lane.rank)
-    word = np.int64(load_int32(line + 4 * SIGNAL_DTYPE))
+    word = np.int64(load_int32(own_line(lane, lane.signals, lane.rank) + 4 * SIGNAL_DTYPE))
     return kind == NONE and (word < 0 or word & _DTYPE_MASK != lane.dtype_word)
 
 
 @device
-def token_count(buffer_ptrs, lane, source):
+def token_count(lane, source):
     """How many tokens a rank sent this rank in this round; 0 where it wrote a number that cannot be."""
-    tokens = load_int32(signal_line(buffer_ptrs, lane.rank, lane.signals, source) + 4 * SIGNAL_TOKENS)
+    tokens = load_int32(own_line(lane, lane.signals, source) + 4 * SIGNAL_TOKENS)
     return np.int64(tokens) if 0 <= tokens <= lane.max_tokens else np.int64(0)
 
 

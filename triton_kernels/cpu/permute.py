@@ -31,28 +31,24 @@ from thinwire.triton_kernels.cpu.lane import (
     WRITTEN,
     check_dtype,
     check_out,
-    first_arguments,
     mixed_dtypes,
     numbers_at,
+    numbers_of,
     record_layout_of,
     token_count,
 )
 from thinwire.triton_kernels.cpu.round_checksum import lines_fit, planes_fit, record_fits
+from thinwire.triton_kernels.cpu.signal import is_running
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane
-from thinwire.triton_kernels.signal import CONTROL_STATUS, RUNNING
 
 #: What `gather_kernel` returns, beside what other kernels do: the index or the offsets are not what routing wrote.
 _OVERWRITTEN = 3
 _ZERO = np.float32(0.0)
-_ROUTED = (
-    "buffer_ptrs", "control", "report", "index", "expert_counts", "expert_offsets", "positions", "weights",
-)  # fmt: skip
-_GATHERED = ("buffer_ptrs", "control", "report", "index", "expert_offsets")
 
 
 @device
-def take_slot(ids, factors, lane, counts, experts, weights):
+def take_slot(ids, factors, lane, experts, weights):
     """Writes a token's experts on this rank, counted from its first, ascending, and their weights, and counts them.
 
     -1 and 0 follow them. A repeated one counts once: honest peers send none, and there is room for distinct ones only.
@@ -68,7 +64,8 @@ def take_slot(ids, factors, lane, counts, experts, weights):
             break
         store_int64(experts + 8 * found, expert)
         store_float32(weights + 4 * found, weight)
-        store_int64(counts + 8 * expert, load_int64(counts + 8 * expert) + 1)
+        count = lane.expert_counts + 8 * expert
+        store_int64(count, load_int64(count) + 1)
         last = expert
         found += 1
     for term in range(found, lane.top_k):
@@ -77,112 +74,110 @@ def take_slot(ids, factors, lane, counts, experts, weights):
 
 
 @device
-def clear_slots(lane, first, cleared, end, positions, weights):
+def clear_slots(lane, first, cleared, end):
     """Fills slots that hold no token with -1 and 0, up to `cleared`, and on to the first that is clear already.
 
     Behind `cleared` that is the very next, unless the lane's owner has written into it.
     """
     for slot in range(first, end):
         begin = slot * lane.top_k
-        if slot >= cleared and load_int64(positions + 8 * begin) == -1:
+        if slot >= cleared and load_int64(lane.positions + 8 * begin) == -1:
             break
         for term in range(begin, begin + lane.top_k):
-            store_int64(positions + 8 * term, -1)
-            store_float32(weights + 4 * term, _ZERO)
+            store_int64(lane.positions + 8 * term, -1)
+            store_float32(lane.row_weights + 4 * term, _ZERO)
 
 
 @device
-def place_experts(lane, counts, offsets):
+def place_experts(lane):
     """Writes where each expert's rows begin; returns where the last one's end."""
     row = np.int64(0)
     for expert in range(lane.local_experts):
-        store_int64(offsets + 8 * expert, row)
-        row += (load_int64(counts + 8 * expert) + lane.align - 1) // lane.align * lane.align
-    store_int64(offsets + 8 * lane.local_experts, row)
+        store_int64(lane.expert_offsets + 8 * expert, row)
+        row += (load_int64(lane.expert_counts + 8 * expert) + lane.align - 1) // lane.align * lane.align
+    store_int64(lane.expert_offsets + 8 * lane.local_experts, row)
     return row
 
 
 @device
-def place_rows(lane, token_counts, index, offsets, positions):
+def place_rows(lane, token_counts):
     """Turns the experts in `positions` into rows, counting each expert's offset up to its end."""
     for source in range(lane.world):
         first_slot = source * lane.max_tokens
         for slot in range(first_slot, first_slot + load_int64(token_counts + 8 * source)):
             for term in range(slot * lane.top_k, (slot + 1) * lane.top_k):
-                expert = load_int64(positions + 8 * term)
+                expert = load_int64(lane.positions + 8 * term)
                 if expert < 0:
                     break
-                next_row = offsets + 8 * expert
+                next_row = lane.expert_offsets + 8 * expert
                 row = load_int64(next_row)
                 store_int64(next_row, row + 1)
-                store_int64(positions + 8 * term, row)
-                store_int64(index + 8 * row, slot)
+                store_int64(lane.positions + 8 * term, row)
+                store_int64(lane.index + 8 * row, slot)
 
 
 @device
-def clear_rows(lane, rows, cleared, index, counts, offsets):
+def clear_rows(lane, rows, cleared):
     """Takes the offsets back to the beginnings, and fills the index with -1 where it names no record."""
     for expert in range(lane.local_experts):
-        end = load_int64(offsets + 8 * expert)
-        store_int64(offsets + 8 * expert, end - load_int64(counts + 8 * expert))
+        end = load_int64(lane.expert_offsets + 8 * expert)
+        store_int64(lane.expert_offsets + 8 * expert, end - load_int64(lane.expert_counts + 8 * expert))
         while end % lane.align:
-            store_int64(index + 8 * end, -1)
+            store_int64(lane.index + 8 * end, -1)
             end += 1
     for row in range(rows, lane.num_rows):
-        if row >= cleared and load_int64(index + 8 * row) == -1:
+        if row >= cleared and load_int64(lane.index + 8 * row) == -1:
             break
-        store_int64(index + 8 * row, -1)
+        store_int64(lane.index + 8 * row, -1)
 
 
 @device
-def all_fit(buffer_ptrs, lane, control, report):
+def all_fit(lane):
     """Whether all that routing reads fits its checksums; if not, the lane has ended."""
-    if not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, 0, lane.world):
+    if not lines_fit(lane, DISPATCH, 0, lane.world):
         return False
     for source in range(lane.world):
-        for token in range(token_count(buffer_ptrs, lane, source)):
-            if not planes_fit(buffer_ptrs, lane, control, report, source, token):
+        for token in range(token_count(lane, source)):
+            if not planes_fit(lane, source, token):
                 return False
     return True
 
 
 @kernel
-def route_kernel(
-    numbers, buffer_ptrs, control, report, index, counts, offsets, positions, weights, fingerprint=FINGERPRINT
-):
-    """Fills a lane's index, expert_counts, expert_offsets, positions and weights, whose addresses these are."""
+def route_kernel(numbers, fingerprint=FINGERPRINT):
+    """Fills a lane's index, expert_counts, expert_offsets, positions and weights."""
     lane = numbers_at(numbers)
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     token_counts = stack_buffer(RANKS_BYTES)
-    running = load_int32(control + 4 * CONTROL_STATUS) == RUNNING
+    running = is_running(lane)
     if running and lane.checksums:
-        running = all_fit(buffer_ptrs, lane, control, report)
+        running = all_fit(lane)
     # Only what the last round left in `positions` and in `index` is cleared, or a decode step would pay for slots that
     # only a prefill fills.
-    cleared = np.int64(load_int32(control + 4 * CONTROL_TOKENS))
+    cleared = np.int64(load_int32(lane.control + 4 * CONTROL_TOKENS))
     most = np.int64(0)
-    zero_bytes(counts, 8 * lane.local_experts)
+    zero_bytes(lane.expert_counts, 8 * lane.local_experts)
     # What peers wrote is read here. All that follows works on what this rank wrote down, since a peer that was blamed
     # elsewhere may still write.
     for source in range(lane.world):
-        tokens = token_count(buffer_ptrs, lane, source) if running else np.int64(0)
+        tokens = token_count(lane, source) if running else np.int64(0)
         store_int64(token_counts + 8 * source, tokens)
         most = max(most, tokens)
         slot = source * lane.max_tokens
         for first in range(slot * lane.top_k, (slot + tokens) * lane.top_k, lane.top_k):
             ids, factors = own + lane.ids + 4 * first, own + lane.weights + 4 * first
-            take_slot(ids, factors, lane, counts, positions + 8 * first, weights + 4 * first)
-        clear_slots(lane, slot + tokens, slot + cleared, slot + lane.max_tokens, positions, weights)
-    rows = place_experts(lane, counts, offsets)
-    place_rows(lane, token_counts, index, offsets, positions)
-    clear_rows(lane, rows, load_int32(control + 4 * CONTROL_ROWS), index, counts, offsets)
-    store_int32(control + 4 * CONTROL_TOKENS, most)
-    store_int32(control + 4 * CONTROL_ROWS, rows)
+            take_slot(ids, factors, lane, lane.positions + 8 * first, lane.row_weights + 4 * first)
+        clear_slots(lane, slot + tokens, slot + cleared, slot + lane.max_tokens)
+    rows = place_experts(lane)
+    place_rows(lane, token_counts)
+    clear_rows(lane, rows, load_int32(lane.control + 4 * CONTROL_ROWS))
+    store_int32(lane.control + 4 * CONTROL_TOKENS, most)
+    store_int32(lane.control + 4 * CONTROL_ROWS, rows)
 
 
 def route(lane: Lane) -> None:
     """`thinwire.triton_kernels.permute.route` for CPU tensors; writes only what this call and the last one used."""
-    route_kernel(*first_arguments(lane, None, _ROUTED))
+    route_kernel(numbers_of(lane).address)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,25 +187,25 @@ def route(lane: Lane) -> None:
 @device
 def gather_rows(where, begin, stop):
     """Rows `begin` to before `stop` of the experts' input out of the records; returns what a kernel does."""
-    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride = where
+    numbers, out, out_stride = where
     lane = numbers_at(numbers)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not is_running(lane):
         return POISONED
-    if mixed_dtypes(buffer_ptrs, lane, lane.record_kind):
+    if mixed_dtypes(lane, lane.record_kind):
         return MIXED_DTYPES
     # Users see the index and the offsets, and may have written into them.
-    rows = load_int64(offsets + 8 * lane.local_experts)
+    rows = load_int64(lane.expert_offsets + 8 * lane.local_experts)
     if rows < 0 or rows > lane.num_rows:
         return _OVERWRITTEN
     layout = record_layout_of(lane)
-    records = load_int64(buffer_ptrs + 8 * lane.rank) + lane.records
+    records = load_int64(lane.buffer_ptrs + 8 * lane.rank) + lane.records
     for row in range(begin, stop):
-        record = load_int64(index + 8 * row) if row < rows else -1
+        record = load_int64(lane.index + 8 * row) if row < rows else -1
         if record >= lane.world * lane.max_tokens:
             return _OVERWRITTEN
         if record < 0:
             zero_bytes(out + row * out_stride, lane.hidden * element_bytes(lane.dtype))
-        elif lane.checksums and not record_fits(buffer_ptrs, lane, control, report, record):
+        elif lane.checksums and not record_fits(lane, record):
             return POISONED
         else:
             dequantize_row(records + record * lane.record_bytes, out + row * out_stride, lane.dtype, layout)
@@ -218,35 +213,27 @@ def gather_rows(where, begin, stop):
 
 
 @kernel
-def gather_rows_kernel(
-    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, words, member,
-    fingerprint=FINGERPRINT,
-):  # fmt: skip
+def gather_rows_kernel(numbers, out, out_stride, capacity, words, member, fingerprint=FINGERPRINT):
     """`gather_rows` in each thread of a team; of lanes without checksums, as `sum_tokens_kernel`."""
-    where = (numbers, buffer_ptrs, control, report, index, offsets, out, out_stride)
-    do_rows(words, member, capacity, gather_rows, where)
+    do_rows(words, member, capacity, gather_rows, (numbers, out, out_stride))
 
 
 @kernel
-def gather_kernel(
-    numbers, buffer_ptrs, control, report, index, offsets, out, out_stride, capacity, overflow, gathered,
-    fingerprint=FINGERPRINT,
-):  # fmt: skip
+def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered, fingerprint=FINGERPRINT):
     """All rows, unless a team has gathered them, at the address `out`; `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     store_int8(overflow, 0)
-    if load_int32(control + 4 * CONTROL_STATUS) != RUNNING:
+    if not is_running(lane):
         return POISONED
-    if lane.checksums and not lines_fit(buffer_ptrs, lane, control, report, DISPATCH, lane.rank, lane.rank + 1):
+    if lane.checksums and not lines_fit(lane, DISPATCH, lane.rank, lane.rank + 1):
         return POISONED
-    rows = load_int64(offsets + 8 * lane.local_experts)
+    rows = load_int64(lane.expert_offsets + 8 * lane.local_experts)
     if capacity < rows <= lane.num_rows:
         store_int8(overflow, 1)
-    where = (numbers, buffer_ptrs, control, report, index, offsets, out, out_stride)
-    result = gather_rows(where, 0, 0 if gathered else capacity)
+    result = gather_rows((numbers, out, out_stride), 0, 0 if gathered else capacity)
     if gathered and result == WRITTEN:
         for row in range(min(rows, capacity)):  # a thread of the team that met such a one went no further
-            if load_int64(index + 8 * row) >= lane.world * lane.max_tokens:
+            if load_int64(lane.index + 8 * row) >= lane.world * lane.max_tokens:
                 return _OVERWRITTEN
     return result
 
@@ -265,14 +252,14 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int =
     check_out(out, lane.layout.HIDDEN)
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
-    memory = first_arguments(lane, out.dtype, _GATHERED)
-    rows, gathered = (out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]), 0
+    arguments = numbers_of(lane, out.dtype).address, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
+    gathered = 0
     if threads > 1 and not lane.layout.CHECKSUMS:
         threads = threads_for(out.shape[0], lane.layout.HIDDEN * out.itemsize, threads)
         if threads > 1:
-            run_in_team(threads, out.shape[0], gather_rows_kernel, *memory, *rows)
+            run_in_team(threads, out.shape[0], gather_rows_kernel, *arguments)
             gathered = 1
-    result = gather_kernel(*memory, *rows, overflow.data_ptr(), gathered)
+    result = gather_kernel(*arguments, overflow.data_ptr(), gathered)
     check_dtype(result, "out", out.dtype)
     if result == _OVERWRITTEN:
         raise RoutingError("index or expert_offsets were written into since they were routed; they are to be read only")

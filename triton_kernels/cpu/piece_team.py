@@ -23,23 +23,7 @@ from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import compare_and_swap, load_acquire
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int32, store_int64
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
-from thinwire.triton_kernels.cpu.pieces import (
-    CHECKSUMS,
-    EXACT,
-    RECORD_BYTES,
-    RECV_COUNT,
-    SEND_COUNT,
-    SEND_DISPL,
-    STREAM_BYTES,
-    TEAM,
-    UNITS_PER_PIECE,
-    UNITS_PER_TURN,
-    X_STEP,
-    X,
-    pack_part,
-    units_of,
-    unpack_part,
-)
+from thinwire.triton_kernels.cpu.pieces import STREAM_BYTES, P, pack_part, units_of, unpack_part
 from thinwire.triton_kernels.cpu.team import JOB, claim, finish, post, rows_of_chunk, wait_for_team, wait_for_work
 
 _LEAST_SHARED = 32 << 10  # bytes that lie in a slot: they take about as long as handing them over does
@@ -53,20 +37,20 @@ _FITS = np.int32(-1)
 @device
 def units_of_piece(call, count, number):
     """Units of piece `number` of so many rows."""
-    return min(call[UNITS_PER_PIECE], units_of(call, count) - number * call[UNITS_PER_PIECE])
+    return min(call.units_per_piece, units_of(call, count) - number * call.units_per_piece)
 
 
 @device
 def is_shared(call, units):
     """Whether so many units are for a team."""
-    return call[TEAM] != 0 and units * (1 if call[EXACT] else call[RECORD_BYTES]) >= _LEAST_SHARED
+    return call.team != 0 and units * (1 if call.exact else call.record_bytes) >= _LEAST_SHARED
 
 
 @device
 def store_part(call, peers, peer, number, target, begin, end):
     """Stores bytes of an exact piece in their place in an output, at the address `target`."""
-    units = units_of(call, peers[SEND_COUNT, peer])
-    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP] + number * call[UNITS_PER_PIECE]
+    units = units_of(call, peers[P.SEND_COUNT, peer])
+    source = call.x + peers[P.SEND_DISPL, peer] * call.x_step + number * call.units_per_piece
     if units >= STREAM_BYTES:
         stream_bytes(target + begin, source + begin, end - begin)
     else:
@@ -78,7 +62,7 @@ def do_part(call, peers, team, chunk):
     """A part of the piece that was posted last."""
     kind, peer, number = load_int64(team + _KIND), load_int64(team + _PEER), load_int64(team + _NUMBER)
     address, sums = load_int64(team + _ADDRESS), load_int64(team + _CHECKSUMS)
-    count = peers[RECV_COUNT, peer] if kind == _UNPACK else peers[SEND_COUNT, peer]
+    count = peers[P.RECV_COUNT, peer] if kind == _UNPACK else peers[P.SEND_COUNT, peer]
     begin, end = rows_of_chunk(team, chunk, units_of_piece(call, count, number))
     if kind == _PACK:
         pack_part(call, peers, peer, number, address, sums, begin, end)
@@ -96,14 +80,14 @@ def do_part(call, peers, team, chunk):
 @kernel
 def share_piece(call, peers, kind, peer, number, address, sums, units, fingerprint=FINGERPRINT):
     """Does a piece with the team. Returns the first of its units that does not fit its sums, or -1."""
-    team = call[TEAM]
+    team = call.team
     store_int64(team + _KIND, kind)
     store_int64(team + _PEER, peer)
     store_int64(team + _NUMBER, number)
     store_int64(team + _ADDRESS, address)
     store_int64(team + _CHECKSUMS, sums)
     store_int32(team + _WRONG, _FITS)
-    post(team, units, call[UNITS_PER_TURN] if call[EXACT] and call[CHECKSUMS] else np.int64(1))
+    post(team, units, call.units_per_turn if call.exact and call.checksums else np.int64(1))
     chunk = claim(team)
     while chunk >= 0:
         do_part(call, peers, team, chunk)
@@ -131,7 +115,7 @@ def help_with_pieces(call, peers, team):
 @device
 def pack_piece(call, peers, peer, number, target, sums):
     """Stores a piece of what goes to `peer` at the address `target`, and unless `sums` is 0, its sums there."""
-    units = units_of_piece(call, peers[SEND_COUNT, peer], number)
+    units = units_of_piece(call, peers[P.SEND_COUNT, peer], number)
     if is_shared(call, units):
         share_piece(call, peers, _PACK, peer, number, target, sums, units)
     else:
@@ -144,18 +128,18 @@ def unpack_piece(call, peers, peer, number, source, sums):
 
     Unless `sums` is 0 they are compared. Returns the first unit of those that do not fit, counted in the call, or -1.
     """
-    units = units_of_piece(call, peers[RECV_COUNT, peer], number)
+    units = units_of_piece(call, peers[P.RECV_COUNT, peer], number)
     if is_shared(call, units):
         wrong = share_piece(call, peers, _UNPACK, peer, number, source, sums, units)
     else:
         wrong = unpack_part(call, peers, peer, number, source, sums, np.int64(0), units)
-    return wrong if wrong < 0 else number * call[UNITS_PER_PIECE] + wrong
+    return wrong if wrong < 0 else number * call.units_per_piece + wrong
 
 
 @device
 def store_piece(call, peers, peer, number, target):
     """Stores a piece of exact rows where it belongs in the output of `peer`, at the address `target`."""
-    units = units_of_piece(call, peers[SEND_COUNT, peer], number)
+    units = units_of_piece(call, peers[P.SEND_COUNT, peer], number)
     if is_shared(call, units):
         share_piece(call, peers, _STRAIGHT, peer, number, target, np.int64(0), units)
     else:

@@ -1,15 +1,18 @@
 """Pieces of an all-to-all-v on the CPU: rows into a slot and out of it, and what the kernel knows of a call.
 
-What it must know of the exchange and of a call lies in two int64 arrays, `call` and `peers`, and so does what it notes
-for itself.
+What it must know of the exchange and of a call lies in int64 words: a record, `call`, and behind it a matrix, `peers`.
+So does what it notes for itself.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits, slot_seed
+from thinwire.triton_kernels.cpu.ir.fields import record_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
@@ -31,39 +34,21 @@ SCALARS = (
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
     "signature0", "signature1", "signature2", "signature3",
 )  # fmt: skip
-(
-    WORLD, RANK, HALF_LINES, HALF_BYTES, SLOT_BYTES, SLOTS,
-    TIMEOUT, GRACE, REPORT, BUFFER_PTRS, STUCK, STATUS, EPOCH, GIVE_UP_BY,
-    LOOKS,
-    HALVES, CHECKSUMS, SLOT_CHECKSUM_BYTES,
-    REGIONS, NUM_REGIONS,
-    TEAM,
-    STARTING,
-    DISCARD, X, X_STEP, OUT, OUT_STEP,
-    EXACT, COUNTS_PER_ROW, UNIT_BYTES, UNITS_PER_PIECE, UNITS_PER_TURN, DTYPE,
-    KIND, GROUP, ROW_SCALE, HIDDEN, SCALES_OFFSET, RECORD_BYTES,
-    SIGNATURE, _, _, _,
-) = range(len(SCALARS))  # fmt: skip
+call_at = record_of(*SCALARS)
 
 #: Rows of `peers`, which has a column for each rank: what a call brings, ...
-PEERS = (
-    "send_count", "send_displ", "recv_count", "recv_displ",
+P = IntEnum("P", (
+    "SEND_COUNT", "SEND_DISPL", "RECV_COUNT", "RECV_DISPL",
     # what the kernel notes of the call (pieces, the parity piece being number 0; times; whether it told the peer where
     # to store, how many pieces the peer had stored straight at the last look, and where it may store itself), and for
     # good (ring pieces; segments that came straight; pieces stored straight; see `peer_stores`),
-    "next_out", "end_out", "next_in", "end_in", "answer", "limit", "told", "seen_stored", "place",
-    "sent", "received", "straight", "stored", "seen",
+    "NEXT_OUT", "END_OUT", "NEXT_IN", "END_IN", "ANSWER", "LIMIT", "TOLD", "SEEN_STORED", "PLACE",
+    "SENT", "RECEIVED", "STRAIGHT", "STORED", "SEEN",
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
-    "header_there", "header_here", "parity_there", "parity_here", "ring_there", "ring_here",
-    "tail_there", "tail_here", "head_there", "head_here",
-)  # fmt: skip
-(
-    SEND_COUNT, SEND_DISPL, RECV_COUNT, RECV_DISPL,
-    NEXT_OUT, END_OUT, NEXT_IN, END_IN, ANSWER, LIMIT, TOLD, SEEN_STORED, PLACE,
-    SENT, RECEIVED, STRAIGHT, STORED, SEEN,
-    HEADER_THERE, HEADER_HERE, PARITY_THERE, PARITY_HERE, RING_THERE, RING_HERE,
-    TAIL_THERE, TAIL_HERE, HEAD_THERE, HEAD_HERE,
-) = range(len(PEERS))  # fmt: skip
+    "HEADER_THERE", "HEADER_HERE", "PARITY_THERE", "PARITY_HERE", "RING_THERE", "RING_HERE",
+    "TAIL_THERE", "TAIL_HERE", "HEAD_THERE", "HEAD_HERE",
+), start=0)  # fmt: skip
+PEERS = tuple(row.name.lower() for row in P)
 
 #: Of exact rows: the output is then larger than the cache that its reader could have it in.
 STREAM_BYTES = 4 << 20
@@ -79,29 +64,29 @@ _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
 @device
 def units_of(call, count):
     """Units of so many rows (or elements, for a 1-D tensor)."""
-    return count * call[UNIT_BYTES] if call[EXACT] else -(-count // call[COUNTS_PER_ROW])
+    return count * call.unit_bytes if call.exact else -(-count // call.counts_per_row)
 
 
 @device
 def pieces_of(call, count):
     """Pieces of so many rows, the parity piece among them even where it is empty."""
-    return max(np.int64(1), -(-units_of(call, count) // call[UNITS_PER_PIECE]))
+    return max(np.int64(1), -(-units_of(call, count) // call.units_per_piece))
 
 
 @device
 def layout_of(call):
     """The record's layout as the codec takes it."""
-    return call[KIND], call[GROUP], call[ROW_SCALE], call[HIDDEN], call[SCALES_OFFSET], call[RECORD_BYTES]
+    return call.kind, call.group, call.row_scale, call.hidden, call.scales_offset, call.record_bytes
 
 
 @device
 def sums_of(call, rank, slot):
     """Where the sums of a slot's rows lie, which is at the address `slot` in the memory of a rank; 0 without any."""
-    if call[CHECKSUMS] == 0:
+    if call.checksums == 0:
         return np.int64(0)
-    base = load_int64(call[BUFFER_PTRS] + 8 * rank)
-    number = (slot - base - call[HALVES]) // call[SLOT_BYTES]  # rings follow halves
-    return base + call[CHECKSUMS] + number * call[SLOT_CHECKSUM_BYTES]
+    base = load_int64(call.buffer_ptrs + 8 * rank)
+    number = (slot - base - call.halves) // call.slot_bytes  # rings follow halves
+    return base + call.checksums + number * call.slot_checksum_bytes
 
 
 @kernel
@@ -110,14 +95,14 @@ def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=F
 
     Unless `sums` is 0, their sums go there. A part begins where a turn does.
     """
-    turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], call[RANK], number) if sums else np.int64(0)
-    count = peers[SEND_COUNT, peer]
-    first = number * call[UNITS_PER_PIECE]
-    source = call[X] + peers[SEND_DISPL, peer] * call[X_STEP]
-    if call[EXACT]:
+    turn, seed = call.units_per_turn, slot_seed(call.epoch, call.rank, number) if sums else np.int64(0)
+    count = peers[P.SEND_COUNT, peer]
+    first = number * call.units_per_piece
+    source = call.x + peers[P.SEND_DISPL, peer] * call.x_step
+    if call.exact:
         if not sums:
             # Of several threads any may note what it has seen: the word is whole, and each notes what is so.
-            peers[SEEN, peer] = store(target + begin, source + first + begin, end - begin, peers[SEEN, peer])
+            peers[P.SEEN, peer] = store(target + begin, source + first + begin, end - begin, peers[P.SEEN, peer])
             return
         # Sums are of what was stored, near or far: somebody may be writing to the source.
         for start in range(begin, end, turn):
@@ -125,12 +110,12 @@ def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=F
             copy_bytes(target + start, source + first + start, size)
             put_row_sums(sums, target + start, size, seed, start // turn)
         return
-    layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
-    stride = call[X_STEP] * call[COUNTS_PER_ROW]
-    whole = min(end, count // call[COUNTS_PER_ROW] - first)
+    layout, record_bytes, dtype, in_order = layout_of(call), call.record_bytes, call.dtype, np.int64(0)
+    stride = call.x_step * call.counts_per_row
+    whole = min(end, count // call.counts_per_row - first)
     scratch = stack_buffer(_SCRATCH_RECORDS)
     turn_aside = min(turn, _SCRATCH_RECORDS // max(1, record_bytes))
-    aside = peer != call[RANK] and goes_aside(turn_aside * record_bytes, peers[SEEN, peer])
+    aside = peer != call.rank and goes_aside(turn_aside * record_bytes, peers[P.SEEN, peer])
     if aside:
         turn = turn_aside
     for start in range(begin, whole, turn):
@@ -140,10 +125,10 @@ def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=F
         if sums:
             put_row_sums(sums, made, record_bytes, seed, start)
         if aside:
-            peers[SEEN, peer] = store(record, scratch, rows * record_bytes, peers[SEEN, peer])
+            peers[P.SEEN, peer] = store(record, scratch, rows * record_bytes, peers[P.SEEN, peer])
     if whole < end:  # a 1-D segment ends within a row, which zeros complete
         row = stack_buffer(_SCRATCH_ROW)
-        rest = count % call[COUNTS_PER_ROW] * call[X_STEP]
+        rest = count % call.counts_per_row * call.x_step
         copy_bytes(row, source + (first + whole) * stride, rest)
         zero_bytes(row + rest, stride - rest)
         record = target + whole * record_bytes
@@ -158,11 +143,11 @@ def unpack_part(call, peers, peer, number, source, sums, begin, end, fingerprint
 
     Unless `sums` is 0 they are compared. Returns the first of those that do not fit, counted in the piece, or -1.
     """
-    turn, seed = call[UNITS_PER_TURN], slot_seed(call[EPOCH], peer, number) if sums else np.int64(0)
-    count = peers[RECV_COUNT, peer]
-    first = number * call[UNITS_PER_PIECE]
-    target = call[OUT] + peers[RECV_DISPL, peer] * call[OUT_STEP]
-    if call[EXACT]:
+    turn, seed = call.units_per_turn, slot_seed(call.epoch, peer, number) if sums else np.int64(0)
+    count = peers[P.RECV_COUNT, peer]
+    first = number * call.units_per_piece
+    target = call.out + peers[P.RECV_DISPL, peer] * call.out_step
+    if call.exact:
         streams = units_of(call, count) >= STREAM_BYTES
         for start in range(begin, end, turn):
             size = min(turn, end - start)
@@ -173,9 +158,9 @@ def unpack_part(call, peers, peer, number, source, sums, begin, end, fingerprint
             else:
                 copy_bytes(target + first + start, source + start, size)
         return np.int64(-1)
-    layout, record_bytes, dtype, in_order = layout_of(call), call[RECORD_BYTES], call[DTYPE], np.int64(0)
-    stride = call[OUT_STEP] * call[COUNTS_PER_ROW]
-    whole = min(end, count // call[COUNTS_PER_ROW] - first)
+    layout, record_bytes, dtype, in_order = layout_of(call), call.record_bytes, call.dtype, np.int64(0)
+    stride = call.out_step * call.counts_per_row
+    whole = min(end, count // call.counts_per_row - first)
     target += first * stride
     for start in range(begin, whole, turn):
         record, rows = source + start * record_bytes, min(turn, whole - start)
@@ -188,5 +173,5 @@ def unpack_part(call, peers, peer, number, source, sums, begin, end, fingerprint
         if sums and not row_fits(sums, record, record_bytes, seed, whole):
             return whole
         unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, end - whole, layout)
-        copy_bytes(target + whole * stride, row, count % call[COUNTS_PER_ROW] * call[OUT_STEP])
+        copy_bytes(target + whole * stride, row, count % call.counts_per_row * call.out_step)
     return np.int64(-1)

@@ -9,11 +9,10 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.checksum import fits, put, row_sums, word_sums
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.checksum import mix
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32
 from thinwire.triton_kernels.cpu.lane import owner_of
-from thinwire.triton_kernels.cpu.signal import poison, signal_line
+from thinwire.triton_kernels.cpu.signal import epoch_of, nothing, own_line, poison, tell_stuck
 from thinwire.triton_kernels.round_layout import (
     CHECKED_COMBINE_LINE,
     CHECKED_LINE,
@@ -26,13 +25,7 @@ from thinwire.triton_kernels.round_layout import (
     REPORT_ROW,
     REPORT_SOURCE,
 )
-from thinwire.triton_kernels.signal import (
-    CONTROL_EPOCH,
-    CORRUPTED,
-    SIGNAL_STUCK_EPOCH,
-    SIGNAL_STUCK_ON_YOU,
-    SIGNAL_STUCK_PHASE,
-)
+from thinwire.triton_kernels.signal import CORRUPTED
 
 _LINE_BYTES = 8  # behind a line's flag
 
@@ -44,15 +37,9 @@ def round_seed(kind, epoch, source):
 
 
 @device
-def epoch_of(control):
-    """The number of the round under way."""
-    return load_int32(control + 4 * CONTROL_EPOCH) + 0  # an int64
-
-
-@device
-def next_epoch(control):
+def next_epoch(lane):
     """The number of the round that comes next, across the wrap too."""
-    return ((epoch_of(control) + 1 + (1 << 31)) & ((1 << 32) - 1)) - (1 << 31)
+    return ((epoch_of(lane) + 1 + (1 << 31)) & ((1 << 32) - 1)) - (1 << 31)
 
 
 @device
@@ -106,65 +93,60 @@ def put_line_sums(base, line, lane, phase, epoch, source):
 
 
 @device
-def lines_fit(buffer_ptrs, lane, control, report, phase, first, stop):
+def lines_fit(lane, phase, first, stop):
     """Whether the lines of ranks first ... stop - 1, of a phase, fit their sums; if not, the lane has ended."""
-    own, epoch = load_int64(buffer_ptrs + 8 * lane.rank), epoch_of(control)
+    own, epoch = load_int64(lane.buffer_ptrs + 8 * lane.rank), epoch_of(lane)
     kind, lines = (CHECKED_LINE, lane.signals) if phase == DISPATCH else (CHECKED_COMBINE_LINE, lane.combine_signals)
     for source in range(first, stop):
-        line, number = signal_line(buffer_ptrs, lane.rank, lines, source), phase * lane.world + source
+        line, number = own_line(lane, lines, source), phase * lane.world + source
         pair = row_sums(line + 4, _LINE_BYTES, round_seed(kind, epoch, source), number)
         if not fits(own + lane.line_checksums + 16 * number, pair):
-            end_lane(buffer_ptrs, lane, control, report, kind, source, 0)
+            end_lane(lane, kind, source, 0)
             return False
     return True
 
 
 @device
-def planes_fit(buffer_ptrs, lane, control, report, source, token):
+def planes_fit(lane, source, token):
     """The same for the ids and weights of a token of a rank."""
-    own, slot = load_int64(buffer_ptrs + 8 * lane.rank), source * lane.max_tokens + token
+    own, slot = load_int64(lane.buffer_ptrs + 8 * lane.rank), source * lane.max_tokens + token
     first = 4 * slot * lane.top_k
-    pair = plane_sums(own + lane.ids + first, own + lane.weights + first, lane, epoch_of(control), source, slot)
+    pair = plane_sums(own + lane.ids + first, own + lane.weights + first, lane, epoch_of(lane), source, slot)
     if fits(own + lane.plane_checksums + 16 * slot, pair):
         return True
-    end_lane(buffer_ptrs, lane, control, report, CHECKED_PLANES, source, token)
+    end_lane(lane, CHECKED_PLANES, source, token)
     return False
 
 
 @device
-def record_fits(buffer_ptrs, lane, control, report, slot):
+def record_fits(lane, slot):
     """The same for a dispatched record."""
-    own, source = load_int64(buffer_ptrs + 8 * lane.rank), slot // lane.max_tokens
-    pair = record_sums(own + lane.records + slot * lane.record_bytes, lane, epoch_of(control), source, slot)
+    own, source = load_int64(lane.buffer_ptrs + 8 * lane.rank), slot // lane.max_tokens
+    pair = record_sums(own + lane.records + slot * lane.record_bytes, lane, epoch_of(lane), source, slot)
     if fits(own + lane.checksums + 16 * slot, pair):
         return True
-    end_lane(buffer_ptrs, lane, control, report, CHECKED_RECORD, source, slot % lane.max_tokens)
+    end_lane(lane, CHECKED_RECORD, source, slot % lane.max_tokens)
     return False
 
 
 @device
-def combined_fits(buffer_ptrs, lane, control, report, source, place, tail):
+def combined_fits(lane, source, place, tail):
     """The same for a combined record that a rank sent home, and what came with it, whose two sums are `tail`."""
-    own = load_int64(buffer_ptrs + 8 * lane.rank)
-    pair = combined_sums(own + lane.sums + place * lane.sum_bytes, lane, epoch_of(control), source, place, tail)
+    own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
+    pair = combined_sums(own + lane.sums + place * lane.sum_bytes, lane, epoch_of(lane), source, place, tail)
     if fits(own + lane.sum_checksums + 16 * place, pair):
         return True
-    end_lane(buffer_ptrs, lane, control, report, CHECKED_SUM, source, place // lane.slots)
+    end_lane(lane, CHECKED_SUM, source, place // lane.slots)
     return False
 
 
 @device
-def end_lane(buffer_ptrs, lane, control, report, kind, source, row):
+def end_lane(lane, kind, source, row):
     """Poisons the lane, and tells the peers that this rank gave up, so that they do not wait for it."""
-    epoch = epoch_of(control)
+    epoch = epoch_of(lane)
     phase = COMBINE if kind in (CHECKED_COMBINE_LINE, CHECKED_SUM) else DISPATCH
-    for peer in range(lane.world):
-        line = signal_line(buffer_ptrs, peer, lane.stuck, lane.rank)
-        store_int32(line + 4 * SIGNAL_STUCK_EPOCH, epoch)
-        store_int32(line + 4 * SIGNAL_STUCK_PHASE, phase)
-        store_int32(line + 4 * SIGNAL_STUCK_ON_YOU, 0)
-        store_release(line, 1)
-    store_int32(report + 4 * REPORT_CHECKED, kind)
-    store_int32(report + 4 * REPORT_SOURCE, source)
-    store_int32(report + 4 * REPORT_ROW, row)
-    poison(control, report, CORRUPTED, epoch, phase)
+    tell_stuck(lane, epoch, phase, nothing, 0)
+    store_int32(lane.report + 4 * REPORT_CHECKED, kind)
+    store_int32(lane.report + 4 * REPORT_SOURCE, source)
+    store_int32(lane.report + 4 * REPORT_ROW, row)
+    poison(lane, CORRUPTED, epoch, phase)

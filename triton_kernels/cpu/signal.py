@@ -23,12 +23,14 @@ from thinwire.triton_kernels.cpu.ir.atomics import (
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 from thinwire.triton_kernels.signal import (
+    CONTROL_EPOCH,
     CONTROL_STATUS,
     LEFT_FLAG,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_PHASE,
     REPORT_STATUS,
+    RUNNING,
     SAID_LEFT,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,
@@ -70,19 +72,40 @@ def signalled(builder, line, epoch):
     return builder.icmp_unsigned("<=", ahead, ir.Constant(ahead.type, _MOST_AHEAD))
 
 
+# `own` is what a kernel knows of its rank's memory: numbers of a lane or a job, or a call's words, without `control`.
+
+
 @device
-def publish(buffer_ptrs, world, rank, lines, epoch):
+def is_running(own):
+    """Whether the memory is in use; otherwise nothing is sent, and outputs become NaN."""
+    return load_int32(own.control + 4 * CONTROL_STATUS) == RUNNING
+
+
+@device
+def epoch_of(own):
+    """The number of the epoch under way, as an int64; of a lane, the round's."""
+    return np.int64(load_int32(own.control + 4 * CONTROL_EPOCH))
+
+
+@device
+def own_line(own, lines, source):
+    """Address of the line that `source` writes at this rank."""
+    return signal_line(own.buffer_ptrs, own.rank, lines, source)
+
+
+@device
+def publish(own, lines, epoch):
     """Sets this rank's flag at every peer, itself included, to `epoch`; what was stored before it is then visible."""
-    for step in range(1, world + 1):
+    for step in range(1, own.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
-        store_release(signal_line(buffer_ptrs, (rank + step) % world, lines, rank), epoch)
+        store_release(signal_line(own.buffer_ptrs, (own.rank + step) % own.world, lines, own.rank), epoch)
 
 
 @device
-def someone_is_stuck(buffer_ptrs, world, rank, stuck):
+def someone_is_stuck(own):
     """Whether a peer reported that it gave up."""
-    for peer in range(world):
-        if peer != rank and load_acquire(signal_line(buffer_ptrs, rank, stuck, peer)) != 0:
+    for peer in range(own.world):
+        if peer != own.rank and load_acquire(own_line(own, own.stuck, peer)) != 0:
             return True
     return False
 
@@ -110,11 +133,11 @@ def let_others_run(waited):
 
 
 @device
-def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
+def wait_for_all(own, lines, epoch, deadline):
     """Waits until every peer's flag has come to `epoch`, and says how that ended.
 
-    `lines` and `stuck` are offsets in the symmetric buffer, `deadline` is a reading of `monotonic_ns`. After `GAVE_UP`
-    the caller gives up; after `PAUSED` it comes back with the same deadline.
+    `lines` is an offset in the symmetric buffer, `deadline` a reading of `monotonic_ns`. After `GAVE_UP` the caller
+    gives up; after `PAUSED` it comes back with the same deadline.
     """
     begun = monotonic_ns()
     pause = begun + SLICE_NS
@@ -124,13 +147,13 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
     while True:
         if looks >= SPINS:
             now = monotonic_ns()  # and reports: before the flags, see `docs/protocol.md`, "Waits end"
-            if now > deadline or someone_is_stuck(buffer_ptrs, world, rank, stuck):
+            if now > deadline or someone_is_stuck(own):
                 ended = GAVE_UP
             elif now > pause:
                 ended = PAUSED
-        while peer < world and signalled(signal_line(buffer_ptrs, rank, lines, peer), epoch):
+        while peer < own.world and signalled(own_line(own, lines, peer), epoch):
             peer += 1
-        if peer == world:
+        if peer == own.world:
             return ARRIVED
         if ended != ARRIVED:
             return ended
@@ -141,21 +164,21 @@ def wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline):
 
 @device
 def flag_is_behind(where, peer):
-    """Whether the flag of a peer has not come to an epoch; `where` is (buffer_ptrs, rank, lines, epoch)."""
-    buffer_ptrs, rank, lines, epoch = where
-    return not signalled(signal_line(buffer_ptrs, rank, lines, peer), epoch)
+    """Whether the flag of a peer has not come to an epoch; `where` is (own, lines, epoch)."""
+    own, lines, epoch = where
+    return not signalled(own_line(own, lines, peer), epoch)
 
 
 @device
-def tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, owes, where):
-    """Tells the peers that this rank is stuck, and on whom; `report` is the address of a report.
+def tell_stuck(own, epoch, phase, owes, where):
+    """Tells the peers that this rank is stuck, and on whom.
 
     `owes(where, peer)` says whether this rank misses something of a peer.
     """
-    for peer in range(world):
+    for peer in range(own.world):
         missing = 1 if owes(where, peer) else 0
-        store_int32(report + 4 * (REPORT_PEERS + world + peer), missing)
-        line = signal_line(buffer_ptrs, peer, stuck, rank)
+        store_int32(own.report + 4 * (REPORT_PEERS + own.world + peer), missing)
+        line = signal_line(own.buffer_ptrs, peer, own.stuck, own.rank)
         store_int32(line + 4 * SIGNAL_STUCK_EPOCH, epoch)
         store_int32(line + 4 * SIGNAL_STUCK_PHASE, phase)
         store_int32(line + 4 * SIGNAL_STUCK_ON_YOU, missing)
@@ -163,25 +186,31 @@ def tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, owes, wher
 
 
 @device
-def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
+def nothing(where, peer):
+    """What a rank misses that gives up for what it has got."""
+    return False
+
+
+@device
+def give_up(own, owes, where, limit):
     """After `tell_stuck`: gives the peers until `limit` to say the same, and writes down who is to blame.
 
     Returns GAVE_UP, or GIVING_UP after a slice of time.
     """
-    words = report + 4 * REPORT_PEERS
+    words, world = own.report + 4 * REPORT_PEERS, own.world
     begun = monotonic_ns()
     pause = begun + SLICE_NS
     while True:
         now = monotonic_ns()  # before the reports: those that came in time count
         silent = 0
         for peer in range(world):
-            line = signal_line(buffer_ptrs, rank, stuck, peer)
+            line = own_line(own, own.stuck, peer)
             said = 0
             flag = load_acquire(line)
             if flag == LEFT_FLAG:
                 said = SAID_LEFT
             elif flag != 0:
-                said = 2 if peer != rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
+                said = 2 if peer != own.rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
             blamed = 1 if (said == 0 or said == SAID_LEFT) and owes(where, peer) else 0
             store_int32(words + 4 * peer, blamed)
             store_int32(words + 4 * (2 * world + peer), said)
@@ -194,31 +223,31 @@ def give_up(buffer_ptrs, world, rank, stuck, report, owes, where, limit):
 
 
 @device
-def wait_or_give_up(buffer_ptrs, world, rank, lines, stuck, epoch, phase, deadline, limit, report):
+def wait_or_give_up(own, lines, epoch, phase, deadline, limit):
     """`wait_for_all`, and where that gives up, `tell_stuck`; with a limit, `give_up`."""
-    where = (buffer_ptrs, rank, lines, epoch)
+    where = (own, lines, epoch)
     if limit != 0:
-        return give_up(buffer_ptrs, world, rank, stuck, report, flag_is_behind, where, limit)
-    ended = wait_for_all(buffer_ptrs, world, rank, lines, stuck, epoch, deadline)
+        return give_up(own, flag_is_behind, where, limit)
+    ended = wait_for_all(own, lines, epoch, deadline)
     if ended != GAVE_UP:
         return ended
-    tell_stuck(buffer_ptrs, world, rank, stuck, epoch, phase, report, flag_is_behind, where)
+    tell_stuck(own, epoch, phase, flag_is_behind, where)
     return GIVING_UP
 
 
 @device
-def write_report(report, status, epoch, phase):
+def write_report(own, status, epoch, phase):
     """Says how a wait ended that did not go well. The host looks at the status."""
-    store_int32(report + 4 * REPORT_EPOCH, epoch)
-    store_int32(report + 4 * REPORT_PHASE, phase)
-    store_int32(report + 4 * REPORT_STATUS, status)
+    store_int32(own.report + 4 * REPORT_EPOCH, epoch)
+    store_int32(own.report + 4 * REPORT_PHASE, phase)
+    store_int32(own.report + 4 * REPORT_STATUS, status)
 
 
 @device
-def poison(control, report, status, epoch, phase):
+def poison(own, status, epoch, phase):
     """Ends the use of the memory: this rank's kernels that find this status send nothing, and give NaN."""
-    write_report(report, status, epoch, phase)
-    store_int32(control + 4 * CONTROL_STATUS, status)
+    write_report(own, status, epoch, phase)
+    store_int32(own.control + 4 * CONTROL_STATUS, status)
 
 
 def run_wait(kernel: Callable[[int, int], int], timeout: float, grace: float) -> int:

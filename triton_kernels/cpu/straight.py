@@ -18,34 +18,8 @@ from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
 from thinwire.triton_kernels.cpu.piece_team import store_piece
-from thinwire.triton_kernels.cpu.pieces import (
-    BUFFER_PTRS,
-    CHECKSUMS,
-    EXACT,
-    HEAD_HERE,
-    HEAD_THERE,
-    LIMIT,
-    NUM_REGIONS,
-    OUT,
-    OUT_STEP,
-    PLACE,
-    RANK,
-    RECV_COUNT,
-    RECV_DISPL,
-    REGIONS,
-    SEEN_STORED,
-    SEND_COUNT,
-    STORED,
-    STRAIGHT,
-    STUCK,
-    TAIL_HERE,
-    TAIL_THERE,
-    TOLD,
-    UNITS_PER_PIECE,
-    WORLD,
-    units_of,
-)
-from thinwire.triton_kernels.cpu.signal import signal_line
+from thinwire.triton_kernels.cpu.pieces import P, units_of
+from thinwire.triton_kernels.cpu.signal import own_line
 
 #: Words of a region in the host's table: its number, its bytes on each rank, and from here on each rank's address.
 REGION_NUMBER, REGION_BYTES, REGION_PTRS = 0, 1, 2
@@ -57,30 +31,30 @@ _TAIL_PIECE, _TAIL_STORED = 8, 16
 @device
 def region_at(call, index):
     """The address of a region's words."""
-    return call[REGIONS] + 8 * index * (REGION_PTRS + call[WORLD])
+    return call.regions + 8 * index * (REGION_PTRS + call.world)
 
 
 @device
 def stored_by(peers, peer):
     """How many pieces a peer says that it has ever stored straight."""
-    return np.int64(load_acquire(peers[TAIL_HERE, peer] + _TAIL_STORED))
+    return np.int64(load_acquire(peers[P.TAIL_HERE, peer] + _TAIL_STORED))
 
 
 @kernel
 def tell_places(call, peers, fingerprint=FINGERPRINT):
     """Tells every peer where its rows of this call may be stored, or that they may not; before the header does."""
     number, before = np.int64(0), np.int64(0)
-    for index in range(call[NUM_REGIONS]):
+    for index in range(call.num_regions):
         region = region_at(call, index)
-        offset = call[OUT] - load_int64(region + 8 * (REGION_PTRS + call[RANK]))
-        if call[EXACT] and not call[CHECKSUMS] and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
+        offset = call.out - load_int64(region + 8 * (REGION_PTRS + call.rank))
+        if call.exact and not call.checksums and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
             number, before = load_int64(region + 8 * REGION_NUMBER), offset
-    for peer in range(call[WORLD]):
-        line, count = peers[HEAD_THERE, peer], peers[RECV_COUNT, peer]
-        told = number != 0 and peer != call[RANK] and count > 0 and units_of(call, count) > call[UNITS_PER_PIECE]
-        peers[TOLD, peer], peers[PLACE, peer], peers[SEEN_STORED, peer] = told, 0, stored_by(peers, peer)
+    for peer in range(call.world):
+        line, count = peers[P.HEAD_THERE, peer], peers[P.RECV_COUNT, peer]
+        told = number != 0 and peer != call.rank and count > 0 and units_of(call, count) > call.units_per_piece
+        peers[P.TOLD, peer], peers[P.PLACE, peer], peers[P.SEEN_STORED, peer] = told, 0, stored_by(peers, peer)
         store_int64(line + _HEAD_REGION, number if told else np.int64(0))
-        store_int64(line + _HEAD_OFFSET, before + peers[RECV_DISPL, peer] * call[OUT_STEP])
+        store_int64(line + _HEAD_OFFSET, before + peers[P.RECV_DISPL, peer] * call.out_step)
         store_int64(line + _HEAD_BYTES, units_of(call, count))
 
 
@@ -90,55 +64,54 @@ def read_place(call, peers, peer, fingerprint=FINGERPRINT):
 
     What cannot be such a place is none. Each word is read once: what follows from it shall not change with it.
     """
-    line, size = peers[HEAD_HERE, peer], units_of(call, peers[SEND_COUNT, peer])
+    line, size = peers[P.HEAD_HERE, peer], units_of(call, peers[P.SEND_COUNT, peer])
     number, offset = load_int64(line + _HEAD_REGION), load_int64(line + _HEAD_OFFSET)
-    if number == 0 or not call[EXACT] or call[CHECKSUMS] or load_int64(line + _HEAD_BYTES) != size:
+    if number == 0 or not call.exact or call.checksums or load_int64(line + _HEAD_BYTES) != size:
         return
-    for index in range(call[NUM_REGIONS]):
+    for index in range(call.num_regions):
         region = region_at(call, index)
         if number == load_int64(region + 8 * REGION_NUMBER):
             if 0 <= offset <= load_int64(region + 8 * REGION_BYTES) - size:
-                peers[PLACE, peer] = load_int64(region + 8 * (REGION_PTRS + peer)) + offset
+                peers[P.PLACE, peer] = load_int64(region + 8 * (REGION_PTRS + peer)) + offset
 
 
 @device
 def place_is_gone(call, peers, peer):
     """Whether a peer that told a place has given up since: its output is its user's again."""
-    line = signal_line(call[BUFFER_PTRS], call[RANK], call[STUCK], peer)
-    return peers[PLACE, peer] != 0 and load_acquire(line) != 0
+    return peers[P.PLACE, peer] != 0 and load_acquire(own_line(call, call.stuck, peer)) != 0
 
 
 @device
 def store_straight(call, peers, peer, number):
     """Stores a piece of what goes to `peer` where it told, and says that this rank has come so far."""
-    store_piece(call, peers, peer, number, peers[PLACE, peer] + number * call[UNITS_PER_PIECE])
-    peers[STORED, peer] += 1
-    store_release(peers[TAIL_THERE, peer] + _TAIL_STORED, np.int32(peers[STORED, peer]))
+    store_piece(call, peers, peer, number, peers[P.PLACE, peer] + number * call.units_per_piece)
+    peers[P.STORED, peer] += 1
+    store_release(peers[P.TAIL_THERE, peer] + _TAIL_STORED, np.int32(peers[P.STORED, peer]))
 
 
 @device
 def mark_straight(peers, peer, piece):
     """Says that the ring's piece of this number, counted from 1, stands for what was stored straight."""
-    store_int64(peers[TAIL_THERE, peer] + _TAIL_PIECE, piece)
+    store_int64(peers[P.TAIL_THERE, peer] + _TAIL_PIECE, piece)
 
 
 @device
 def came_straight(peers, peer, piece):
     """Whether the ring's piece of this number stands for what the peer stored straight, and may have."""
-    if peers[TOLD, peer] == 0 or load_int64(peers[TAIL_HERE, peer] + _TAIL_PIECE) != piece:
+    if peers[P.TOLD, peer] == 0 or load_int64(peers[P.TAIL_HERE, peer] + _TAIL_PIECE) != piece:
         return False
-    peers[STRAIGHT, peer] += 1
+    peers[P.STRAIGHT, peer] += 1
     return True
 
 
 @device
 def stores_meanwhile(peers, peer):
     """Whether a peer that was told a place has stored more pieces there than at the last look."""
-    return peers[TOLD, peer] != 0 and stored_by(peers, peer) != peers[SEEN_STORED, peer]
+    return peers[P.TOLD, peer] != 0 and stored_by(peers, peer) != peers[P.SEEN_STORED, peer]
 
 
 @device
 def look_at_stores(peers, peer):
     """Begins the peer's time anew if it has stored more since the last look."""
     if stores_meanwhile(peers, peer):
-        peers[SEEN_STORED, peer], peers[LIMIT, peer] = stored_by(peers, peer), 0
+        peers[P.SEEN_STORED, peer], peers[P.LIMIT, peer] = stored_by(peers, peer), 0

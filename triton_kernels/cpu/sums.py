@@ -76,7 +76,7 @@ def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, layout,
     `positions` (int64) and `weights` (float32) are addresses of `terms` numbers; `row_stride` is in bytes. The sum is
     float32, with room for a multiple of 16 columns. `dtype` may be ENCODED: then `layout` is that of the rows, too.
     """
-    hidden = layout[3]
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
     sources, scales, ends, one, total = scratch_parts(scratch, terms)
     room = 4 * (hidden + -hidden % _LANES)
     count = 0

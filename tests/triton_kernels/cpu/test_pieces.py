@@ -24,7 +24,7 @@ _MAP_FIXED = 0x10
 
 @kernel
 def _pack(call, peers, number, target, sums, fingerprint=FINGERPRINT):
-    piece_team.pack_piece(call, peers, 0, number, target, sums)
+    piece_team.pack_piece(pieces.call_at(call.ctypes.data), peers, 0, number, target, sums)
 
 
 @kernel
@@ -57,10 +57,12 @@ def test_sums_of_exact_rows_are_of_what_lies_in_the_slot(forgetful: np.ndarray) 
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     sums = np.zeros(2 * TURNS, np.int64)
     call, peers = np.zeros(len(pieces.SCALARS), np.int64), np.zeros((len(pieces.PEERS), 1), np.int64)
-    call[[pieces.EPOCH, pieces.RANK, pieces.X, pieces.X_STEP]] = EPOCH, RANK, source.ctypes.data, 1
-    call[[pieces.EXACT, pieces.COUNTS_PER_ROW, pieces.UNIT_BYTES]] = 1
-    call[[pieces.UNITS_PER_PIECE, pieces.UNITS_PER_TURN]] = forgetful.size, turn
-    peers[pieces.SEND_COUNT] = size
+    for name, value in {
+        "epoch": EPOCH, "rank": RANK, "x": source.ctypes.data, "x_step": 1, "exact": 1, "counts_per_row": 1,
+        "unit_bytes": 1, "units_per_piece": forgetful.size, "units_per_turn": turn,
+    }.items():  # fmt: skip
+        call[pieces.SCALARS.index(name)] = value
+    peers[pieces.P.SEND_COUNT] = size
 
     def fit(memory: np.ndarray) -> list[bool]:
         seed, starts = _seed(EPOCH, RANK, NUMBER), range(0, size, turn)

@@ -31,6 +31,20 @@ def reader_of(*names: str) -> Any:
     return intrinsic(numbers_at)
 
 
+def record_of(*names: str) -> Any:
+    """An intrinsic `(address) -> record`, for numbers that change: each is read where it is used."""
+
+    def record_at(typing_context, address):
+        record = types.Record.make_c_struct([(name, types.int64) for name in names])
+
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(record))
+
+        return record(types.int64), codegen
+
+    return intrinsic(record_at)
+
+
 def in_memory(*numbers: int) -> tuple[np.ndarray, int]:
     """Numbers for such a reader, and their address. The caller holds on to both while a kernel reads from there."""
     words = np.array(numbers, dtype=np.int64)
@@ -49,12 +63,6 @@ def _int64_at(typing_context, address):
 
 
 @device
-def int64_words(address, count):
-    """The int64 words at an address, as an array."""
-    return carray(_int64_at(address), (count,))
-
-
-@device
 def int64_rows(address, rows, columns):
-    """The same as a matrix, row after row."""
+    """The int64 words at an address as a matrix, row after row."""
     return carray(_int64_at(address), (rows, columns))
