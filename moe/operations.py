@@ -12,8 +12,10 @@ that `moe/gradients.py` names: a leg says to which round it belongs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,13 +71,19 @@ def _new_ticket(d: Dispatched, gradients: RoundGradients | None) -> Tensor:
     return ticket
 
 
-def _gradients_of(ticket: Tensor) -> RoundGradients:
+@contextlib.contextmanager
+def _gradients_of(ticket: Tensor) -> Iterator[RoundGradients]:
+    """What a ticket's backward operators share; what comes from outside while one works ends the communicator."""
     found = _rounds.get(int(ticket))
     if found is None or found.gradients is None:
         raise LaneError(
             "the way of this round's gradients is not known: it was dispatched without, or in another process"
         )
-    return found.gradients
+    try:
+        yield found.gradients
+    except BaseException as error:
+        found.gradients.ended_by(error)
+        raise
 
 
 def open_round(ticket: Tensor) -> Dispatched:
@@ -160,13 +168,15 @@ def combine_into(ticket: Tensor, expert_out: Tensor, out: Tensor, handle: int, r
 @operator(fake=lambda dy, num_rows, **_: dy.new_empty(num_rows, dy.shape[1]))
 def combine_backward(ticket: Tensor, dy: Tensor, expert_out: Tensor | None, num_rows: int) -> Tensor:
     """Sends dy, and gives expert_out's gradients, [num_rows, hidden] in dy's dtype."""
-    return _gradients_of(ticket).of_experts(dy, expert_out, num_rows)
+    with _gradients_of(ticket) as gradients:
+        return gradients.of_experts(dy, expert_out, num_rows)
 
 
 @operator(fake=lambda **_: None)
 def gather_backward(ticket: Tensor, grad: Tensor) -> None:
     """Keeps the gradients of rows for dispatch's backward."""
-    _gradients_of(ticket).add_rows(grad.clone())  # compiled code uses the memory again
+    with _gradients_of(ticket) as gradients:
+        gradients.add_rows(grad.clone())  # compiled code uses the memory again
 
 
 def _fake_dispatch_backward(
@@ -182,7 +192,8 @@ def dispatch_backward(
     ticket: Tensor, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device, wants: int
 ) -> tuple[Tensor, Tensor]:
     """Collects the gradients of x [num_tokens, hidden] and of topk_weights, as they travel; none where not wanted."""
-    dx, dw = _gradients_of(ticket).of_tokens()
+    with _gradients_of(ticket) as gradients:
+        dx, dw = gradients.of_tokens()
     empty = torch.empty(0, hidden_size, dtype=dtype, device=device)
     return empty if dx is None else dx, empty.new_empty(0, top_k, dtype=sum_dtype(dtype)) if dw is None else dw
 

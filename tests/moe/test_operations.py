@@ -412,6 +412,28 @@ def test_an_error_of_backward_is_itself_where_autograd_runs_the_operators() -> N
     run_ranks(_error_of_backward, 2, timeout=300)
 
 
+@pytest.mark.exhaustive
+def test_what_interrupts_a_compiled_backward_between_its_legs_ends_the_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of(ep: tw.ExpertParallel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = ep.dispatch(x, ids, weights)
+        return ep.combine(d.gather(CAPACITY)[0] * 2, d)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with tw.init() as comm, tw.ExpertParallel(comm, 2, 1, HIDDEN, 8, wire="none") as ep:
+        x = torch.randn(4, HIDDEN, requires_grad=True)
+        batch = x, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+        y = torch.compile(of, backend="aot_eager")(ep, *batch)
+        monkeypatch.setattr(RoundGradients, "add_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            y.sum().backward()
+        with pytest.raises(tw.ThinwireError, match="has ended at this rank"):
+            ep.dispatch(*batch)
+
+
 def _several(comm: tw.Communicator, transport: str) -> None:
     """One compiled function of several objects, with different numbers of experts, and one that finds its own."""
 
