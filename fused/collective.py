@@ -213,7 +213,7 @@ class DirectCollectives(ExchangeTransport):
         if self.on_gpu:
             if self.capturing:
                 self._captured[id(job)] = job
-            self._prepare(job, x, out)
+            self._load_kernels(job, x, out)
             self.take_turn()
         self._under_way = True  # to the end: what an exception from outside cuts off ends the communicator, see `close`
         try:
@@ -249,12 +249,12 @@ class DirectCollectives(ExchangeTransport):
             self._phase("wait for peers, and unpack")
             kernels.gather_recv(lane, job, out, chunk, *times)
 
-    def _prepare(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _load_kernels(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         def launch() -> None:
             # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
             self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0)
 
-        self.prepare((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
+        self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""

@@ -115,7 +115,7 @@ class DeviceChannel(Channel):
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
         assert x is not None
         transfer.x = as_bytes(x.detach()) if form.layout is None else x.detach()  # as the kernels want it
-        self._prepare(form, transfer.x, transfer.route.step // transfer.x.itemsize)
+        self._load_kernels(form, transfer.x, transfer.route.step // transfer.x.itemsize)
         transfer.stream = self.take_turn()
         self._note(transfer, self._nothing if recv_buffer is None else recv_buffer.segments)
         self._launch_send(transfer, 0)
@@ -222,7 +222,7 @@ class DeviceChannel(Channel):
         if found:
             raise CountsError("; ".join(found))
 
-    def _prepare(self, form: DeviceRowFormat, x: torch.Tensor, stride: int) -> None:
+    def _load_kernels(self, form: DeviceRowFormat, x: torch.Tensor, stride: int) -> None:
         key: tuple[object, ...] = ()  # kernels for exact rows find out themselves how wide they may copy
         if form.layout is not None:
             key = (form.layout, form.flat, stride == 1, stride % 16 == 0, x.data_ptr() % 16 == 0)
@@ -240,7 +240,7 @@ class DeviceChannel(Channel):
                 for check in (True, False):
                     kernels.wait(self._idle, reason, 0, form.signature, check, self.timeout, self.grace)
 
-        self.prepare(key, launch)
+        self.load_kernels(key, launch)
 
     def mismatch(self) -> CountsError:
         """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""

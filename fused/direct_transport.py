@@ -52,7 +52,7 @@ CLOSED = "the communicator was closed while this call was under way"
 #: What is said of a call that is captured, and was never made.
 BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
 
-_prepare_lock = threading.Lock()
+_load_lock = threading.Lock()
 _GLANCE_SECONDS = 1e-4  # between two looks at how far other threads are
 _CLOSED = -1  # among a rank's calls, which are counted by lane
 
@@ -83,7 +83,7 @@ class DirectTransport(Attachment):
 
     Attributes:
         report: int32, what kernels say of a wait; set by who has it.
-        calls: how many were prepared on each lane, where peers are threads that share the device.
+        calls: how many have loaded their kernels on each lane, where peers are threads that share the device.
         peers_calls: all ranks' `calls`, in that case.
     """
 
@@ -108,8 +108,8 @@ class DirectTransport(Attachment):
         self._thread = threading.get_ident()
         self.calls: dict[int, int] = {}
         self.peers_calls: Sequence[dict[int, int]] = ()
-        self._prepared: set[Hashable] = set()
-        self._preparing: set[int] = set()  # lanes for whose last call kernels had to be prepared
+        self._loaded: set[Hashable] = set()
+        self._loading: set[int] = set()  # lanes for whose last call kernels had to be loaded
         self._last_streams: dict[int, torch.cuda.Stream] = {}  # by lane
 
     @property
@@ -138,7 +138,7 @@ class DirectTransport(Attachment):
             self._last_streams[lane] = stream
         return stream
 
-    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
+    def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
 
         Loading a kernel waits for all that the device was given to do. Where ranks are threads that share it, that
@@ -155,26 +155,26 @@ class DirectTransport(Attachment):
         """
         if not self.on_gpu:
             return
-        self._preparing.discard(lane)
-        anew = key not in self._prepared
+        self._loading.discard(lane)
+        anew = key not in self._loaded
         if anew:
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
-            self._preparing.add(lane)
-            with _prepare_lock:
+            self._loading.add(lane)
+            with _load_lock:
                 launch()
-            self._prepared.add(key)
+            self._loaded.add(key)
         self.count_call(lane)
         if anew:
-            self._let_peers_prepare(lane)
+            self._let_peers_load(lane)
 
     def count_call(self, lane: int) -> None:
         """This rank has come as far as one more call on the lane: what it launches next waits for no kernel to load."""
         if self.peers_calls and not self.capturing:
             self.calls[lane] = self.calls.get(lane, 0) + 1
 
-    def _let_peers_prepare(self, lane: int) -> None:
-        """Waits for peers to prepare as many calls; one that does not come in time is for the kernels to name.
+    def _let_peers_load(self, lane: int) -> None:
+        """Waits for peers to come to as many calls; one that does not come in time is for the kernels to name.
 
         Not in backward on CUDA: autograd has one thread a device, on which the peers' backward waits for this one's.
         """
@@ -200,8 +200,8 @@ class DirectTransport(Attachment):
         self.calls[_CLOSED] = 1
 
     def wait_seconds(self, lane: int = 0) -> float:
-        """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be prepared."""
-        return self.timeout + (_COMPILE_SECONDS if lane in self._preparing else 0.0)
+        """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be loaded."""
+        return self.timeout + (_COMPILE_SECONDS if lane in self._loading else 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What went wrong

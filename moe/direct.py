@@ -39,7 +39,7 @@ class DirectRounds(DirectLanes):
         tensors, topk_ids, weights = self.lanes[lane], topk_ids.contiguous(), topk_weights.float().contiguous()
         sends = x, topk_ids, weights, self.config.num_programs
         if self.on_gpu:
-            self.prepare(
+            self.load_kernels(
                 (*compiled_for(x), topk_ids.dtype, topk_ids.data_ptr() & 15 == 0, weights.data_ptr() & 15 == 0),
                 lambda: launch_each(self.kernels, self._idle_lane(), *sends),
                 lane,
@@ -124,7 +124,7 @@ class DirectRounds(DirectLanes):
             self.kernels.sum_home(idle, row, grads)
 
         if self.on_gpu:
-            self.prepare((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
+            self.load_kernels((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
             self.take_turn(lane)
         phase("sum, quantise and store")
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)

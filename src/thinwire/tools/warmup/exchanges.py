@@ -29,7 +29,7 @@ def _memory(layout: ExchangeLayout) -> SymmetricMemory:
 class _Collectives(DirectCollectives):
     """Prepares every call, whenever it is asked to."""
 
-    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
+    def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         launch()
 
     def _require_backend(self, wires: Sequence[WireFormat]) -> None:
@@ -38,7 +38,7 @@ class _Collectives(DirectCollectives):
     def launch(self, op: int, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype) -> None:
         """The kernels of a call whose tensors begin on a boundary of 16 bytes."""
         x = torch.empty(row, dtype=dtype, device=META)
-        self._prepare(self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype), x, x)
+        self._load_kernels(self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype), x, x)
 
 
 def launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype, checksums: bool) -> None:
@@ -56,16 +56,16 @@ def launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype, checksu
 class _Channel(DeviceChannel):
     """As `_Collectives`."""
 
-    def prepare(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
+    def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         launch()
 
     def launch(self, x: torch.Tensor, wire: WireFormat) -> None:
         """The kernels of a call for rows of x."""
         form = self._new_row_format(x.shape[1:], x.dtype, wire)
         if form.layout is None:
-            self._prepare(form, as_bytes(x), form.step)
+            self._load_kernels(form, as_bytes(x), form.step)
         else:
-            self._prepare(form, x, form.step // x.itemsize)
+            self._load_kernels(form, x, form.step // x.itemsize)
 
 
 def launch_all_to_all_v(ranks: int, hidden: int, wire: WireFormat, dtype: torch.dtype, checksums: bool) -> None:

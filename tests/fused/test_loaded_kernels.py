@@ -85,14 +85,14 @@ class Device:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         self._into.append(Launch(kernel, arguments, options))
 
-    def prepare(self, transport: DirectTransport, key: object, launch: Callable[[], None], lane: int = 0) -> None:
+    def load_kernels(self, transport: DirectTransport, key: object, launch: Callable[[], None], lane: int = 0) -> None:
         def marked() -> None:
             self._into = self.prepared
             with _NothingWaits():
                 launch()
             self._into = self.launched
 
-        _prepare(transport, key, marked, lane)
+        _load_kernels(transport, key, marked, lane)
 
     def seconds_of_waits(self) -> list[float]:
         """Time limits of the waits of calls, without what was only prepared."""
@@ -100,7 +100,7 @@ class Device:
         return [launch.arguments[names] / 1e9 for launch in self.launched if names in launch.arguments]
 
 
-_prepare = DirectTransport.prepare
+_load_kernels = DirectTransport.load_kernels
 
 
 def _kind(launch: Launch) -> str:
@@ -180,7 +180,9 @@ def _device_of(transport: DirectTransport) -> Iterator[Device]:
             mock.patch.object(torch._C, raw_stream, lambda index: device.stream.cuda_stream, create=True)
         )
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *given, **named: device.run(*given, **named)))
-        stack.enter_context(mock.patch.object(DirectTransport, "prepare", lambda *given: device.prepare(*given)))
+        stack.enter_context(
+            mock.patch.object(DirectTransport, "load_kernels", lambda *given: device.load_kernels(*given))
+        )
         transport.on_gpu, device.transport = True, transport
         yield device
         transport.on_gpu = False
