@@ -17,7 +17,7 @@ from thinwire.comm.work import Work
 from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
-from thinwire.fused.prepared import named_wires, prepared
+from thinwire.fused.prepared import named_op, named_wires, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
@@ -90,6 +90,7 @@ def find_all_reduce(
     transport: str = "auto",
 ) -> PreparedAllReduce:
     """The call of these arguments, for tensors like x."""
+    op = named_op(comm, x, op)
     legs = named_wires(comm, "all_reduce", x, [wire] if gather_wire is None else [wire, gather_wire], op=op)
     return prepared(comm, PreparedAllReduce, x, op, transport, *legs)
 

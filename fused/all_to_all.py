@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError
@@ -168,7 +167,7 @@ def find_all_to_all_v(
     (wire,) = named_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
     size = comm.size
     return prepared(
-        comm, PreparedAllToAllV, x, wire, transport, check,
+        comm, PreparedAllToAllV, x, wire, transport, bool(check),
         None if send_counts is None else _parsed(send_counts, size, "send_counts"),
         None if recv_counts is None else _parsed(recv_counts, size, "recv_counts"),
         None if send_displs is None else _parsed(send_displs, size, "send_displs"),
@@ -218,6 +217,7 @@ class PreparedAllToAllV(PreparedCall):
                 )
             self._receives = receive_segments(receives, self._recv_displs, None)
             self._rows = self._receives.rows
+            self.out_shape = (self._rows, *x.shape[1:])
             details += ("recv_counts", receives)
         self._recorded = self.what, self.shape, self.dtype, self._wire, transport, details
         self._tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
@@ -245,13 +245,13 @@ class PreparedAllToAllV(PreparedCall):
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
         """See `PreparedCall.run`."""
-        self.check_input(comm, x)
         if out is not None:
             check_out(self.what, x, out, self._any_rows, None)
         placed = None if self._receives is None else self._place(comm, x, out, self._receives)
         place = partial(self._place_counts, comm, x, out) if placed is None else None
         with comm.call(*self._recorded) as call:
-            channel = self._channel or self._choose(comm, call)
+            channel = self._channel or self._choose(comm)
+            call.takes("staged" if isinstance(channel, Refusal) else "direct")
             if comm.recorder.track is not None:
                 comm.sent(traffic_of, x, self._sends.counts, comm.rank, self._wire)
             if self._check:
@@ -266,14 +266,10 @@ class PreparedAllToAllV(PreparedCall):
                 finish = post_rows(x, self._sends, placed, self._wire, comm)
                 return comm.deliver(call, finish, x.device, async_op)
 
-    def _choose(self, comm: Communicator, call: Call) -> Channel | Refusal:
+    def _choose(self, comm: Communicator) -> Channel | Refusal:
         quantized = [self._wire] if self._wire.quantized else []
-        channel = choose(self.what, self.transport, comm, quantized, lambda: open_channel(comm, self._wire))
-        transport = "staged" if isinstance(channel, Refusal) else "direct"
-        call.takes(transport)
-        self._channel = channel
-        self._recorded = *self._recorded[:4], transport, self._recorded[5]
-        return channel
+        self._channel = choose(self.what, self.transport, comm, quantized, lambda: open_channel(comm, self._wire))
+        return self._channel
 
     def _place_counts(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, counts: list[int]
@@ -303,7 +299,8 @@ class PreparedAllToAllV(PreparedCall):
             return send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
         if self._route is None:
             transfer = send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
-            if not transfer.route.row_format.record_bytes:
+            # Not of a call whose counts a check has told: the next one's may be others.
+            if not transfer.route.row_format.record_bytes and (placed is None or placed.segments is self._receives):
                 self._route = transfer.route
             return transfer
         return channel.send(Transfer(channel, self._route, x, placed, place), wait=wait)

@@ -190,8 +190,10 @@ class HostChannel(Channel):
             assert transfer.error is not None
             self._drop()
             raise transfer.error
-        assert transfer.x is not None
-        self._move(todo | self._kernels.DRAIN, _num_bytes(transfer.x, recv_buffer.memory))
+        x = transfer.x
+        if x is None:  # a signal handler's call has ended this one
+            return transfer.wait()
+        self._move(todo | self._kernels.DRAIN, _num_bytes(x, recv_buffer.memory))
         return recv_buffer.output()
 
     def _move(self, todo: int, num_bytes: int = 0) -> None:

@@ -8,6 +8,7 @@ As MPI's persistent operations, and what a loop wants that makes the same small 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ import torch
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
-from thinwire.errors import ArgumentError
+from thinwire.errors import ArgumentError, CountsError
 from thinwire.fused.all_gather import all_gather, find_all_gather
 from thinwire.fused.all_reduce import all_reduce, find_all_reduce
 from thinwire.fused.all_to_all import all_to_all_v, find_all_to_all_v
+from thinwire.fused.codec import resolve_wire
+from thinwire.fused.gradients import require_linear
 from thinwire.fused.prepared import PreparedCall
 from thinwire.fused.reduce_scatter import find_reduce_scatter, reduce_scatter
 from thinwire.wire import WireFormat
@@ -83,9 +86,18 @@ class Prepared:
 
         Raises:
             ArgumentError: an all-to-all-v that was prepared without recv_counts.
-            CountsError: y does not have the rows of a result.
+            CountsError: y does not have the shape and dtype of a result.
+            WireFormatError: the way back of what is no sum.
         """
-        carry = self._call.back(self._comm, self._grad_wire if wire is None else wire)
+        call, comm = self._call, self._comm
+        comm.check_device("y", y)
+        carry = call.back(comm, self._grad_wire if wire is None else wire)
+        require_linear(call.what, None, False, call.reduction, call.dtype)
+        if y.dtype != call.dtype or y.shape != call.out_shape:
+            raise CountsError(
+                f"y is {y.dtype} {list(y.shape)}; what comes back of this {call.what} is {call.dtype} "
+                f"{list(call.out_shape or ())}"
+            )
         result: torch.Tensor = carry(y)
         return result
 
@@ -118,13 +130,16 @@ def prepare(
     ...     double(torch.ones(3))
     tensor([1., 1., 1.])
     """
-    find = _FIND.get(function)
+    find = next((find for known, find in _FIND.items() if known is function), None)
     if find is None:
         known = ", ".join(each.__name__ for each in _FIND)
         raise ArgumentError(f"function is {function!r}; accepted: thinwire's {known}")
     comm = communicator_or_default(comm)
     try:
-        call = find(comm, x, *arguments, **options)
+        given = inspect.signature(function).bind(x, *arguments, **options).arguments
     except TypeError as error:
         raise ArgumentError(f"{function.__name__}: {error}") from error
-    return Prepared(comm, call, grad_wire)
+    for name in ("out", "async_op"):
+        if name in given:
+            raise ArgumentError(f"{name} was passed to prepare; pass it to the prepared call")
+    return Prepared(comm, find(comm, **given), resolve_wire(grad_wire))

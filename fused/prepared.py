@@ -37,6 +37,7 @@ class PreparedCall(ABC):
 
     Attributes:
         reduction: what it does to the ranks' tensors, if anything.
+        out_shape: of the result; None where it is not known how many rows come.
 
     Args:
         what: the collective's name.
@@ -48,6 +49,7 @@ class PreparedCall(ABC):
     """
 
     reduction: object = "sum"
+    out_shape: tuple[int, ...] | None = None
 
     def __init__(
         self, comm: Communicator, what: str, x: torch.Tensor, wires: Sequence[WireFormat], transport: str
@@ -70,11 +72,12 @@ class PreparedCall(ABC):
     def __call__(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, grad_wire: Any
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """The call with these tensors, of which `run` asks the same, and its gradients.
+        """The call with these tensors, and its gradients. x has the shape and dtype that this was made for.
 
         Raises:
             WireFormatError: gradients are wanted of what has none.
         """
+        self.check_input(comm, x)
         if not x.requires_grad or not torch.is_grad_enabled():
             return self.run(comm, x, out, async_op)
         require_linear(self.what, out, async_op, self.reduction, self.dtype)
@@ -93,15 +96,20 @@ class PreparedCall(ABC):
     def run(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """The call with these tensors; x has the shape and dtype that this was made for, and all else is checked."""
+        """The call with these tensors. Of x all was asked; `out` is checked."""
 
 
 def prepared(comm: Communicator, make: Callable[..., _C], x: torch.Tensor, *arguments: Any) -> _C:
-    """`make(comm, x, *arguments)`, or what that gave before for a tensor of this shape and dtype."""
+    """`make(comm, x, *arguments)`, or what that gave before for a tensor of this shape and dtype.
+
+    Arguments are looked up by equality: where equal ones differ, as 1, 1.0 and True do, pass what they stand for.
+    """
+    if not isinstance(x, torch.Tensor):
+        return make(comm, x, *arguments)
     try:
         key = make, x.shape, x.dtype, *arguments
         found: _C | None = comm.prepared.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # x is no plain tensor, or an argument cannot be looked up
+    except (TypeError, RuntimeError):  # an argument cannot be looked up, or x is nested, and has no shape
         return make(comm, x, *arguments)
     if found is None:
         found = make(comm, x, *arguments)
@@ -138,6 +146,14 @@ def named_wires(
     return [default_wire() if wire is None else wire for wire in wires]
 
 
+def named_op(comm: Communicator, x: torch.Tensor, op: object) -> object:
+    """A reduction's name, where one of torch's was passed: those equal ints. Another text is for `Reduction.of`."""
+    if type(op) is str:
+        return op
+    comm.check_device("x", x)
+    return Reduction.of(op, x.dtype).name
+
+
 def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], place: int | None) -> None:
     """Refuses an output that cannot be filled.
 
@@ -148,8 +164,8 @@ def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int
     if not isinstance(out, torch.Tensor) or out.device != x.device:
         raise TransportUnavailable(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
     require_dense("out", out)
-    wanted = out.shape[:1] + torch.Size(shape[1:]) if shape[:1] == (-1,) else shape
-    if out.dtype != x.dtype or out.shape != wanted:
+    wanted = (*out.shape[:1], *shape[1:]) if shape[:1] == (-1,) else shape
+    if out.dtype != x.dtype or out.dim() != len(shape) or out.shape != wanted:
         sizes = ", ".join("rows" if size == -1 else str(size) for size in shape)
         raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} [{sizes}]")
     if not out.is_contiguous() or out.is_conj() or out.is_neg():
@@ -157,9 +173,9 @@ def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int
             f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
             f"{out.is_conj()}, neg {out.is_neg()}"
         )
-    overwrite("out", out)
     if overlap(x, out) and not (place is not None and out.data_ptr() == x.data_ptr() + place and in_memory(x)):
         raise CountsError(f"{what}: out shares memory with x: it would be overwritten before it is sent")
+    overwrite("out", out)
 
 
 def in_memory(x: torch.Tensor) -> bool:

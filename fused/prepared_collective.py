@@ -83,7 +83,6 @@ class PreparedCollective(PreparedCall):
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
         """See `PreparedCall.run`."""
-        self.check_input(comm, x)
         if out is not None:
             check_out(self.what, x, out, self.out_shape, self.place)
         with comm.call(self.what, self.shape, self.dtype, self._legs, self.transport, self.details) as call:

@@ -19,7 +19,7 @@ from thinwire.fused.all_gather import all_gather
 from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
-from thinwire.fused.prepared import named_wires, prepared
+from thinwire.fused.prepared import named_op, named_wires, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
@@ -86,6 +86,7 @@ def find_reduce_scatter(
     transport: str = "auto",
 ) -> PreparedReduceScatter:
     """The call of these arguments, for tensors like x."""
+    op = named_op(comm, x, op)
     (wire,) = named_wires(comm, "reduce_scatter", x, [wire], op=op)
     return prepared(comm, PreparedReduceScatter, x, op, transport, wire)
 

@@ -279,7 +279,7 @@ class ExpertParallel:
                 rounds.refuse(lane)
                 call.failed(error)
 
-    @compiled_as(compiled_round.combine, find_recorder=_recorder_of)
+    @compiled_as(compiled_round.combine)  # through which checkpointing stops a recomputation, after the call
     def combine(
         self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -307,7 +307,7 @@ class ExpertParallel:
         """
         return self._begin_combine(expert_out, d, out, weighted, whole=True).out
 
-    @_called_by_all
+    @opaque
     def combine_start(
         self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> StartedCombine:

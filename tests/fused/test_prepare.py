@@ -10,7 +10,8 @@ import torch
 import thinwire as tw
 from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
+from thinwire.comm.recorder.flight_recorder import NAME, TRANSPORT
+from thinwire.errors import ArgumentError, CountsError, ThinwireError, TransportUnavailable, WireFormatError
 from thinwire.testing import run_ranks
 
 WORLD = 2
@@ -80,13 +81,84 @@ def there_and_back(comm: Communicator) -> None:
     y = twice(x)
     assert torch.equal(twice.back(y), 2 * x), "rows that went to both ranks add up"
     with pytest.raises(CountsError):
-        plan.back(x[:1])
+        plan.back(y[:-1])
     with pytest.raises(ArgumentError, match="without recv_counts"):
         tw.prepare(tw.all_to_all_v, x, sends, comm=comm).back(x)
 
 
 def test_rows_go_there_and_come_back_any_number_of_times() -> None:
     run_ranks(there_and_back, WORLD, mode="thread")
+
+
+def test_a_way_back_is_checked_before_anything_is_sent() -> None:
+    with tw.init() as comm:
+        x = torch.ones(4, 6)
+        for function, arguments in ((tw.all_to_all_v, ([3], [3])), (tw.all_gather, ()), (tw.reduce_scatter, ())):
+            call = tw.prepare(function, x, *arguments, wire="none", comm=comm)
+            result: Any = call(x)
+            for wrong in (result[:, :5], result[:1], result.flatten(), result.double()):
+                with pytest.raises(CountsError, match="y is torch.float.* what comes back of this"):
+                    call.back(wrong)
+            with pytest.raises(TransportUnavailable, match="y is a list"):
+                call.back([1.0])  # type: ignore[arg-type]
+            assert call.back(result).shape == x.shape
+        with pytest.raises(WireFormatError, match="no backward with op 'max'"):
+            tw.prepare(tw.all_reduce, x, "max", wire="none", comm=comm).back(x)
+
+
+def counts_that_change(comm: Communicator) -> None:
+    """A check tells how many rows come; that is for one call only."""
+    for sends in ([[2, 2], [1, 3]], [[2, 2], [3, 1]], [[2, 2], [2, 2]]):
+        x = torch.arange(8.0).view(4, 2) + 100 * comm.rank
+        out = torch.full((9, 2), -1.0)
+        rows = sends[0][comm.rank] + sends[1][comm.rank]
+        got: Any = tw.all_to_all_v(x, sends[comm.rank], out=out[:rows], wire="none", comm=comm, check=True)
+        expected = [
+            torch.arange(8.0).view(4, 2)[sum(row[: comm.rank]) :][: row[comm.rank]] + 100 * source
+            for source, row in enumerate(sends)
+        ]
+        assert torch.equal(got, torch.cat(expected)) and (out[rows:] == -1).all()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_calls_that_a_check_tells_the_counts_of_keep_none(mode: str) -> None:
+    run_ranks(counts_that_change, WORLD, mode=mode)
+
+
+def test_what_is_refused_at_first_is_refused_later() -> None:
+    maximum, total = torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.SUM
+    with tw.init() as comm:
+        x = torch.ones(4)
+        for op in (maximum, total, "sum"):
+            tw.all_reduce(x, op, wire="none", comm=comm)
+        for number in (int(maximum), int(total), False):  # which are equal to these, and hash like them
+            with pytest.raises(ArgumentError, match="op is"):
+                tw.all_reduce(x, number, wire="none", comm=comm)
+        with pytest.raises(CountsError, match=r"out is torch.float32 \[\] on cpu"):
+            tw.all_to_all_v(x, [2], out=torch.tensor(1.0), wire="none", comm=comm)
+        version = x._version
+        with pytest.raises(CountsError, match="shares memory"):
+            tw.all_to_all_v(x, [2], [2], out=x, wire="none", comm=comm)
+        assert x._version == version
+        rows = torch.ones(4, 256)
+        for function in (tw.all_to_all_v, tw.all_reduce, tw.reduce_scatter, tw.all_gather):
+            function(rows, wire="int8", comm=comm)
+            with pytest.raises(TransportUnavailable, match="x is a WireRows"):
+                function(tw.quantize(rows), wire="int8", comm=comm)  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match="transform of torch.func"):
+                torch.func.grad(lambda x: function(x, wire="int8", comm=comm).sum())(rows)  # noqa: B023
+
+
+def transports_recorded(comm: Communicator) -> set[object]:
+    x = torch.ones(4, 2)
+    for _ in range(3):
+        tw.all_gather(x, wire="none", comm=comm)
+        tw.all_gather_v(x, wire="none", comm=comm)
+    return {entry[TRANSPORT] for entry in comm.recorder._snapshot() if str(entry[NAME]).startswith("all_gather")}
+
+
+def test_a_call_within_a_call_tells_its_transport_each_time() -> None:
+    assert run_ranks(transports_recorded, WORLD, mode="thread") == [{"direct"}] * WORLD
 
 
 def test_it_can_be_compiled() -> None:
@@ -117,6 +189,14 @@ def test_what_does_not_fit_is_refused() -> None:
         tw.prepare(tw.all_reduce, x, wire="int9", comm=comm)
     with pytest.raises(ArgumentError, match="accepted: thinwire's all_to_all_v, all_reduce"):
         tw.prepare(torch.add, x, comm=comm)
+    with pytest.raises(ArgumentError, match="accepted: thinwire's all_to_all_v, all_reduce"):
+        tw.prepare([], x, comm=comm)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="all_gather: too many positional arguments"):
+        tw.prepare(tw.all_gather, x, "none", comm=comm)
+    with pytest.raises(ArgumentError, match="out was passed to prepare"):
+        tw.prepare(tw.all_gather, x, out=x, comm=comm)
+    with pytest.raises(WireFormatError, match="int9"):
+        tw.prepare(tw.all_reduce, x, grad_wire="int9", comm=comm)
     with pytest.raises(ArgumentError, match="all_gather: .*'check'"):
         tw.prepare(tw.all_gather, x, check=True, comm=comm)
     assert isinstance(prepared(x), torch.Tensor)

@@ -133,8 +133,6 @@ def test_a_finish_that_is_interrupted_before_it_begins_can_be_repeated(transport
 
 
 LEGS: dict[str, Callable[[ExpertParallel, Any, Any], object]] = {
-    "combine": lambda ep, d, _: ep.combine(d.tokens, d),
-    "combine_start": lambda ep, d, _: ep.combine_start(d.tokens, d),
     "abandon": lambda ep, d, _: d.abandon(),
     "dispatch_finish": lambda ep, _, started: ep.dispatch_finish(started),
     "ensure_capacity": lambda ep, d, _: (d.abandon(), ep.ensure_capacity(TOKENS + 1)),
