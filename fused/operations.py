@@ -46,6 +46,7 @@ _TYPES: dict[str, Any] = {
     "wire": _OptionalText, "gather_wire": _OptionalText, "grad_wire": _OptionalText,
     "transport": str, "handle": int, "size": int,
 }  # fmt: skip
+_NOT_HELD = {"comm", "out", "async_op"}  # by operators, which know the group by its number
 _OF_FORWARD = ("anchor", "x", "op", "wire", "gather_wire")  # and not of backward
 
 
@@ -131,6 +132,8 @@ def _traced(operator: Any, names: Sequence[str], parameters: Mapping[str, inspec
     Args:
         names: what the operator takes after ORDER.
     """
+    unknown = set(parameters) - set(_TYPES) - _NOT_HELD
+    assert not unknown, f"graphs would leave {unknown} out: add them to _TYPES"
     positional = tuple(name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
     defaults = {name: each.default for name, each in parameters.items() if name != "x"}
     held = tuple((each, _HELD[_TYPES[each]]) for each in names if each in defaults)

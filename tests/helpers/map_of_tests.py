@@ -69,13 +69,15 @@ def lines() -> Iterator[tuple[str, list[Path]]]:
                 importers[imported].append(module)
     for module in known:
         name, room = module.rpartition(".")[2], module.split(".")[1]
-        named = [path for path in tests if path.stem in (f"test_{name}", f"test_{name.strip('_')}")]
-        named = [path for path in named if room in path.parts] or named
+        alike = [path for path in tests if path.stem in (f"test_{name}", f"test_{name.strip('_')}")]
+        # One in another room may be another module's.
+        named = [path for path in alike if room in path.parts]
+        named = named or [path for path in alike if tests[path][module] or path.parent == ROOT / "tests"]
         near = [module, *importers[module]]
         far = [above for one in importers[module] for above in importers[one]]
         by_command = [ROOT / path for path in _BY_COMMAND.get(module, ())]
         chosen = by_command or named or _by_names(tests, near[:1]) or _by_names(tests, near) or _by_names(tests, far)
-        yield module, chosen[:_MOST]
+        yield module, (chosen or alike)[:_MOST]
 
 
 def _by_names(tests: dict[Path, Counter[str]], of: list[str]) -> list[Path]:
