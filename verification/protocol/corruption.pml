@@ -177,7 +177,7 @@ active proctype peer() {
     od
 }
 
-active proctype host() { /* fused/transport.py raise_findings */
+active proctype host() { /* fused/direct_transport.py raise_findings */
     byte source, row;
     if
     :: told ->
