@@ -157,7 +157,7 @@ class Collectives(HostCollectives):
 
         Args:
             output_tensor_list, input_tensor_list: one tensor a rank, all of one dtype; any dtype. Shapes may differ: a
-            rank sends another as many elements as the other expects.
+                rank sends another as many elements as the other expects.
         """
         outputs = self._check_list("output_tensor_list", output_tensor_list, written=True)
         inputs = self._check_list("input_tensor_list", input_tensor_list, ("output_tensor_list[0]", outputs[0]))
