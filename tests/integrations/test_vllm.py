@@ -165,7 +165,7 @@ def _refused(comm: Communicator) -> None:
     group = plugin.Group(comm.group, comm.device)
     with pytest.raises(TransportUnavailable, match="LoRA"):
         _kernel(group.prepare_and_finalize(), comm.rank, comm.size, is_lora_enabled=True)
-    with pytest.raises(ConfigMismatch, match="the same is needed"):
+    with pytest.raises(ConfigMismatch, match="they must be equal"):
         _kernel(group.prepare_and_finalize(), 1 - comm.rank, comm.size)
     with pytest.raises(TransportUnavailable, match="--enforce-eager is needed"):
         _kernel(group.prepare_and_finalize(eager=False), comm.rank, comm.size)
