@@ -301,7 +301,7 @@ def _errors(comm: tw.Communicator, transport: str) -> None:
         (tw.CountsError, "has 3 entries", lambda x: tw.all_to_all_v(x, [1, 1, 1], [1, 1, 1], **named)),
         (tw.CountsError, "need send_counts", lambda x: tw.all_to_all_v(x, None, [3, 3], **named)),
         (tw.CountsError, "rows overlap", lambda x: tw.all_to_all_v(x, [2, 2], [2, 2], recv_displs=[0, 1], **named)),
-        (tw.ThinwireError, "cannot be allocated|sends itself 1 rows", lambda x: tw.all_to_all_v(x, [1, 1], [1, 2**62], **named)),
+        (tw.ThinwireError, "be allocated|sends itself", lambda x: tw.all_to_all_v(x, [1, 1], [1, 2**62], **named)),
         (tw.CountsError, "2\\*\\*63 - 1", lambda x: tw.all_to_all_v(x, [1, 2**63], [1, 1], **named)),
         (tw.CountsError, "a scalar", lambda x: tw.all_reduce(x.sum(), **named)),
         (tw.WireFormatError, "'int9'", lambda x: tw.all_reduce(x * 2, wire="int9", **named)),
