@@ -6,7 +6,8 @@ So does what it notes for itself.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections import namedtuple
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ SCALARS = (
 call_at = record_of(*SCALARS)
 
 #: Rows of `peers`, which has a column for each rank: what a call brings, ...
-P = IntEnum("P", (
+_ROWS = (
     "SEND_COUNT", "SEND_DISPL", "RECV_COUNT", "RECV_DISPL",
     # what the kernel notes of the call (pieces, the parity piece being number 0; times; whether it told the peer where
     # to store, how many pieces the peer had stored straight at the last look, and where it may store itself), and for
@@ -47,8 +48,10 @@ P = IntEnum("P", (
     # and where a line or slot of this rank lies at the peer ("there"), or of the peer in this rank's memory ("here").
     "HEADER_THERE", "HEADER_HERE", "PARITY_THERE", "PARITY_HERE", "RING_THERE", "RING_HERE",
     "TAIL_THERE", "TAIL_HERE", "HEAD_THERE", "HEAD_HERE",
-), start=0)  # fmt: skip
-PEERS = tuple(row.name.lower() for row in P)
+)  # fmt: skip
+#: The number of each. A tuple, as numba 0.61 takes no member of an enum as an index.
+P: Any = namedtuple("P", _ROWS)(*range(len(_ROWS)))
+PEERS = tuple(map(str.lower, _ROWS))
 
 #: Of exact rows: the output is then larger than the cache that its reader could have it in.
 STREAM_BYTES = 4 << 20
