@@ -83,7 +83,8 @@ def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")
     if comm.rank:
         return None
-    ep._assembly.rounds.on_gpu = True  # from here on the host waits for nothing
+    # From here on the host waits for nothing, and for no peer, as these are gone.
+    ep._assembly.rounds.on_gpu, ep._assembly.rounds.peers_calls = True, ()
     by_triton = mock.patch.object(Launcher, "__call__", _ask_triton)
     figures = []
     for name, call in calls(ep).items():

@@ -12,7 +12,6 @@ exception from outside ends it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from thinwire.errors import ThinwireError
 _T = TypeVar("_T")
 
 
-class Attachment(ABC):
+class Attachment:
     """An object kept with a communicator: it has a line for `explain`, and an end.
 
     `settle` finishes pending calls before anything else travels. Otherwise a rank could wait here for a peer that waits
@@ -36,17 +35,18 @@ class Attachment(ABC):
     """
 
     outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
+    under_way: object = None  # a pending call, which `settle` ends
 
     @property
     def tensor_bytes(self) -> int:
         """Bytes that it holds for tensors given to callers."""
         return 0
 
-    @abstractmethod
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        raise NotImplementedError
 
     def settle(self) -> None:
-        return  # for those that have nothing under way
+        return
 
     def leave_to_parent(self) -> None:
         """In a process that was just forked: `close` and what is under way touch nothing that the parent uses."""
@@ -96,16 +96,6 @@ class Calls:
         """An operation's result: what `finish` makes on the device, or a Work whose `wait()` calls `finish`."""
         return Work((), finish, device, call.posted()) if async_op else finish()
 
-    @property
-    def phase(self) -> Callable[[str], None]:
-        """Takes what the call under way does from now on, for a trace. It does not hold the communicator."""
-        return self.recorder.phase
-
-    @property
-    def traced(self) -> bool:
-        """Whether calls are traced."""
-        return self.recorder.track is not None
-
     def sent(self, make: Callable[..., Traffic], *arguments: object) -> None:
         """Tells a trace, if there is one, what the call under way has sent, or the last one: `make(*arguments)`."""
         if self.recorder.track is not None:
@@ -122,7 +112,8 @@ class Calls:
         if self._unfinished:
             self._settle_collectives()
         for attachment in self._attachments.values():
-            attachment.settle()
+            if attachment.under_way is not None:
+                attachment.settle()
 
     def _settle_collectives(self) -> None:
         while self._unfinished:

@@ -53,7 +53,7 @@ _A = TypeVar("_A", bound=Attachment)
 
 def collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """A communicator's method that its peers call, too. See `opaque`."""
-    return opaque(method, find_recorder=lambda self, *_, **__: self.recorder)
+    return opaque(method, find_recorder=lambda arguments, _: arguments[0].recorder)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Channel(ExchangeTransport):
     ) -> None:
         super().__init__("all_to_all_v", memory, layout, rank, timeout, voters)
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
-        self._under_way: Transfer | None = None
+        self.under_way: Transfer | None = None
 
     def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
@@ -187,7 +187,7 @@ class Channel(ExchangeTransport):
             CountsError: with `wait`, as `Transfer.wait`; on CUDA also, by what a peer sent, in an earlier call, or
                 counts that are not given while a CUDA graph is captured, which could not be asked for.
         """
-        if self._under_way is not None:
+        if self.under_way is not None:
             self.settle()
         self.require_usable()
         self._begin(transfer, wait)
@@ -205,7 +205,7 @@ class Channel(ExchangeTransport):
         Args:
             todo: what of the kernel's work is left to do before.
         """
-        if transfer is not self._under_way:
+        if transfer is not self.under_way:
             return
         if self.closed:
             transfer.error = ThinwireError(CLOSED)
@@ -217,8 +217,8 @@ class Channel(ExchangeTransport):
             except Exception as error:
                 if error is not transfer.error:  # with which the call would be over
                     raise
-        if transfer is self._under_way:  # no signal handler's call has ended it, and may be under way itself
-            self._under_way = None
+        if transfer is self.under_way:  # no signal handler's call has ended it, and may be under way itself
+            self.under_way = None
         transfer.x = None
         if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
             raise transfer.error
@@ -240,8 +240,8 @@ class Channel(ExchangeTransport):
 
     def settle(self) -> None:
         """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
-        if self._under_way is not None:
-            self.complete(self._under_way)
+        if self.under_way is not None:
+            self.complete(self.under_way)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

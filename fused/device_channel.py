@@ -119,7 +119,7 @@ class DeviceChannel(Channel):
         transfer.stream = self.take_turn()
         self._note(transfer, self._nothing if recv_buffer is None else recv_buffer.segments)
         self._launch_send(transfer, 0)
-        self._under_way = transfer
+        self.under_way = transfer
         if wait:
             self.complete(transfer)
 
@@ -132,7 +132,7 @@ class DeviceChannel(Channel):
                 # Nobody knows which steps were taken; to go on could put one call's rows into another.
                 self.failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
             if not isinstance(error, ThinwireError):
-                transfer.error, self._under_way, transfer.x = error, None, None
+                transfer.error, self.under_way, transfer.x = error, None, None
             raise
 
     def _take_steps(self, transfer: Transfer) -> torch.Tensor:

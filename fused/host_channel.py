@@ -160,7 +160,7 @@ class HostChannel(Channel):
         words[self._x_word] = transfer.x.data_ptr()
         if recv_buffer is not None:
             words[self._out_word] = recv_buffer.memory.data_ptr()
-        self._under_way = transfer
+        self.under_way = transfer
         if not wait:
             self._kernel(self._address, self._post)
         elif recv_buffer is None:
@@ -168,7 +168,7 @@ class HostChannel(Channel):
         elif self._launch(self._post_and_drain, _num_bytes(transfer.x, recv_buffer.memory)) != RUNNING:
             self.complete(transfer, self._kernels.RESUME)  # it says again what it said, or goes on after a pause
         else:
-            self._under_way = transfer.x = None  # the usual case, without the detour
+            self.under_way = transfer.x = None  # the usual case, without the detour
             transfer.result = recv_buffer.memory if recv_buffer.finish is None else recv_buffer.finish()
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ class HostChannel(Channel):
         if recv_buffer is None and transfer.error is None:
             assert transfer.place is not None
             self._move(todo | self._kernels.HEADERS)
-            if transfer is not self._under_way:
+            if transfer is not self.under_way:
                 return transfer.wait()
             try:
                 recv_buffer = transfer.place(self._peers[_RECV_COUNT].tolist())
@@ -218,10 +218,10 @@ class HostChannel(Channel):
             self.failure = self.timed_out()
 
     def _run(self, todo: int, num_bytes: int = 0) -> int:
-        transfer = self._under_way
+        transfer = self.under_way
         status = self._launch(todo, num_bytes)
         while status == self._kernels.PAUSED:
-            if transfer is not self._under_way:
+            if transfer is not self.under_way:
                 return RUNNING  # a signal handler's call has ended this one
             status = self._launch((todo & ~self._post) | self._kernels.RESUME, num_bytes)
         return status
@@ -253,7 +253,7 @@ class HostChannel(Channel):
         """
         if not self.closed:
             self._kernel(self._address, self._kernels.LEAVE)  # a call that is about to reach the kernel finds it, too
-            transfer = self._under_way
+            transfer = self.under_way
             if transfer is not None:  # for the kernel, until it has seen that it is over
                 transfer.memory = self.memory.held(), self._regions, self._region_memory
             self._region_memory = []

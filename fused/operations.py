@@ -50,7 +50,8 @@ _NOT_HELD = {"comm", "out", "async_op"}  # by operators, which know the group by
 _OF_FORWARD = ("anchor", "x", "op", "wire", "gather_wire")  # and not of backward
 
 
-def _recorder_of(*_: object, comm: Any = None, **__: object) -> FlightRecorder:
+def _recorder_of(_: object, named: dict[str, Any]) -> FlightRecorder:
+    comm = named.get("comm")
     found: Communicator = comm if type(comm) is Communicator else communicator_or_default(comm)
     return found.recorder
 

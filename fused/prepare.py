@@ -38,7 +38,7 @@ _FIND: dict[Callable[..., Any], Callable[..., PreparedCall]] = {
 
 
 def _opaque(call: _C) -> _C:
-    return opaque(call, find_recorder=lambda prepared, *_, **__: prepared._comm.recorder)  # type: ignore[return-value]
+    return opaque(call, find_recorder=lambda arguments, _: arguments[0]._comm.recorder)  # type: ignore[return-value]
 
 
 class Prepared:

@@ -91,7 +91,7 @@ class StagedExchange:
                 those of different sizes may have as many bytes.
             cut_like: bytes of larger records, whose pieces these shall be.
         """
-        phase, slots = comm.phase, dense_segments(recv_counts)
+        phase, slots = comm.recorder.phase, dense_segments(recv_counts)
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
         received = comm.result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
         packed = comm.result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))

@@ -34,7 +34,7 @@ class DirectRounds(DirectLanes):
     ) -> Callable[[], Dispatched]:
         """Launches the dispatch kernel, then the wait for all peers, and routing."""
         self.raise_failure(lane)
-        phase = self.config.comm.phase
+        phase = self.config.comm.recorder.phase
         # Contiguous, as their kernel takes them: what is prepared is for the memory that it gets.
         tensors, topk_ids, weights = self.lanes[lane], topk_ids.contiguous(), topk_weights.float().contiguous()
         sends = x, topk_ids, weights, self.config.num_programs
@@ -45,7 +45,8 @@ class DirectRounds(DirectLanes):
                 lane,
             )
             self.take_turn(lane)
-        self._wait_for_due(lane)
+        if self._due[lane] is not None:
+            self._wait_for_due(lane)
         phase("quantise and store")
         self.rounds_begun[lane] += 1
         self.kernels.send_tokens(tensors, *sends, tag)
@@ -53,7 +54,7 @@ class DirectRounds(DirectLanes):
 
         def end() -> Dispatched:
             phase("wait for peers")
-            self._end_leg(lane, DISPATCH)
+            self._wait(lane, DISPATCH)
             phase("routing")
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
@@ -92,7 +93,7 @@ class DirectRounds(DirectLanes):
         self.take_turn(lane)
         self.kernels.close_round(self.lanes[lane], end)
         self._open[lane] = False
-        self._end_leg(lane, COMBINE)
+        self._wait(lane, COMBINE)
 
     def begin_combine(
         self,
@@ -110,7 +111,7 @@ class DirectRounds(DirectLanes):
         weights. `as_they_are`: records, as `send_sums` has it.
         """
         self.raise_failure(lane)
-        phase = self.config.comm.phase
+        phase = self.config.comm.recorder.phase
         of_experts, of_tokens = weight_grads or (None, None)
         sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
 
@@ -132,17 +133,12 @@ class DirectRounds(DirectLanes):
 
         def end() -> None:
             phase("wait for peers")
-            self._end_leg(lane, COMBINE)
+            self._wait(lane, COMBINE)
             phase("sum at home")
             self.kernels.sum_home(self.lanes[lane], out, of_tokens)
             self.raise_corruption(lane)
 
         return end
-
-    def _end_leg(self, lane: int, phase: int) -> None:
-        """Waits for all peers' part of a leg of which this rank has sent its own."""
-        self._wait(lane, phase)
-        self._raise_on_cpu(lane)
 
     def _wait_for_due(self, lane: int) -> None:
         """To store for the next leg before that would put rows of two rounds side by side at a peer that is behind."""
@@ -152,14 +148,9 @@ class DirectRounds(DirectLanes):
         if self._due[lane] == COMBINE:
             self._wait(lane, COMBINE)
             self._due[lane] = None
-        self._raise_on_cpu(lane)
-
-    def _raise_on_cpu(self, lane: int) -> None:
-        """What a wait found; on CUDA the next call raises it, when all of this one is launched."""
-        if not self.on_gpu:
-            self.raise_failure(lane)
 
     def _wait(self, lane: int, phase: int) -> None:
+        """Waits for all peers' part of a leg, and raises what that found; on CUDA the next call raises it."""
         self.take_turn(lane)
         self._waits = True
         try:
@@ -179,6 +170,7 @@ class DirectRounds(DirectLanes):
             self.kernels.close_round(self.lanes[lane])
             self._open[lane], self._due[lane] = False, COMBINE
             raise error
+        self.raise_failure(lane)
 
     def _idle_lane(self) -> Lane:
         """One on which kernels do nothing, as it is marked as given up."""

@@ -165,7 +165,7 @@ class Dispatched(ABC):
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         comm = self._rounds.config.comm
-        if self._link is None and not comm.traced:
+        if self._link is None and comm.recorder.track is None:
             return self._gather(capacity)
         with comm.recorder.aside("unpack"):
             return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))
@@ -302,7 +302,7 @@ class Dispatched(ABC):
     # -----------------------------------------------------------------------------------------------------------------
     # Its end
 
-    @functools.partial(opaque, find_recorder=lambda d: d._rounds.config.comm.recorder)
+    @functools.partial(opaque, find_recorder=lambda arguments, _: arguments[0]._rounds.config.comm.recorder)
     def abandon(self) -> None:
         """Ends the round as a `combine` to which no expert of this rank adds anything; the result is thrown away.
 
@@ -400,8 +400,9 @@ class Dispatched(ABC):
 
     def _tell_traffic(self, leg: str) -> None:
         """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
-        if self._rounds.config.comm.traced and not self._rounds.on_gpu:
-            self._rounds.config.comm.sent(getattr, self, f"{leg}_traffic")
+        comm = self._rounds.config.comm
+        if comm.recorder.track is not None and not self._rounds.on_gpu:
+            comm.sent(getattr, self, f"{leg}_traffic")
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:

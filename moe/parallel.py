@@ -39,8 +39,9 @@ from thinwire.wire import WireFormat
 _MOST_GENERATIONS = 1 << 31
 
 
-def _recorder_of(ep: ExpertParallel, *_: object, **__: object) -> FlightRecorder:
-    return ep.comm.recorder
+def _recorder_of(arguments: tuple[Any, ...], _: object) -> FlightRecorder:
+    recorder: FlightRecorder = arguments[0].comm.recorder
+    return recorder
 
 
 #: A method that peers call, too. See `opaque`.
@@ -477,9 +478,9 @@ class ExpertParallel:
 
     def _settle(self, lane: int) -> Rounds:
         """Ends what peers may wait for: calls under way, and a leg on the lane that was started. Gives the rounds."""
-        self.comm.settle()
         started = self._assembly.rounds.open_rounds[lane]
         if isinstance(started, Started):
+            self.comm.settle()
             with contextlib.suppress(RoutingError):  # of a leg that nobody asks for any more
                 started.finish()
         return self._assembly.rounds  # which may be others after that

@@ -31,7 +31,7 @@ class Rounds:
         # What each lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished.
         self.open_rounds: list[object] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
-        self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched on the CPU
+        self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched
         self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
 
     def begin(
@@ -105,8 +105,9 @@ class Rounds:
     def check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """What `dispatch` refuses before anything is sent."""
         config = self.config
-        plain = _is_plain(x) and _is_plain(topk_ids) and _is_plain(topk_weights)
-        if plain and not self.on_gpu and not is_transforming():
+        device = config.comm.device
+        plain = _is_plain(x, device) and _is_plain(topk_ids, device) and _is_plain(topk_weights, device)
+        if plain and not is_transforming():
             # Shapes and dtypes are looked at once: a decode step is over in microseconds.
             kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
             if kind not in self._accepted:
@@ -166,6 +167,8 @@ def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
     )
 
 
-def _is_plain(tensor: object) -> bool:
-    """Whether it is a dense CPU tensor, and of no class of its own."""
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_nested
+def _is_plain(tensor: object, device: torch.device) -> bool:
+    """Whether it is a dense tensor of this very device, and of no class of its own."""
+    return (
+        type(tensor) is torch.Tensor and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
+    )

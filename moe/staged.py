@@ -34,7 +34,7 @@ class StagedRounds(Rounds):
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
         """Sends each token's record to the ranks that own its experts; behind it ids, router weights and its number."""
-        config, phase = self.config, self.config.comm.phase
+        config, phase = self.config, self.config.comm.recorder.phase
         self.rounds_begun[lane] += 1
         phase("plan")
         ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
@@ -237,7 +237,7 @@ class StagedRound(Dispatched):
             records = exchange.wait()
             if missing:
                 raise left_open(self.lane, missing)
-            config.comm.phase("sum at home")
+            config.comm.recorder.phase("sum at home")
             config.combine_backend.sum_records(records, self._sends.record_index, config.combine_wire, out)
 
         return end

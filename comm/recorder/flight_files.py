@@ -137,9 +137,6 @@ class WrittenOnSignal:
         """One line for `Communicator.explain`."""
         return "SIGUSR1: writes the flight recorder"
 
-    def settle(self) -> None:
-        return
-
     def close(self) -> None:
         """Lets the signal end the process again, unless somebody else has taken it since."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == self._handle:

@@ -28,8 +28,8 @@ class Recorder(Protocol):
     def ended_by(self, error: BaseException) -> None: ...
 
 
-#: Of a function's arguments the recorder of the communicator that it is called on.
-FindRecorder = Callable[..., Recorder]
+#: Of a function's positional and named arguments the recorder of the communicator that it is called on.
+FindRecorder = Callable[[tuple[Any, ...], dict[str, Any]], Recorder]
 
 _REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
 
@@ -50,7 +50,7 @@ def opaque(
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         nonlocal disabled
-        recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
+        recorder = None if find_recorder is None else find_recorder(args, kwargs)
         begun = 0 if recorder is None else recorder.begun
         try:
             if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
@@ -99,7 +99,7 @@ def compiled_as(
             if torch.compiler.is_compiling():
                 found: _T = traced(*args, **kwargs)
                 return hidden(*args, **kwargs) if found is NotImplemented else found
-            recorder = None if find_recorder is None else find_recorder(*args, **kwargs)
+            recorder = None if find_recorder is None else find_recorder(args, kwargs)
             begun = 0 if recorder is None else recorder.begun
             try:
                 if "torch._dynamo" not in sys.modules:

@@ -345,7 +345,7 @@ def _half_way(comm: Communicator) -> None:
     with pytest.raises(KeyboardInterrupt):
         all_to_all_v(x, wire="none", comm=comm, transport="direct")
     kernels.recv = recv
-    assert channel.closed and channel._under_way is None
+    assert channel.closed and channel.under_way is None
     with pytest.raises(ThinwireError, match="has ended at this rank, as KeyboardInterrupt came in the middle"):
         all_to_all_v(x, wire="none", comm=comm, transport="direct")
 
