@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
-from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError
@@ -251,7 +250,8 @@ class PreparedAllToAllV(PreparedCall):
         placed = None if self._receives is None else self._place(comm, x, out, self._receives)
         place = partial(self._place_counts, comm, x, out) if placed is None else None
         with comm.call(*self._recorded) as call:
-            channel = self._channel or self._choose(comm, call)
+            channel = self._channel or self._choose(comm)
+            call.takes("direct" if isinstance(channel, Channel) else "staged")
             if comm.recorder.track is not None:
                 comm.sent(traffic_of, x, self._sends.counts, comm.rank, self._wire)
             if self._check:
@@ -266,12 +266,9 @@ class PreparedAllToAllV(PreparedCall):
                 finish = post_rows(x, self._sends, placed, self._wire, comm)
                 return comm.deliver(call, finish, x.device, async_op)
 
-    def _choose(self, comm: Communicator, call: Call) -> Channel | Refusal:
+    def _choose(self, comm: Communicator) -> Channel | Refusal:
         quantized = [self._wire] if self._wire.quantized else []
         self._channel = choose(self.what, self.transport, comm, quantized, lambda: open_channel(comm, self._wire))
-        taken = "direct" if isinstance(self._channel, Channel) else "staged"
-        call.takes(taken)
-        self._recorded = *self._recorded[:4], taken, self._recorded[5]
         return self._channel
 
     def _place_counts(

@@ -1,6 +1,6 @@
 """Pieces of an all-to-all-v on the CPU: rows into a slot and out of it, and what the kernel knows of a call.
 
-What it must know of the exchange and of a call lies in int64 words: a record, `call`, and behind it a matrix, `peers`.
+What it must know of the exchange and of a call lies in int64 words: a struct, `call`, and behind it a matrix, `peers`.
 So does what it notes for itself.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits, slot_seed
-from thinwire.triton_kernels.cpu.ir.fields import record_of
+from thinwire.triton_kernels.cpu.ir.fields import struct_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
@@ -35,7 +35,7 @@ SCALARS = (
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
     "signature0", "signature1", "signature2", "signature3",
 )  # fmt: skip
-call_at = record_of(*SCALARS)
+call_at = struct_of(*SCALARS)
 
 #: Rows of `peers`, which has a column for each rank: what a call brings, ...
 _ROWS = (

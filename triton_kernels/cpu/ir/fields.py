@@ -31,18 +31,18 @@ def reader_of(*names: str) -> Any:
     return intrinsic(numbers_at)
 
 
-def record_of(*names: str) -> Any:
-    """An intrinsic `(address) -> record`, for numbers that change: each is read where it is used."""
+def struct_of(*names: str) -> Any:
+    """An intrinsic `(address) -> struct`, for numbers that change: each is read where it is used."""
 
-    def record_at(typing_context, address):
-        record = types.Record.make_c_struct([(name, types.int64) for name in names])
+    def struct_at(typing_context, address):
+        struct = types.Record.make_c_struct([(name, types.int64) for name in names])
 
         def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(record))
+            return builder.inttoptr(args[0], context.get_value_type(struct))
 
-        return record(types.int64), codegen
+        return struct(types.int64), codegen
 
-    return intrinsic(record_at)
+    return intrinsic(struct_at)
 
 
 def in_memory(*numbers: int) -> tuple[np.ndarray, int]:
