@@ -28,7 +28,7 @@ from thinwire.comm.recorder.trace_events import Trace
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
-from thinwire.comm.tensors import is_transforming, require_dense
+from thinwire.comm.tensors import is_plain, require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
@@ -42,7 +42,7 @@ Setting = str | int | float | bool | None
 SHORT = 2048
 
 _ABSENT = "(absent)"
-_STRIDED = torch.strided
+
 _LARGEST_COUNT = 2**63 - 1
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -181,10 +181,8 @@ class HostCollectives(Calls, ABC):
             TransportUnavailable: the tensor is on another kind of device, or is no tensor.
             ArgumentError: it is no plain dense tensor.
         """
-        # What most tensors are, told apart at the least cost; the rest says what is wrong with the others, if it is.
-        if type(tensor) is Tensor and tensor.device == self._device and tensor.layout is _STRIDED:
-            if not (tensor.is_nested or tensor.is_quantized or is_transforming()):
-                return
+        if is_plain(tensor, self._device):
+            return
         if not isinstance(tensor, Tensor):
             raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
         # Devices are compared first: torch makes a new string each time that it is asked for a type.

@@ -40,6 +40,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_plain(tensor: object, device: torch.device) -> bool:
+    """Whether this is what nearly all tensors are: dense, on this very device, of no class of its own."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device == device
+        and tensor.layout is _STRIDED
+        and not (tensor.is_nested or tensor.is_quantized or is_transforming())
+    )
+
+
 def is_transforming() -> bool:
     """Whether this is called within a transform of torch.func, or within forward-mode differentiation."""
     return forward_ad._current_level >= 0 or maybe_current_level() is not None

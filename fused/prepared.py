@@ -17,7 +17,7 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.exact.p2p import extent
 from thinwire.comm.exact.reductions import Reduction
-from thinwire.comm.tensors import is_transforming, overwrite, require_dense
+from thinwire.comm.tensors import is_plain, overwrite, require_dense
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, TransportUnavailable
 from thinwire.fused.codec import default_wire, require_float
@@ -27,7 +27,7 @@ from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
 _MOST_KEPT = 1024  # of one communicator
-_STRIDED = torch.strided
+
 
 _C = TypeVar("_C", bound="PreparedCall")
 
@@ -65,8 +65,7 @@ class PreparedCall(ABC):
 
     def check_input(self, comm: Communicator, x: torch.Tensor) -> None:
         """Refuses what the shape and dtype of a tensor do not tell; nested tensors have no shape."""
-        # What nearly all tensors are, at the least cost.
-        if type(x) is not torch.Tensor or x.layout is not _STRIDED or x.device != self._device or is_transforming():
+        if not is_plain(x, self._device):
             comm.check_device("x", x)
 
     def __call__(
@@ -161,14 +160,15 @@ def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int
         shape: that it must have; -1 rows are any number.
         place: bytes from where x begins to where `out` must begin if they share memory; None: they must not.
     """
-    if not isinstance(out, torch.Tensor) or out.device != x.device:
-        raise TransportUnavailable(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
-    require_dense("out", out)
-    wanted = (*out.shape[:1], *shape[1:]) if shape[:1] == (-1,) else shape
-    if out.dtype != x.dtype or out.dim() != len(shape) or out.shape != wanted:
+    if not is_plain(out, x.device):
+        if not isinstance(out, torch.Tensor) or out.device != x.device:
+            raise TransportUnavailable(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
+        require_dense("out", out)
+    given = out.shape
+    if out.dtype != x.dtype or given[1:] != shape[1:] or len(given) != len(shape) or shape[0] not in (-1, given[0]):
         sizes = ", ".join("rows" if size == -1 else str(size) for size in shape)
         raise CountsError(f"{what}: out is {_describe(out)}; it must be {x.dtype} [{sizes}]")
-    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+    if not in_memory(out):
         raise CountsError(
             f"{what}: out must be contiguous and hold its own values; it has strides {list(out.stride())}, conj "
             f"{out.is_conj()}, neg {out.is_neg()}"

@@ -9,13 +9,12 @@ import torch
 
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.recorder.flight_recorder import Call
-from thinwire.comm.tensors import is_transforming
+from thinwire.comm.tensors import is_plain
 from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
 from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
-_STRIDED = torch.strided
 
 
 class Rounds:
@@ -106,8 +105,7 @@ class Rounds:
         """What `dispatch` refuses before anything is sent."""
         config = self.config
         device = config.comm.device
-        plain = _is_plain(x, device) and _is_plain(topk_ids, device) and _is_plain(topk_weights, device)
-        if plain and not is_transforming():
+        if is_plain(x, device) and is_plain(topk_ids, device) and is_plain(topk_weights, device):
             # Shapes and dtypes are looked at once: a decode step is over in microseconds.
             kind = x.shape, x.dtype, topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype
             if kind not in self._accepted:
@@ -164,11 +162,4 @@ def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
     return RoutingError(
         f"lane {lane}: {name_ranks(ranks)} left this round open and went on to the next dispatch, so the sums of the "
         "experts there are missing; the round is over, and all ranks may go on"
-    )
-
-
-def _is_plain(tensor: object, device: torch.device) -> bool:
-    """Whether it is a dense tensor of this very device, and of no class of its own."""
-    return (
-        type(tensor) is torch.Tensor and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
     )
