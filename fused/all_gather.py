@@ -144,7 +144,7 @@ def all_gather_v(
         call = prepared(comm, PreparedAllGather, x, "all_gather_v", transport, counts, wire)
         return call(comm, x, out, async_op, grad_wire)
     # What is refused is refused before ranks meet.
-    PreparedAllGather(comm, x, "all_gather_v", transport, None, wire)
+    prepared(comm, PreparedAllGather, x, "all_gather_v", transport, None, wire)
     if wants_gradient(x):
         require_linear("all_gather_v", out, async_op)
     with comm.call("all_gather_v", x.shape, x.dtype, resolve_wire(wire), transport) as recorded:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,6 @@ class Route(NamedTuple):
     words: memoryview | None = None
 
 
-@dataclass(eq=False, slots=True)
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
 
@@ -113,16 +112,23 @@ class Transfer:
         stream, over: on CUDA the stream on which the call began; whether all steps were launched.
     """
 
-    channel: Channel
-    route: Route
-    x: torch.Tensor | None
-    recv_buffer: RecvBuffer | None
-    place: Callable[[list[int]], RecvBuffer] | None = None
-    memory: object = field(default=None, init=False)
-    stream: torch.cuda.Stream | None = field(default=None, init=False)
-    over: bool = field(default=False, init=False)
-    error: BaseException | None = field(default=None, init=False)
-    result: torch.Tensor | None = field(default=None, init=False)
+    # As a call begins; on the class, as setting each would be a good part of making one.
+    memory: object = None
+    stream: torch.cuda.Stream | None = None
+    over = False
+    error: BaseException | None = None
+    result: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        channel: Channel,
+        route: Route,
+        x: torch.Tensor,
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer] | None = None,
+    ) -> None:
+        self.channel, self.route, self.recv_buffer, self.place = channel, route, recv_buffer, place
+        self.x: torch.Tensor | None = x
 
     def wait(self) -> torch.Tensor:
         """The output, filled; on CUDA in the order of the stream on which the call began.

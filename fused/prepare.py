@@ -61,13 +61,15 @@ class Prepared:
         torch.compile calls it between two graphs; the function itself can be part of one.
 
         Raises:
-            ArgumentError: x has another shape or dtype than the call was prepared for.
+            ArgumentError: x has another shape or dtype than the call was prepared for, or is no dense tensor.
+            TransportUnavailable: x is no tensor, or is on another kind of device.
         """
-        plain = isinstance(x, torch.Tensor) and not x.is_nested
-        if not plain or x.shape != self.shape or x.dtype != self.dtype:
-            got = f"{x.dtype} {list(x.shape)}" if plain else f"a {type(x).__name__}"
-            raise ArgumentError(f"x is {got}; this {self._call.what} was prepared for {self.dtype} {list(self.shape)}")
-        return self._call(self._comm, x, out, async_op, self._grad_wire)
+        comm, call = self._comm, self._call
+        comm.check_device("x", x)
+        if x.shape != call.shape or x.dtype != call.dtype:
+            got, wanted = f"{x.dtype} {list(x.shape)}", f"{call.dtype} {list(call.shape)}"
+            raise ArgumentError(f"x is {got}; this {call.what} was prepared for {wanted}")
+        return call(comm, x, out, async_op, self._grad_wire)
 
     @_opaque
     def back(self, y: torch.Tensor, wire: str | WireFormat | None = None) -> torch.Tensor:

@@ -41,11 +41,11 @@ class PreparedCall(ABC):
 
     Args:
         what: the collective's name.
-        x: an input like those to come; it is checked, and not kept.
+        x: an input like those to come, on the communicator's device; it is not kept.
         wires: of its legs; one, where they have the same.
 
     Raises:
-        TransportUnavailable, ArgumentError, WireFormatError, CountsError: nothing like x can travel.
+        TransportUnavailable, WireFormatError, CountsError: nothing like x can travel.
     """
 
     reduction: object = "sum"
@@ -56,27 +56,20 @@ class PreparedCall(ABC):
     ) -> None:
         check_transport(transport)
         self.what, self.wires, self.transport = what, wires, transport
-        comm.check_device("x", x)
         for wire in wires:
             require_float(x, wire, what)
         if x.dim() < 1:
             raise CountsError(f"{what} needs a tensor of at least 1 dimension; got a scalar")
-        self.shape, self.dtype, self._device = x.shape, x.dtype, x.device
-
-    def check_input(self, comm: Communicator, x: torch.Tensor) -> None:
-        """Refuses what the shape and dtype of a tensor do not tell; nested tensors have no shape."""
-        if not is_plain(x, self._device):
-            comm.check_device("x", x)
+        self.shape, self.dtype = x.shape, x.dtype
 
     def __call__(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, grad_wire: Any
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """The call with these tensors, and its gradients. x has the shape and dtype that this was made for.
+        """The call with these tensors, and its gradients. x was checked, and has the shape and dtype of `prepared`.
 
         Raises:
             WireFormatError: gradients are wanted of what has none.
         """
-        self.check_input(comm, x)
         if not x.requires_grad or not torch.is_grad_enabled():
             return self.run(comm, x, out, async_op)
         require_linear(self.what, out, async_op, self.reduction, self.dtype)
@@ -102,13 +95,15 @@ def prepared(comm: Communicator, make: Callable[..., _C], x: torch.Tensor, *argu
     """`make(comm, x, *arguments)`, or what that gave before for a tensor of this shape and dtype.
 
     Arguments are looked up by equality: where equal ones differ, as 1, 1.0 and True do, pass what they stand for.
+
+    Raises:
+        TransportUnavailable, ArgumentError: x is no dense tensor on the communicator's device.
     """
-    if not isinstance(x, torch.Tensor):
-        return make(comm, x, *arguments)
+    comm.check_device("x", x)
+    key = make, x.shape, x.dtype, *arguments
     try:
-        key = make, x.shape, x.dtype, *arguments
         found: _C | None = comm.prepared.get(key)
-    except (TypeError, RuntimeError):  # an argument cannot be looked up, or x is nested, and has no shape
+    except TypeError:  # an argument cannot be looked up
         return make(comm, x, *arguments)
     if found is None:
         found = make(comm, x, *arguments)

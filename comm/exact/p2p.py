@@ -53,12 +53,11 @@ def _lands_on_what_leaves(rank: int, sends: Buffers, receives: Buffers) -> bool:
 
 def extent(tensor: Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of the one behind its last; of any strides."""
-    if not tensor.numel():
-        return tensor.data_ptr(), tensor.data_ptr()
-    if tensor.is_contiguous():
-        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    start = tensor.data_ptr()
+    if tensor.is_contiguous() or not tensor.numel():
+        return start, start + tensor.nbytes
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def reduce_scatter(
