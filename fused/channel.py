@@ -26,7 +26,7 @@ from thinwire.errors import ThinwireError, WireFormatError
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED, ExchangeTransport
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.wire import WireFormat
+from thinwire.wire import FORMATS, WireFormat
 
 #: Elements to a row when a 1-D tensor is quantised.
 FLAT_ROW = 1024
@@ -36,7 +36,6 @@ PIECES = 4
 #: take to each of 8 peers at 400 GB/s or more: smaller pieces would leave the link idle, and larger ones hardly gain.
 _PIECE_BYTES, _MOST_BYTES = 1 << 18, 64 << 20
 _GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
-_WIRES = ("none", "int8", "int4", "fp8")
 
 
 def channel_layout(
@@ -277,13 +276,13 @@ def traffic_of(x: torch.Tensor, send_counts: Sequence[int], rank: int, wire: Wir
 
 def wire_word(wire: WireFormat) -> int:
     """A wire format as one number, for peers to compare."""
-    return _WIRES.index(wire.name) | wire.group << 4 | wire.alignment << 16
+    return wire.kind | wire.group << 4 | wire.alignment << 16
 
 
 def describe_wire_word(word: int) -> str:
     """The format that a number stands for, for people; any number."""
     try:
-        return repr(WireFormat(_WIRES[word & 15], word >> 4 & 0xFFF, word >> 16))
+        return repr(WireFormat(tuple(FORMATS)[word & 15], word >> 4 & 0xFFF, word >> 16))
     except (IndexError, WireFormatError):
         return "an unknown wire format"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.wires import WIRES
 from thinwire.errors import ThinwireError, WireFormatError
-from thinwire.wire import WireFormat
+from thinwire.wire import FORMATS, WireFormat
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,11 @@ from thinwire.wire import WireFormat
 def test_bytes_per_element_at_7168_are_those_of_the_table(spec: str, bytes_per_element: float) -> None:
     wire = WireFormat.parse(spec)
     assert wire.row_bytes(7168, torch.bfloat16) / 7168 == pytest.approx(bytes_per_element, abs=6e-4)
+
+
+def test_a_format_lies_at_the_place_that_is_its_number() -> None:
+    assert [each.kind for each in FORMATS.values()] == [*range(len(FORMATS))]
+    assert all(each.qmax <= each.bound for each in FORMATS.values())
 
 
 @given(st.sampled_from(WIRES), st.integers(1, 20000), st.sampled_from([16, 32, 64, 256]))

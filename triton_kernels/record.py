@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl
-from thinwire.wire import WireFormat
+from thinwire.wire import FORMATS, WireFormat
 
 # What the kernels call a wire format.
-NONE, INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+NONE, INT8, INT4, FP8 = (tl.constexpr(each.kind) for each in FORMATS.values())
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_KINDS = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
 # Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
 _MAX_TILE = 8192
 # The narrowest tile: 16 bytes of the narrowest payload, so that tiles always reach the scales.
@@ -66,12 +65,12 @@ class RecordLayout:
         elif (elements := row_bytes // dtype.itemsize) > num_tiles * group:
             tail_words = (elements - num_tiles * group) * dtype.itemsize // 2
         return cls(
-            KIND=_KINDS[wire.name],
-            QMAX=wire.qmax if wire.quantized else 1.0,
+            KIND=wire.kind,
+            QMAX=wire.qmax,
             ROW_SCALE=wire.row_scale,
             HIDDEN=hidden,
             GROUP=group,
-            GROUP_BYTES=group // 2 if wire.name == "int4" else group,
+            GROUP_BYTES=group * FORMATS[wire.name].bits // 8 if wire.quantized else group,
             TILE_GROUPS=tile_groups,
             NUM_TILES=num_tiles,
             TWO_PASSES=wire.row_scale and num_tiles > 1,

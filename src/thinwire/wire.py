@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from thinwire.errors import WireFormatError
 
@@ -40,11 +40,35 @@ WIRE_VARIABLE = "THINWIRE_WIRE"
 _SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
 _GROUP_LIMITS = (16, 1024)
 _WHOLE_ROW = 0
-# name -> (bits per element, largest quantised magnitude, default group)
-_QUANTIZED = {"int8": (8, 127.0, 128), "int4": (4, 7.0, 32), "fp8": (8, 448.0, 128)}
-_DEFAULT_GROUPS = {name: group for name, (_, _, group) in _QUANTIZED.items()} | {"none": _WHOLE_ROW}
 _SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]{1,9}))?")
 _ACCEPTED = "accepted: none, int8, int8:row, int8:N, int4, int4:N, fp8, fp8:N with N a power of two from 16 to 1024"
+
+
+class Format(NamedTuple):
+    """What there is to know of the elements of a format.
+
+    Attributes:
+        kind: its number in kernels, and for peers.
+        bits: of an element; 0 where it keeps its dtype.
+        qmax: the largest magnitude of a quantised element.
+        bound: what no payload decodes beyond, whatever its bytes; without the scale.
+        group: elements that share a scale unless the name says otherwise.
+    """
+
+    kind: int
+    bits: int
+    qmax: float
+    bound: float
+    group: int
+
+
+#: All formats, each at the place that is its kind.
+FORMATS = {
+    "none": Format(0, 0, 1.0, 1.0, _WHOLE_ROW),
+    "int8": Format(1, 8, 127.0, 128.0, 128),
+    "int4": Format(2, 4, 7.0, 8.0, 32),
+    "fp8": Format(3, 8, 448.0, 480.0, 128),
+}
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -75,7 +99,7 @@ class WireFormat:
     alignment: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or self.name not in _DEFAULT_GROUPS:
+        if not isinstance(self.name, str) or self.name not in FORMATS:
             raise WireFormatError(f"unknown wire format {self.name!r}; {_ACCEPTED}")
         for field in ("group", "alignment"):
             value = getattr(self, field)
@@ -100,11 +124,11 @@ class WireFormat:
         if isinstance(spec, WireFormat):
             return spec
         match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
-        if match is None or match["name"] not in _DEFAULT_GROUPS:
+        if match is None or match["name"] not in FORMATS:
             raise WireFormatError(f"unknown wire format {spec!r}; {_ACCEPTED}")
         name, group = match["name"], match["group"]
         if group is None:
-            return cls(name, _DEFAULT_GROUPS[name])
+            return cls(name, FORMATS[name].group)
         if name == "none":
             raise WireFormatError(f"wire format {spec!r}: 'none' has no groups; {_ACCEPTED}")
         if group == "row":
@@ -119,7 +143,7 @@ class WireFormat:
         return f"WireFormat(name={self.name!r}, group={self.group}, alignment={self.alignment})"
 
     def __str__(self) -> str:
-        return self.name if self.group == _DEFAULT_GROUPS[self.name] else f"{self.name}:{self.group or 'row'}"
+        return self.name if self.group == FORMATS[self.name].group else f"{self.name}:{self.group or 'row'}"
 
     @property
     def quantized(self) -> bool:
@@ -127,9 +151,14 @@ class WireFormat:
         return self.name != "none"
 
     @property
+    def kind(self) -> int:
+        """Its number in kernels, and for peers."""
+        return FORMATS[self.name].kind
+
+    @property
     def qmax(self) -> float:
         """Largest magnitude of a quantised element: 127, 7 or 448."""
-        return _QUANTIZED[self.name][1]
+        return FORMATS[self.name].qmax
 
     @property
     def row_scale(self) -> bool:
@@ -157,7 +186,7 @@ class WireFormat:
             if not hasattr(dtype, "itemsize"):
                 raise WireFormatError(f"dtype is {dtype!r}; a torch.dtype is needed")
             return hidden * dtype.itemsize
-        return -(-hidden * _QUANTIZED[self.name][0] // 8)
+        return -(-hidden * FORMATS[self.name].bits // 8)
 
     def scales_offset(self, hidden: int, dtype: torch.dtype | None = None) -> int:
         """Where the scales begin in a record, in bytes."""

@@ -36,15 +36,14 @@ from thinwire.triton_kernels.cpu.ir.loops import (
     round_columns,
     scale_groups,
 )
-from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, NONE
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, BITS, FLOAT16, FLOAT32, NONE
+from thinwire.wire import FORMATS, WireFormat
 
 #: A tuple of integers, since numba reads that fastest: LAYOUT_FIELDS.
 Layout = tuple[int, int, int, int, int, int]
 LAYOUT_FIELDS = ("kind", "group", "row_scale", "hidden", "scales_offset", "row_bytes")
 
 _DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-_KINDS = {"none": NONE, "int8": INT8, "int4": INT4, "fp8": FP8}
 
 _LANES = 16  # columns of the narrowest block
 # A tile is what passes from memory to the first-level cache once, though its columns are looked at twice.
@@ -59,8 +58,7 @@ _ZERO = np.float32(0.0)
 _LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
 _LARGEST_FLOAT16 = np.float32(torch.finfo(torch.float16).max)
 _LARGEST_BFLOAT16 = np.float32(torch.finfo(torch.bfloat16).max)
-# What no payload decodes beyond, whatever its bytes.
-_BOUND_INT8, _BOUND_INT4, _BOUND_FP8 = np.float32(128.0), np.float32(8.0), np.float32(480.0)
+_BOUNDS = tuple(np.float32(each.bound) for each in FORMATS.values())
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -83,7 +81,7 @@ def record_layout(wire: WireFormat, hidden: int, dtype: torch.dtype) -> Layout:
     (1, 128, 0, 7168, 7168, 7296)
     """
     return (
-        _KINDS[wire.name],
+        wire.kind,
         wire.group or hidden,
         int(wire.row_scale),
         hidden,
@@ -123,7 +121,7 @@ def quantize_row(x, dtype, record, layout):
         copy_bytes(record, x, hidden * size)
         zero_bytes(record + hidden * size, row_bytes - hidden * size)
         return
-    bits = 4 if kind == INT4 else 8
+    bits = BITS[kind]
     inverses = stack_buffer(_GROUP_BYTES)
     rest_x = stack_buffer(_REST_BYTES)
     rest_amax = stack_buffer(_WORD)
@@ -183,8 +181,8 @@ def dequantize_row(record, out, dtype, layout):
     if kind == NONE:
         copy_bytes(out, record, hidden * size)
         return
-    bits = 4 if kind == INT4 else 8
-    bound = _BOUND_INT8 if kind == INT8 else _BOUND_INT4 if kind == INT4 else _BOUND_FP8
+    bits = BITS[kind]
+    bound = _BOUNDS[kind]
     largest = _LARGEST_FLOAT32 if dtype == FLOAT32 else _LARGEST_FLOAT16 if dtype == FLOAT16 else _LARGEST_BFLOAT16
     floats = stack_buffer(_GROUP_BYTES)
     wide = stack_buffer(_WIDE_TILE_BYTES)

@@ -16,7 +16,7 @@ from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quanti
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
-from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, INT4, NONE
+from thinwire.triton_kernels.cpu.ir.vectors import BITS, FLOAT32, NONE
 from thinwire.wire import WireFormat
 
 _LANES = 16
@@ -57,7 +57,7 @@ def sum_sources(sources, scales, count, element, row_scale, hidden, group, ends,
     accumulate_groups(sources, scales, count, element, row_scale, whole, group, total)
     if whole == hidden:
         return
-    bits = 32 if element == FLOAT32 else 4 if element == INT4 else 8 if element < FLOAT32 else 16
+    bits = BITS[element]
     for j in range(count):
         # A source may end where its memory does, so the last columns are read from a padded copy.
         end = ends + _REST_BYTES * j
@@ -106,7 +106,7 @@ def copy_record(rows, row_stride, positions, record, layout):
         zero_bytes(record, row_bytes)
         return
     source = rows + position * row_stride
-    payload = hidden * (4 if kind == INT4 else 8) + 7 >> 3
+    payload = hidden * BITS[kind] + 7 >> 3
     end = scales_offset + (4 if row_scale else (hidden + group - 1) // group * 2)
     copy_bytes(record, source, payload)
     zero_bytes(record + payload, scales_offset - payload)

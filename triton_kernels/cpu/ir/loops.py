@@ -19,7 +19,6 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     BITS,
     FLOAT16,
     FLOAT32,
-    FP8,
     INT4,
     INT8,
     QUANTIZED,
@@ -37,8 +36,9 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     store_floats,
     store_quantized,
 )
+from thinwire.wire import FORMATS
 
-_QMAX = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
+_QMAX = tuple(each.qmax for each in FORMATS.values())
 _SIGNLESS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x08800000  # 2**-110

@@ -6,7 +6,7 @@ compiles sooner, as there is nothing to search for. No operation carries a fast-
 reordered.
 
 An element is one of the codes below: `FLOAT32`, `FLOAT16`, `BFLOAT16` in a row, `INT8`, `INT4`, `FP8` in a record's
-payload (with `NONE`, the numbers that `thinwire.triton_kernels.record` uses). The arithmetic is that of
+payload (with `NONE`, the kinds of `thinwire.wire.FORMATS`). The arithmetic is that of
 `thinwire.triton_kernels.codec`, whose docstring has the reasons.
 """
 
@@ -16,12 +16,14 @@ from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
 from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
+from thinwire.wire import FORMATS
 
-NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)
+NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)  # the first are those of FORMATS
 
-BITS = {INT8: 8, INT4: 4, FP8: 8, FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16}
+#: Of each code: 0 for NONE.
+BITS = (*(each.bits for each in FORMATS.values()), 32, 16, 16)
 ROW_ELEMENTS = (FLOAT32, FLOAT16, BFLOAT16)
-QUANTIZED = (INT8, INT4, FP8)
+QUANTIZED = tuple(each.kind for each in FORMATS.values() if each.bits)
 _LARGEST = {FLOAT32: 3.4028234663852886e38, FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38}
 _MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds half to even and leaves q in the low bits
 _UPPER_HALF = 0xFFFF0000
