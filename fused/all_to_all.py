@@ -7,7 +7,7 @@ into the output, quantised rows as records (`thinwire.fused.staged`). Both give 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError
-from thinwire.fused.channel import Channel, RecvBuffer, Route, Transfer, traffic_of
+from thinwire.fused.channel import Channel, RecvBuffer, Route, traffic_of
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import (
     Counts,
@@ -28,12 +28,12 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import open_channel, send_rows
+from thinwire.fused.direct import open_channel
 from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.prepared import PreparedCall, check_out, in_memory, named_wires, prepared
-from thinwire.fused.staged_all_to_all import post_rows
-from thinwire.fused.transport import Refusal, choose
+from thinwire.fused.prepared import PreparedCall, check_out, named_wires, prepared
+from thinwire.fused.staged_all_to_all import StagedRows
+from thinwire.fused.transport import choose
 from thinwire.wire import WireFormat
 
 _MOST_ROWS = 1 << 40  # that are tried to be allocated
@@ -207,37 +207,37 @@ class PreparedAllToAllV(PreparedCall):
             if any(values is not None for values in counts):
                 raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
             sends = receives = equal_split(x.shape[0], comm.size)
-        self._wire, self._check = self.wires[0], check
-        self._sends, self._receives = send_segments(sends, self._send_displs, x.shape[0]), None
+        self.wire, self._check = self.wires[0], check
+        self.sends, self.receives = send_segments(sends, self._send_displs, x.shape[0]), None
         details: tuple[Any, ...] = ("send_counts", sends)
         if receives is not None:
             if not check and sends[comm.rank] != receives[comm.rank]:
                 raise CountsError(
                     f"rank {comm.rank} sends itself {sends[comm.rank]} rows but expects {receives[comm.rank]}"
                 )
-            self._receives = receive_segments(receives, self._recv_displs, None)
-            self._rows = self._receives.rows
+            self.receives = receive_segments(receives, self._recv_displs, None)
+            self._rows = self.receives.rows
             self.out_shape = (self._rows, *x.shape[1:])
             details += ("recv_counts", receives)
-        self._recorded = self.what, self.shape, self.dtype, self._wire, transport, details
-        self._tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
-        self._channel: Channel | Refusal | None = None
-        self._route: Route | None = None  # of contiguous rows
+        self._recorded = self.what, self.shape, self.dtype, self.wire, transport, details
+        self.tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
+        self._carrier: Channel | StagedRows | None = None
+        self.route: Route | None = None  # of contiguous rows, on the direct transport
 
     def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedAllToAllV:
         """See `PreparedCall.reversible`: how many rows come."""
-        if self._receives is not None:
+        if self.receives is not None:
             return self
-        sends, receives = self._sends.counts, comm.exchange_counts(self._sends.counts)
+        sends, receives = self.sends.counts, comm.exchange_counts(self.sends.counts)
         numbers = sends, receives, self._send_displs, self._recv_displs
-        return find_all_to_all_v(comm, x, *numbers, self._wire, self.transport, self._check)
+        return find_all_to_all_v(comm, x, *numbers, self.wire, self.transport, self._check)
 
     def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
         """See `PreparedCall.back`."""
-        if self._receives is None:
+        if self.receives is None:
             raise ArgumentError("all_to_all_v was prepared without recv_counts; pass them for a way back")
         return _backward(
-            self.shape, self._sends.counts, self._receives.counts, self._send_displs, self._recv_displs, grad_wire,
+            self.shape, self.sends.counts, self.receives.counts, self._send_displs, self._recv_displs, grad_wire,
             comm, self.transport, self._check,
         )  # fmt: skip
 
@@ -247,29 +247,26 @@ class PreparedAllToAllV(PreparedCall):
         """See `PreparedCall.run`."""
         if out is not None:
             check_out(self.what, x, out, self._any_rows, None)
-        placed = None if self._receives is None else self._place(comm, x, out, self._receives)
+        placed = None if self.receives is None else self._place(comm, x, out, self.receives)
         place = partial(self._place_counts, comm, x, out) if placed is None else None
         with comm.call(*self._recorded) as call:
-            channel = self._channel or self._choose(comm)
-            call.takes("direct" if isinstance(channel, Channel) else "staged")
+            carrier = self._carrier or self._choose(comm)
+            call.takes(carrier.name)
             if comm.recorder.track is not None:
-                comm.sent(traffic_of, x, self._sends.counts, comm.rank, self._wire)
+                comm.sent(traffic_of, x, self.sends.counts, comm.rank, self.wire)
             if self._check:
-                expected = None if self._receives is None else self._receives.counts
-                counts = _compare_with_peers(x, self._sends, expected, self._wire, comm)
+                expected = None if self.receives is None else self.receives.counts
+                counts = _compare_with_peers(x, self.sends, expected, self.wire, comm)
                 placed = placed or self._place_counts(comm, x, out, counts)
-            if isinstance(channel, Channel):
-                transfer = self._send(channel, x, placed, place, not async_op)
-                return comm.deliver(call, transfer.wait, x.device, True) if async_op else transfer.wait()
-            placed = placed or self._place_counts(comm, x, out, comm.exchange_counts(self._sends.counts))
-            with torch.no_grad():
-                finish = post_rows(x, self._sends, placed, self._wire, comm)
-                return comm.deliver(call, finish, x.device, async_op)
+            finish = carrier.begin(comm, self, x, placed, place, not async_op)
+            return comm.deliver(call, finish, x.device, async_op)
 
-    def _choose(self, comm: Communicator) -> Channel | Refusal:
-        quantized = [self._wire] if self._wire.quantized else []
-        self._channel = choose(self.what, self.transport, comm, quantized, lambda: open_channel(comm, self._wire))
-        return self._channel
+    def _choose(self, comm: Communicator) -> Channel | StagedRows:
+        quantized = [self.wire] if self.wire.quantized else []
+        self._carrier = choose(
+            self.what, self.transport, comm, quantized, lambda: open_channel(comm, self.wire), StagedRows
+        )
+        return self._carrier
 
     def _place_counts(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, counts: list[int]
@@ -278,32 +275,14 @@ class PreparedAllToAllV(PreparedCall):
 
     def _place(self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, receives: Segments) -> RecvBuffer:
         """Where rows go."""
-        rows = self._rows if receives is self._receives else receives.rows
+        rows = self._rows if receives is self.receives else receives.rows
         if out is None:
             # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
             zero = self._recv_displs is not None and rows != sum(receives.counts)
-            out = new_rows(x, rows, self._tail, zero, comm.result_memory)
+            out = new_rows(x, rows, self.tail, zero, comm.result_memory)
         elif rows > out.shape[0]:
             receive_segments(receives.counts, self._recv_displs, out.shape[0])  # says which one does not fit
         return RecvBuffer(receives, out)
-
-    def _send(
-        self,
-        channel: Channel,
-        x: torch.Tensor,
-        placed: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer] | None,
-        wait: bool,
-    ) -> Transfer:
-        if not in_memory(x):
-            return send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
-        if self._route is None:
-            transfer = send_rows(channel, x, self._tail, self._sends, placed, place, self._wire, wait=wait)
-            # Not of a call whose counts a check has told: the next one's may be others.
-            if not transfer.route.row_format.record_bytes and (placed is None or placed.segments is self._receives):
-                self._route = transfer.route
-            return transfer
-        return channel.send(Transfer(channel, self._route, x, placed, place), wait=wait)
 
 
 def _compare_with_peers(

@@ -11,22 +11,25 @@ sends in this epoch, and raises `CountsError` at the end.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.recorder.trace_events import Traffic
-from thinwire.errors import ThinwireError, WireFormatError
-from thinwire.fused.counts import Segments
+from thinwire.errors import CapacityError, ThinwireError
+from thinwire.fused.backend import Backend, select_backend
+from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.fused.direct_transport import CLOSED, ExchangeTransport
+from thinwire.fused.prepared import in_memory
+from thinwire.fused.row_signature import describe_difference
 from thinwire.triton_kernels.exchange_layout import ExchangeLayout
-from thinwire.wire import FORMATS, WireFormat
+from thinwire.wire import WireFormat
 
 #: Elements to a row when a 1-D tensor is quantised.
 FLAT_ROW = 1024
@@ -98,6 +101,22 @@ class Route(NamedTuple):
     words: memoryview | None = None
 
 
+class RowCall(Protocol):
+    """What a transport asks of a `PreparedAllToAllV`, whose attributes these are.
+
+    Attributes:
+        tail: the shape of a row.
+        sends, receives: rows for each rank, within x, and from each, within the output; None where these are not known.
+        route: how contiguous rows go, once the direct transport knows.
+    """
+
+    tail: torch.Size
+    sends: Segments
+    receives: Segments | None
+    wire: WireFormat
+    route: Route | None
+
+
 class Transfer:
     """One call on a channel. `wait()` ends it; the channel's next call does, too, if that comes first.
 
@@ -165,6 +184,56 @@ class Channel(ExchangeTransport):
         super().__init__("all_to_all_v", memory, layout, rank, timeout, voters)
         self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
         self.under_way: Transfer | None = None
+
+    def begin(
+        self,
+        comm: Communicator,
+        call: RowCall,
+        x: torch.Tensor,
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer] | None,
+        wait: bool,
+    ) -> Callable[[], torch.Tensor]:
+        """Begins an all-to-all-v, whose arguments have been checked; what it returns ends it, and gives the output.
+
+        Args:
+            recv_buffer, place: as a Transfer's; one of them.
+            wait: whether it is to be over on return.
+
+        Raises:
+            CapacityError: a 1-D tensor in a format with records longer than a piece, which only an alignment makes.
+        """
+        if call.route is not None and in_memory(x):
+            return self.send(Transfer(self, call.route, x, recv_buffer, place), wait=wait).wait
+        tail, sends, wire, plain = call.tail, call.sends, call.wire, in_memory(x)
+        if x.is_neg() or x.is_conj():
+            x = x.resolve_conj().resolve_neg()
+        row_format = self.row_format(tail, x.dtype, wire)
+        step = row_format.step
+        if row_format.record_bytes:
+            # Rows whose records are longer than a piece: made and read here, and sent as the bytes that they are.
+            if x.dim() == 1:
+                raise CapacityError(
+                    f"a record of {FLAT_ROW} elements takes {step} bytes in {wire!r}; for 1-D tensors it must fit into "
+                    f"a piece of the direct transport, {self.layout.SLOT_BYTES} bytes: pass transport='staged', or a "
+                    "smaller alignment"
+                )
+            backend, place_rows = select_backend(x.device, wire, self.threads), place
+            x, sends = _pack(x, sends, wire, step, backend), dense_segments(sends.counts)
+            recv_buffer = recv_buffer and _unpacked_into(recv_buffer, wire, step, backend)
+            place = place_rows and (lambda counts: _unpacked_into(place_rows(counts), wire, step, backend))
+        elif not x.is_contiguous():
+            if wire.quantized and x.dim() > 1 and x.numel():
+                x = x.flatten(1)
+            if x.dim() == 2 and x.stride(1) == 1 and wire.quantized:
+                step = x.stride(0) * x.itemsize  # rows may lie apart
+            else:
+                x = x.contiguous()
+        route = self.route(row_format, step, sends, None if recv_buffer is None else recv_buffer.segments)
+        # Not of a call whose counts a check has told: the next one's may be others.
+        if plain and not row_format.record_bytes and (recv_buffer is None or recv_buffer.segments is call.receives):
+            call.route = route
+        return self.send(Transfer(self, route, x, recv_buffer, place), wait=wait).wait
 
     def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
@@ -249,18 +318,26 @@ class Channel(ExchangeTransport):
             self.complete(self.under_way)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What channels of every backend say alike
+def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int, backend: Backend) -> torch.Tensor:
+    """The records of the rows that are sent, side by side."""
+    rows = x.flatten(1)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    records = torch.empty(sum(sends.counts), record_bytes, dtype=torch.uint8, device=x.device)
+    backend.pack_rows(rows, wire, sends.row_index(0, max(sends.counts), x.device), records)
+    return records
 
 
-def signature_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tuple[int, int, int, int]:
-    """What a header says of rows of shape `tail`: four numbers, the same on ranks that send the same."""
-    return (
-        zlib.crc32(str(dtype).encode()),
-        wire_word(wire),
-        math.prod(tail),
-        zlib.crc32(repr(tuple(tail)).encode()),
-    )
+def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int, backend: Backend) -> RecvBuffer:
+    """Where records go that are unpacked into an output when all are here."""
+    counts, out = placed.segments.counts, placed.memory
+    received = new_rows(out.new_empty(0, dtype=torch.uint8), sum(counts), (record_bytes,))
+
+    def unpack() -> torch.Tensor:
+        index = placed.segments.row_index(0, max(counts), out.device)
+        backend.unpack_rows(received, wire, None, index, out.detach().flatten(1))
+        return out
+
+    return RecvBuffer(dense_segments(counts), received, unpack)
 
 
 def traffic_of(x: torch.Tensor, send_counts: Sequence[int], rank: int, wire: WireFormat) -> Traffic:
@@ -272,40 +349,3 @@ def traffic_of(x: torch.Tensor, send_counts: Sequence[int], rank: int, wire: Wir
         records = sum(others) if x.dim() > 1 else sum(-(-count // FLAT_ROW) for count in others)
         wire_bytes = records * wire.row_bytes(width if x.dim() > 1 else FLAT_ROW, x.dtype) if width else 0
     return Traffic(sum(others), logical, wire_bytes)
-
-
-def wire_word(wire: WireFormat) -> int:
-    """A wire format as one number, for peers to compare."""
-    return wire.kind | wire.group << 4 | wire.alignment << 16
-
-
-def describe_wire_word(word: int) -> str:
-    """The format that a number stands for, for people; any number."""
-    try:
-        return repr(WireFormat(tuple(FORMATS)[word & 15], word >> 4 & 0xFFF, word >> 16))
-    except (IndexError, WireFormatError):
-        return "an unknown wire format"
-
-
-def describe_difference(
-    rank: int, peer: int, header: list[int], expected_count: int | None, expected: list[int]
-) -> str:
-    """How a peer's header (ring pieces, count, `signature_of`) differs from what this rank expected of it.
-
-    Args:
-        expected_count: None or negative, where any was.
-    """
-    pieces, count, *sent = header
-    if sent == expected:
-        if expected_count in (None, count) or expected_count < 0:
-            return f"rank {peer} says that it sends rank {rank} {count} rows in {pieces + 1} pieces, which cannot be"
-        return f"rank {peer} sends rank {rank} {count} rows, but rank {rank} expects {expected_count} from rank {peer}"
-    shape = ", of another shape" if sent[:3] == expected[:3] else ""
-    return f"rank {peer} sends {_describe_rows(sent)}, but rank {rank} expects {_describe_rows(expected)}{shape}"
-
-
-def _describe_rows(signature: list[int]) -> str:
-    known = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
-    dtypes = {zlib.crc32(str(dtype).encode()): dtype for dtype in known}
-    wire = describe_wire_word(signature[1])
-    return f"rows of {signature[2]} elements of {dtypes.get(signature[0], 'an unknown dtype')} as {wire}"

@@ -25,7 +25,9 @@ from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, ExchangeTransport
 from thinwire.fused.partition import describe_signature, signature_of
-from thinwire.fused.transport import Refusal, open_direct, uses_triton
+from thinwire.fused.prepared import flat, in_memory
+from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
+from thinwire.fused.transport import open_direct, uses_triton
 from thinwire.triton_kernels.exchange_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -60,8 +62,8 @@ _MOST_JOBS = 1024  # that are remembered
 
 def open_collectives(
     comm: Communicator, slot_bytes: int | None = None, wires: Sequence[WireFormat] = ()
-) -> DirectCollectives | Refusal:
-    """What the communicator's direct collectives work with, or why there is none. Made at the first call, by all ranks.
+) -> DirectCollectives | StagedCollectives:
+    """What carries out the communicator's collectives, direct if it can be. Made at the first call, by all ranks.
 
     Args:
         slot_bytes: see `collective_layout`; looked at in the first call only.
@@ -72,12 +74,12 @@ def open_collectives(
         ConfigMismatch, PeerTimeout: see `open_direct`.
     """
 
-    def new() -> DirectCollectives | Refusal:
+    def new() -> DirectCollectives | StagedCollectives:
         _require_backend(comm.device, wires)
         try:
             layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda", comm.integrity != "none")
         except CapacityError as error:
-            return Refusal(KEY, str(error))
+            return StagedCollectives(KEY, str(error))
 
         def make(memory: SymmetricMemory, _: bool) -> DirectCollectives:
             kernels: ModuleType
@@ -88,7 +90,7 @@ def open_collectives(
             return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, comm.voters, comm.recorder)
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
-        return open_direct(comm, KEY, layout.NUM_BYTES, settings, make)
+        return open_direct(comm, KEY, layout.NUM_BYTES, settings, make, StagedCollectives)
 
     return comm.attached(KEY, new)
 
@@ -194,6 +196,12 @@ class DirectCollectives(ExchangeTransport):
 
     def _require_backend(self, wires: Sequence[WireFormat]) -> None:
         _require_backend(self.device, wires)
+
+    def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The whole call, of any dense x; see `StagedCollectives.begin`."""
+        if call.job is None:
+            call.job = self.job(call.op, call.parts, call.row, call.wires[0], call.wires[-1], call.dtype)
+        self.run(call.job, x if in_memory(x) else flat(x.detach()), out)
 
     def run(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
         """One whole call. On CUDA it is launched on the current stream, and nothing is waited for.

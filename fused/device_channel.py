@@ -26,9 +26,10 @@ import torch
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
-from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer, describe_difference, signature_of
+from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import BEFORE_CAPTURE
+from thinwire.fused.row_signature import describe_difference, signature_of
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS, ExchangeLayout

@@ -87,6 +87,7 @@ class DirectTransport(Attachment):
         peers_calls: all ranks' `calls`, in that case.
     """
 
+    name, reason, no_memory = "direct", "", False  # as a `Transport`
     #: What a report's phases are called.
     phases: tuple[str, ...] = ()
     report: np.ndarray

@@ -24,7 +24,7 @@ from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import on_communicator
-from thinwire.fused.transport import Refusal, uses_triton
+from thinwire.fused.transport import uses_triton
 
 _KEY = "empty"
 _MOST_NUMBER = 1 << 62  # of regions
@@ -142,9 +142,8 @@ class SymmetricTensors(Attachment):
             if why is not None:
                 raise TransportUnavailable(f"{needs}; rank {rank}: {why}")
         channel = open_channel(comm)
-        if isinstance(channel, Refusal):
+        if not isinstance(channel, HostChannel):
             raise TransportUnavailable(f"{needs}; {channel.reason}")
-        assert isinstance(channel, HostChannel)
         self._channel = channel
         self._keep({number for _, numbers, _ in told for number in numbers})
         memory = allocate(comm, num_bytes)

@@ -16,9 +16,10 @@ import torch
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
-from thinwire.fused.channel import FLAT_ROW, Channel, Route, RowFormat, Transfer, signature_of
+from thinwire.fused.channel import FLAT_ROW, Channel, Route, RowFormat, Transfer
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED
+from thinwire.fused.row_signature import signature_of
 from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
 from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT

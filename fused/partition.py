@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.comm.recorder.trace_events import Traffic
-from thinwire.fused.channel import describe_wire_word, wire_word
 from thinwire.fused.counts import Segments, dense_segments
+from thinwire.fused.row_signature import describe_wire_word, wire_word
 from thinwire.wire import WireFormat
 
 #: Elements of a row: of a short message, and of one with enough for each rank. The longer, the less is padded.

@@ -178,6 +178,11 @@ def in_memory(x: torch.Tensor) -> bool:
     return x.is_contiguous() and not x.is_neg() and not x.is_conj()
 
 
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one device may share memory."""
     (first, stop), (start, last) = extent(a), extent(b)

@@ -15,8 +15,9 @@ from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import traffic_of
-from thinwire.fused.prepared import PreparedCall, check_out, in_memory
-from thinwire.fused.transport import Refusal, choose
+from thinwire.fused.prepared import PreparedCall, check_out
+from thinwire.fused.staged_collective import Reductions, StagedCollectives
+from thinwire.fused.transport import choose
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, Job
 from thinwire.wire import WireFormat
 
@@ -38,8 +39,8 @@ class PreparedCollective(PreparedCall):
     out_shape: tuple[int, ...]
     place: int  # bytes from where x begins to where an output may begin that shares its memory
     details: tuple[object, ...] = ()  # for the flight recorder
-    _job: Job | None = None
-    _direct: DirectCollectives | Refusal | None = None
+    job: Job | None = None  # of the direct transport
+    _carrier: DirectCollectives | StagedCollectives | None = None
 
     def __init__(
         self,
@@ -86,23 +87,10 @@ class PreparedCollective(PreparedCall):
         if out is not None:
             check_out(self.what, x, out, self.out_shape, self.place)
         with comm.call(self.what, self.shape, self.dtype, self._legs, self.transport, self.details) as call:
-            direct = self._direct
-            if direct is None:
-                if not self.exactly:
-                    direct = choose(self.what, self.transport, comm, self.wires, lambda: self._open(comm))
-                    self._direct = direct
-            call.takes("direct" if type(direct) is DirectCollectives else "staged")
+            carrier = self._carrier or self._choose(comm)
+            call.takes(carrier.name)
             target = comm.result_memory.new_empty(x, self.out_shape) if out is None else out
-            finish: Callable[[], object] | None = None
-            if isinstance(direct, DirectCollectives):
-                if self._job is None:
-                    legs = self.wires[0], self.wires[-1]
-                    self._job = direct.job(self.op, self.parts, self.row, *legs, self.dtype)
-                direct.run(self._job, x if in_memory(x) else _flat(x.detach()), target)
-            elif target.numel():
-                with torch.no_grad():
-                    begin = self.reduced if self.exactly else self.staged
-                    finish = begin(comm, _flat(x.detach()), target.detach().view(-1))
+            finish = carrier.begin(comm, self, x, target)
             if comm.recorder.track is not None and not self.exactly:
                 comm.sent(traffic_of, self.op, self.parts, self.row, comm.rank, self.wires, self.dtype)
 
@@ -114,10 +102,12 @@ class PreparedCollective(PreparedCall):
 
             return comm.deliver(call, end, target.device, async_op)
 
-    def _open(self, comm: Communicator) -> DirectCollectives | Refusal:
-        return open_collectives(comm, wires=self.wires)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements in order: 1-D, contiguous; a copy only where they do not lie so."""
-    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+    def _choose(self, comm: Communicator) -> DirectCollectives | StagedCollectives:
+        if self.exactly:
+            self._carrier = Reductions(self.what, "torch.distributed reduces")
+        else:
+            self._carrier = choose(
+                self.what, self.transport, comm, self.wires, lambda: open_collectives(comm, wires=self.wires),
+                StagedCollectives,
+            )  # fmt: skip
+        return self._carrier

@@ -10,22 +10,36 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.integrity import Rows
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, RecvBuffer
+from thinwire.fused.channel import FLAT_ROW, RecvBuffer, RowCall
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.staged import StagedExchange
+from thinwire.fused.transport import Staged
 from thinwire.octets import as_bytes
 from thinwire.wire import WireFormat
 
 
-def post_rows(
-    x: torch.Tensor, sends: Segments, placed: RecvBuffer, wire: WireFormat, comm: Communicator
-) -> Callable[[], torch.Tensor]:
-    """Begins to send rows of x; what it returns waits for the peers' rows and gives the output."""
-    if not math.prod(x.shape[1:]):
-        return placed.output
-    if wire.quantized:
-        return _post_quantized(x.resolve_neg(), sends, placed, wire, comm)
-    return _post_exact(x, sends, placed, comm)
+class StagedRows(Staged):
+    """All-to-all-v through the process group."""
+
+    def begin(
+        self,
+        comm: Communicator,
+        call: RowCall,
+        x: torch.Tensor,
+        recv_buffer: RecvBuffer | None,
+        place: Callable[[list[int]], RecvBuffer] | None,
+        wait: bool,
+    ) -> Callable[[], torch.Tensor]:
+        """See `Channel.begin`. It returns before the peers' rows are here, whatever `wait` is."""
+        if recv_buffer is None:
+            assert place is not None
+            recv_buffer = place(comm.exchange_counts(call.sends.counts))
+        if not math.prod(call.tail):
+            return recv_buffer.output
+        with torch.no_grad():
+            if call.wire.quantized:
+                return _post_quantized(x.resolve_neg(), call.sends, recv_buffer, call.wire, comm)
+            return _post_exact(x, call.sends, recv_buffer, comm)
 
 
 def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Communicator) -> Callable[[], torch.Tensor]:

@@ -7,7 +7,8 @@ overlap, and no rank can wait for one that waits for it. The result has the bits
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,8 +16,49 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import split_parts
+from thinwire.fused.prepared import flat
 from thinwire.fused.staged import StagedExchange
+from thinwire.fused.transport import Staged
+from thinwire.triton_kernels.exchange_layout import Job
 from thinwire.wire import WireFormat
+
+
+class CollectiveCall(Protocol):
+    """What a transport asks of a `PreparedCollective`, whose attributes these are."""
+
+    op: int
+    parts: Segments
+    row: int
+    wires: Sequence[WireFormat]
+    dtype: torch.dtype
+    job: Job | None
+
+    def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]: ...
+
+    def reduced(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]: ...
+
+
+class StagedCollectives(Staged):
+    """Collectives through the process group."""
+
+    def begin(
+        self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], object] | None:
+        """Begins a call, whose arguments were checked; what it returns ends the call. None: it is over."""
+        if not out.numel():
+            return None
+        with torch.no_grad():
+            return self._begin(call)(comm, flat(x.detach()), out.detach().view(-1))
+
+    def _begin(self, call: CollectiveCall) -> Callable[..., Callable[[], object]]:
+        return call.staged
+
+
+class Reductions(StagedCollectives):
+    """Reductions that are torch.distributed's affair."""
+
+    def _begin(self, call: CollectiveCall) -> Callable[..., Callable[[], object]]:
+        return call.reduced
 
 
 class _Rows:

@@ -1,15 +1,15 @@
 """Which transport an operation takes, alike on all ranks.
 
 *Direct*: kernels store into the peers' memory, where every rank can map every peer's. *Staged*: through the process
-group. `choose` decides for every operation, and a `Refusal` remembers why the direct one is not available.
+group. `choose` decides for every operation, and gives an object that carries it out: the direct one, or a `Staged`,
+which remembers why.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
@@ -27,26 +27,38 @@ from thinwire.wire import WireFormat
 #: What `transport=` accepts.
 TRANSPORTS = ("auto", "direct", "staged")
 
-_T = TypeVar("_T")
-_A = TypeVar("_A", bound=Attachment)
 
-
-@dataclass(frozen=True)
-class Refusal(Attachment):
-    """Why a communicator does without; the same on every rank.
+class Transport(Protocol):
+    """What carries out an operation's calls; operations add to it what they ask of theirs.
 
     Attributes:
-        name: of the operation, for people.
-        no_memory: whether only the memory is not available.
+        name: "direct" or "staged".
+        reason: why it is staged; the same on every rank.
+        no_memory: whether only memory for the direct one is not available.
     """
 
     name: str
     reason: str
-    no_memory: bool = False
+    no_memory: bool
+
+    def describe(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=Transport)
+_S = TypeVar("_S", bound=Transport)
+
+
+class Staged(Attachment):
+    """An operation's calls through the process group; a Transport."""
+
+    name = "staged"
+
+    def __init__(self, operation: str, reason: str, no_memory: bool = False) -> None:
+        self.operation, self.reason, self.no_memory = operation, reason, no_memory
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
-        return f"{self.name}: staged, as {self.reason}"
+        return f"{self.operation}: staged, as {self.reason}"
 
 
 def check_transport(transport: str) -> None:
@@ -60,27 +72,26 @@ def choose(
     transport: str,
     comm: Communicator,
     wires: Sequence[WireFormat],
-    open_: Callable[[], _T | Refusal],
+    open_: Callable[[], _T],
+    staged: Callable[[str, str], _T],
     no_memory: type[ThinwireError] = TransportUnavailable,
-) -> _T | Refusal:
-    """What the direct transport works with, or, for the staged one, why.
+) -> _T:
+    """What carries out an operation's calls.
 
     Args:
         wires: formats whose rows the staged transport needs a backend for.
-        open_: gives what the direct transport works with; collective in its first call.
+        open_: gives the direct one, or the staged one if that is not available; collective in its first call.
+        staged: gives the staged one, of the operation's name and the reason.
         no_memory: what is raised where the direct one was asked for, and only its memory is not available; else
             TransportUnavailable, as where there is neither.
     """
     check_transport(transport)
-    refusal = Refusal(name, "as asked for")
-    if transport != "staged":
-        found = open_()
-        if not isinstance(found, Refusal):
-            return found
-        if transport == "direct":
-            kind = no_memory if found.no_memory else TransportUnavailable
-            raise kind(f"{name} cannot take the direct transport: {found.reason}")
-        refusal = found
+    found = staged(name, "as asked for") if transport == "staged" else open_()
+    if found.name == "direct":
+        return found
+    if transport == "direct":
+        kind = no_memory if found.no_memory else TransportUnavailable
+        raise kind(f"{name} cannot take the direct transport: {found.reason}")
     for wire in wires:
         select_backend(comm.device, wire)
     try:
@@ -88,8 +99,8 @@ def choose(
     except TransportUnavailable as error:
         if transport == "staged":
             raise
-        raise TransportUnavailable(f"no transport is available: direct: {refusal.reason}; staged: {error}") from error
-    return refusal
+        raise TransportUnavailable(f"no transport is available: direct: {found.reason}; staged: {error}") from error
+    return found
 
 
 def uses_triton(comm: Communicator) -> bool:
@@ -102,23 +113,25 @@ def open_direct(
     name: str,
     num_bytes: int,
     settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory, bool], _A],
+    make: Callable[[SymmetricMemory, bool], _T],
+    staged: Callable[[str, str, bool], _S],
     generation: int = 0,
-) -> _A | Refusal:
-    """What an operation needs on the direct transport, or why there is none. Collective; the logger is told which.
+) -> _T | _S:
+    """An operation's direct transport, or the staged one, which knows why. Collective; the logger is told which.
 
     Args:
         num_bytes: of each rank's symmetric memory.
         settings: what ranks must agree on.
         make: takes the memory, and whether there are more ranks than cores that some of them may run on; not
             collective. What it raises on one rank keeps the others from going on.
+        staged: gives the staged one, of the operation's name, the reason, and whether only memory is not available.
 
     Raises:
         ConfigMismatch: ranks with other settings.
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
-    found, described = _open_direct(comm, name, num_bytes, settings, make, generation)
+    found, described = _open_direct(comm, name, num_bytes, settings, make, staged, generation)
     comm.log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
     return found
 
@@ -128,14 +141,15 @@ def _open_direct(
     name: str,
     num_bytes: int,
     settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory, bool], _A],
+    make: Callable[[SymmetricMemory, bool], _T],
+    staged: Callable[[str, str, bool], _S],
     generation: int,
-) -> tuple[_A | Refusal, str]:
+) -> tuple[_T | _S, str]:
     """As `open_direct`, and what is to be told of it: once all ranks know that they have it, nothing may fail."""
 
-    def refusal(reason: str, no_memory: bool = False) -> tuple[Refusal, str]:
-        found = Refusal(name, reason, no_memory)
-        return found, found.describe()
+    def refusal(reason: str, no_memory: bool = False) -> tuple[_S, str]:
+        found = staged(name, reason, no_memory)
+        return found, f"{name}: staged, as {reason}"
 
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
     for rank, (reason, _) in enumerate(told):

@@ -11,7 +11,7 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
-from thinwire.fused.transport import Refusal, choose, open_direct
+from thinwire.fused.transport import choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
@@ -38,14 +38,10 @@ class Assembly:
         self.backward: BackwardRounds | None = None
         comm, asked = config.comm, config.transport
         comm.require_same("ExpertParallel", config.settings(generation))
-        found = choose(
-            "ExpertParallel", asked, comm, [], lambda: self._open(DirectRounds, config, generation), CapacityError
-        )
-        if isinstance(found, Refusal):
-            reason = found.reason if asked == "staged" else f"direct is not available: {found.reason}"
-            self.rounds: Rounds = StagedRounds(config, reason)
-        else:
-            self.rounds = found
+        self.rounds: Rounds = choose(
+            "ExpertParallel", asked, comm, [], lambda: self._open(DirectRounds, config, generation),
+            lambda _, reason: StagedRounds(config, reason), CapacityError,
+        )  # fmt: skip
         facts = self.facts()  # of which `open_direct` has told the first, where it was tried
         comm.log(f"ExpertParallel: {'; '.join(facts if asked == 'staged' else facts[1:])}")
 
@@ -64,19 +60,23 @@ class Assembly:
         """Those of forward, and if there are any those of backward."""
         return (self.rounds,) if self.backward is None else (self.rounds, self.backward)
 
-    def _open(self, kind: type[_Kind], config: ParallelConfig, generation: int, begun: int = 0) -> _Kind | Refusal:
-        """Lanes for forward or for backward, whose rounds go on from a number. Collective."""
+    def _open(self, kind: type[DirectRounds], config: ParallelConfig, generation: int, begun: int = 0) -> Rounds:
+        """Lanes for forward or for backward, whose rounds go on from a number; or staged rounds. Collective."""
         comm, backward = config.comm, kind is BackwardRounds
+
+        def staged(_: str, reason: str, no_memory: bool = False) -> Rounds:
+            return StagedRounds(config, reason, no_memory)
+
         if (why := config.why_staged(comm.size)) is not None:
-            return Refusal("ExpertParallel", why)
+            return staged("", why)
         config = config.of_backward if backward else config
         layout = config.lane_layout(comm.size, checksums=comm.integrity != "none", weight_grads=backward)
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
 
-        def make(memory: SymmetricMemory, _: bool) -> _Kind:
+        def make(memory: SymmetricMemory, _: bool) -> Rounds:
             return kind(config, layout, memory, reason, begun)
 
-        return open_direct(comm, "ExpertParallel", config.lanes * layout.NUM_BYTES, {}, make, generation)
+        return open_direct(comm, "ExpertParallel", config.lanes * layout.NUM_BYTES, {}, make, staged, generation)
 
     def gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -86,8 +86,8 @@ class Assembly:
             return StagedPlan(d, wants)
         if self.backward is None:
             with self.config.comm.call("lanes for backward"):
-                lanes = self._open(BackwardRounds, self.config, self.generation)
-            self.backward = _required(lanes, "there are no lanes for backward", "transport='staged' needs none")
+                error = "there are no lanes for backward", "transport='staged' needs none"
+                self.backward = self._require(BackwardRounds, error, self.config, self.generation)
         return DirectPlan(self.backward, d, wants, topk_ids, topk_weights)
 
     def make_room(self, need: int) -> None:
@@ -124,11 +124,11 @@ class Assembly:
     def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig, begun: int) -> None:
         generation, before = self.generation + 1, self.config.max_tokens
         error = f"no room for {config.max_tokens} tokens a rank", f"lanes are as before, for {before}"
-        forward = _required(self._open(DirectRounds, config, generation, begun), *error)
+        forward = self._require(DirectRounds, error, config, generation, begun)
         old = self.all_rounds
         if self.backward is not None:
             try:
-                backward = _required(self._open(BackwardRounds, config, generation), *error)
+                backward = self._require(BackwardRounds, error, config, generation)
             except BaseException:
                 forward.close()
                 raise
@@ -139,10 +139,12 @@ class Assembly:
             lanes.close()
         config.comm.log(f"lanes grew: room for {config.max_tokens} tokens a rank instead of {before}")
 
-
-def _required(lanes: _Kind | Refusal, without: str, otherwise: str) -> _Kind:
-    """The lanes; in place of a Refusal, what is raised."""
-    if isinstance(lanes, Refusal):
-        error = CapacityError if lanes.no_memory else TransportUnavailable
-        raise error(f"{without}: {lanes.reason}; {otherwise}")
-    return lanes
+    def _require(
+        self, kind: type[_Kind], without: tuple[str, str], config: ParallelConfig, generation: int, begun: int = 0
+    ) -> _Kind:
+        """As `_open`; raises where there are none: what is missing, and what to do or what holds."""
+        lanes = self._open(kind, config, generation, begun)
+        if not isinstance(lanes, kind):
+            error = CapacityError if lanes.no_memory else TransportUnavailable
+            raise error(f"{without[0]}: {lanes.reason}; {without[1]}")
+        return lanes

@@ -18,14 +18,14 @@ _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
 
 
 class Rounds:
-    """The rounds of one transport, which was chosen for a reason."""
+    """The rounds of one transport, which was chosen for a reason; a `Transport`."""
 
     name: str  # the transport's
     on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
 
-    def __init__(self, config: ParallelConfig, reason: str) -> None:
+    def __init__(self, config: ParallelConfig, reason: str, no_memory: bool = False) -> None:
         self.config = config
-        self.reason = reason
+        self.reason, self.no_memory = reason, no_memory
         self.closed = False
         # What each lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished.
         self.open_rounds: list[object] = [None] * config.lanes

@@ -26,8 +26,8 @@ class StagedRounds(Rounds):
 
     name = "staged"
 
-    def __init__(self, config: ParallelConfig, reason: str) -> None:
-        super().__init__(config, reason)
+    def __init__(self, config: ParallelConfig, reason: str, no_memory: bool = False) -> None:
+        super().__init__(config, reason, no_memory)
         self._open: list[StagedRound | None] = [None] * config.lanes
 
     def begin(
@@ -142,7 +142,8 @@ class StagedRounds(Rounds):
 
     def describe(self) -> str:
         """For `explain`."""
-        return f"transport: staged ({self.reason}); a round waits for peers as long as the communicator does"
+        why = "" if self.config.transport == "staged" else "direct is not available: "
+        return f"transport: staged ({why}{self.reason}); a round waits for peers as long as the communicator does"
 
 
 def _floats(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

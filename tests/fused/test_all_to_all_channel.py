@@ -17,12 +17,12 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
+from tests.helpers.channels import send_rows
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.counts import receive_segments, send_segments
-from thinwire.fused.direct import send_rows
 from thinwire.fused.host_channel import HostChannel
 from thinwire.triton_kernels.cpu import all_to_all_v as kernels
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES

@@ -28,7 +28,7 @@ from thinwire.fused import transport
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.direct import open_channel
-from thinwire.fused.transport import Refusal, open_direct
+from thinwire.fused.transport import Staged, open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -293,14 +293,14 @@ def test_survivors_name_a_rank_that_was(number: signal.Signals, rows: int, wire:
 def _make_fails_on_one(comm: Communicator) -> str:
     memories = []
 
-    def make(memory: SymmetricMemory, _: bool) -> Refusal:
+    def make(memory: SymmetricMemory, _: bool) -> Staged:
         memories.append(memory)
         if comm.rank == 1:
             raise MemoryError("no room for tables")
-        return Refusal("a test", "made")
+        return Staged("a test", "made")
 
     with pytest.raises(TransportUnavailable) as caught:
-        open_direct(comm, "a test", 4096, {}, make)
+        open_direct(comm, "a test", 4096, {}, make, Staged)
     with pytest.raises(ThinwireError, match="closed"):
         _ = memories[0].local
     comm.barrier()  # and the group can still be used

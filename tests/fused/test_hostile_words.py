@@ -20,12 +20,12 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
+from tests.helpers.channels import send_rows
 from tests.helpers.guarded import PAGE, guarded
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, CountsError, PeerTimeout, ThinwireError
 from thinwire.fused.channel import RecvBuffer, channel_layout
 from thinwire.fused.counts import new_rows, receive_segments, send_segments
-from thinwire.fused.direct import send_rows
 from thinwire.testing import RankError, run_ranks
 from thinwire.wire import WireFormat
 from verification.corruption import checked

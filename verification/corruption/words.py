@@ -75,10 +75,10 @@ def scribbling(rng: random.Random, octets: torch.Tensor) -> Iterator[None]:
 
 def all_to_all(rng: random.Random, triton: bool) -> None:
     """An all-to-all-v whose headers, tails, heads, stuck lines and records are not what the peers wrote."""
+    from tests.helpers.channels import send_rows
     from thinwire.fused.channel import RecvBuffer, Transfer, channel_layout
     from thinwire.fused.counts import new_rows, receive_segments, send_segments
     from thinwire.fused.device_channel import DeviceChannel
-    from thinwire.fused.direct import send_rows
     from thinwire.fused.host_channel import HostChannel
 
     layout = channel_layout(WORLD, 1280, 2)

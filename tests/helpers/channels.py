@@ -1,0 +1,32 @@
+"""Calls on a channel by itself, without a communicator and without the checks of `all_to_all_v`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from thinwire.fused.channel import Channel, RecvBuffer, Transfer
+from thinwire.fused.counts import Segments
+from thinwire.wire import WireFormat
+
+
+def send_rows(
+    channel: Channel,
+    x: torch.Tensor,
+    tail: torch.Size,
+    sends: Segments,
+    recv_buffer: RecvBuffer | None,
+    place: Callable[[list[int]], RecvBuffer] | None,
+    wire: WireFormat,
+    *,
+    wait: bool,
+) -> Transfer:
+    """Begins a call, as `Channel.begin` does for rows of shape `tail`; with `wait` it is over on return."""
+    call: Any = SimpleNamespace(tail=tail, sends=sends, receives=None, wire=wire, route=None)
+    unused: Any = None
+    end: Any = channel.begin(unused, call, x, recv_buffer, place, wait)
+    transfer: Transfer = end.__self__
+    return transfer
