@@ -46,8 +46,6 @@ soak: $(VENV)/ready
 fuzz: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(RUN) -m verification.corruption --rounds 300000 --processes 2 --json benchmarks/results/cpu/fuzz.json
-	$(RUN) -m verification.corruption --rounds 10000 --processes 2 --integrity checksum \
-		--json benchmarks/results/cpu/fuzz_integrity.json
 	$(RUN) -m verification.fuzz --seconds 600 --add --json benchmarks/results/cpu/fuzz_parsers.json
 
 protocol: $(VENV)/ready

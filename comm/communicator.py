@@ -72,7 +72,8 @@ class Communicator(Collectives):
             `post` then takes CPU memory only.
         timeout: seconds that a call may wait for a peer; None means 30.
         integrity: "checksum": receivers compare all data with checksums that the sender made, and raise IntegrityError
-            if they differ; "none": nothing is compared. None means THINWIRE_INTEGRITY, else "none".
+            if they differ, and every operation takes the staged transport; "none": nothing is compared. None means
+            THINWIRE_INTEGRITY, else "none".
         quorum: which ranks may go on when others are lost. "majority": more than half of those whose processes are not
             known to have ended, so that the two halves of a cut network do not both go on. "any": any two, or one alone
             if at most one other may be alive. None means "any". It has no effect on ranks that are threads.

@@ -295,8 +295,8 @@ def _safety() -> str:
     return "\n".join(
         (
             "## What safety costs\n",
-            'Time of calls with `integrity="checksum"` divided by the time without, from the least to the most of all '
-            "sizes and\nformats measured:\n",
+            'Time of calls with `integrity="checksum"`, which are staged, divided by the time without, from the least '
+            "to the most of all\nsizes and formats measured. Without checksums `auto` is the direct transport here:\n",
             _table(["operation", "transport", "times"], rows),
             f"The flight recorder takes {recorder['entry_ns']['on']:.0f} ns for each entry.\n",
             _source("integrity", "flight_recorder"),

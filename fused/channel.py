@@ -42,7 +42,7 @@ _GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 
 
 def channel_layout(
-    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False, checksums: bool = False
+    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False
 ) -> ExchangeLayout:
     """The layout of a channel's memory, before anything is allocated. Pieces are of a multiple of 128 bytes.
 
@@ -54,7 +54,7 @@ def channel_layout(
     if piece_bytes is None:
         wanted, memory = (_GPU_PIECE_BYTES, _GPU_MOST_BYTES) if on_gpu else (_PIECE_BYTES, _MOST_BYTES)
         piece_bytes = ExchangeLayout.slot_bytes_within(memory, world, pieces, wanted)
-    return ExchangeLayout.of(world, piece_bytes, pieces, checksums)
+    return ExchangeLayout.of(world, piece_bytes, pieces)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,6 @@ class Transfer:
                 receive counts given, it is a later call that raises this, and the channel cannot.
             PeerTimeout: a peer did not answer within the communicator's timeout. The channel cannot be used any more.
                 On CUDA a later call raises it.
-            IntegrityError: what arrived is not what was sent. The same goes for it.
         """
         if self.result is None:
             self.channel.complete(self)

@@ -77,7 +77,7 @@ def open_collectives(
     def new() -> DirectCollectives | StagedCollectives:
         _require_backend(comm.device, wires)
         try:
-            layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda", comm.integrity != "none")
+            layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
         except CapacityError as error:
             return StagedCollectives(KEY, str(error))
 
@@ -101,9 +101,7 @@ def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
             select_backend(device, wire)
 
 
-def collective_layout(
-    world: int, slot_bytes: int | None = None, on_gpu: bool = False, checksums: bool = False
-) -> ExchangeLayout:
+def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> ExchangeLayout:
     """The layout of the collectives' memory, before anything is allocated. Slots are of a multiple of 128 bytes.
 
     Raises:
@@ -117,7 +115,7 @@ def collective_layout(
     if slot_bytes is None:
         wanted, memory = (_GPU_SLOT_BYTES, _GPU_MOST_BYTES) if on_gpu else (_SLOT_BYTES, _MOST_BYTES)
         slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, _SLOTS, wanted)
-    return ExchangeLayout.of(world, slot_bytes, _SLOTS, checksums)
+    return ExchangeLayout.of(world, slot_bytes, _SLOTS)
 
 
 class DirectCollectives(ExchangeTransport):
@@ -213,7 +211,6 @@ class DirectCollectives(ExchangeTransport):
 
         Raises:
             ConfigMismatch: ranks that called something else. On CUDA a later call raises this and PeerTimeout.
-            IntegrityError: what arrived is not what was sent; the memory is of no more use.
         """
         self.require_usable()
         if not hasattr(self._kernels, "whole"):  # numba's take tensors of any shape

@@ -94,7 +94,7 @@ class DeviceChannel(Channel):
             layout = RecordLayout.of(wire, elements if tail else FLAT_ROW, dtype)
             if layout.ROW_BYTES > piece_bytes:
                 step, record_bytes, layout = layout.ROW_BYTES, layout.ROW_BYTES, None
-        unit, per_piece, per_item = step, piece_bytes, kernels.chunk_bytes(self.layout)
+        unit, per_piece, per_item = step, piece_bytes, kernels.CHUNK_BYTES
         if layout is not None:
             per_item = 1 if tail else layout.HIDDEN
             unit, per_piece = 1, self.layout.rows_per_slot(layout.ROW_BYTES) * per_item

@@ -32,7 +32,7 @@ def open_channel(
     def new() -> Channel | StagedRows:
         if wire is not None and wire.quantized:
             select_backend(comm.device, wire)
-        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda", comm.integrity != "none")
+        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
         settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
         # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
         on_device = uses_triton(comm)

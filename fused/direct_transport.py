@@ -15,19 +15,11 @@ from thinwire.comm.calls import Attachment
 from thinwire.comm.exchange import Exchange, name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import without_traceback
-from thinwire.errors import IntegrityError, PeerTimeout, ThinwireError
-from thinwire.triton_kernels.exchange_layout import (
-    REPORT_FIRST,
-    REPORT_ROWS,
-    REPORT_SOURCE,
-    SIGNATURE_WORDS,
-    Endpoint,
-    ExchangeLayout,
-)
+from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
-    CORRUPTED,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
@@ -302,8 +294,6 @@ class DirectTransport(Attachment):
 
 def _with_text(error: ThinwireError, text: str) -> ThinwireError:
     """An error of the same kind, about the same peers."""
-    if isinstance(error, IntegrityError):
-        return IntegrityError(text, rank=error.rank, rows=error.rows, call=error.call)
     if isinstance(error, PeerTimeout):
         return PeerTimeout(text, ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
     return type(error)(text)
@@ -344,29 +334,6 @@ class ExchangeTransport(DirectTransport):
     def open_epoch(self) -> int:
         """The number of the call under way."""
         return int(self._end.control[CONTROL_EPOCH])
-
-    def raise_findings(self) -> None:
-        """Raises what a kernel reported, if one did: as `DirectTransport`, or IntegrityError."""
-        if self.report[REPORT_STATUS] == CORRUPTED:
-            self.fail(self._corruption())
-        super().raise_findings()
-
-    def _corruption(self) -> IntegrityError:
-        report = self.report
-        source, epoch = int(report[REPORT_SOURCE]), int(report[REPORT_EPOCH])
-        first, count = (int(report[word : word + 2].view(np.int64)[0]) for word in (REPORT_FIRST, REPORT_ROWS))
-        what = f"rows {first} ... {first + count - 1}" if count else "the header"
-        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
-            (),
-            f"rank {self.rank} of {self.world}, {self.operation}, call {epoch}, {self.phases[report[REPORT_PHASE]]}: "
-            f"what arrived is not what was sent, by its checksums: {what} from rank {source}",
-        )
-        return IntegrityError(
-            text,
-            rank=source,
-            rows=(range(first, first + count),) if count else (),
-            call=epoch,
-        )
 
     def headers(self) -> list[list[int]]:
         """Every rank's header of the call: ring pieces, count, signature. On CUDA this waits for the current stream."""

@@ -76,7 +76,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: G
     comm = communicator_or_default(comm)
     with comm.call("empty", sizes, dtype):
         comm.require_same("empty", {"shape": str(sizes), "dtype": str(dtype)})
-        tensors = comm.attached(_KEY, lambda: SymmetricTensors(comm))
+        tensors = comm.attached(_KEY, SymmetricTensors)
         with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then
             memory: torch.Tensor = tensors.new(comm, max(1, num_bytes))
             return memory[:num_bytes].view(dtype).view(sizes)
@@ -122,9 +122,8 @@ class _Region:
 class SymmetricTensors(Attachment):
     """The memory of all that `empty` has made on a communicator, at one rank. Collective."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self) -> None:
         self._channel: HostChannel | None = None
-        self._checksums = comm.integrity != "none"
         self._regions: list[_Region] = []
 
     def new(self, comm: Communicator, num_bytes: int) -> torch.Tensor:
@@ -181,8 +180,6 @@ class SymmetricTensors(Attachment):
         first = f"empty: {len(self._regions)} tensors in {size:.1f} MiB of symmetric memory"
         if self._channel is None:
             return first
-        if self._checksums:
-            return f"{first}; rows are copied into them from pieces, which checksums are of"
         return (
             f"{first}; what exact segments have beyond {self._channel.layout.SLOT_BYTES} bytes is stored straight into "
             f"them: {self._channel.straight_segments} segments so far"

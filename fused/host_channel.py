@@ -20,9 +20,8 @@ from thinwire.fused.channel import FLAT_ROW, Channel, Route, RowFormat, Transfer
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED
 from thinwire.fused.row_signature import signature_of
-from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
-from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, ExchangeLayout
-from thinwire.triton_kernels.signal import CORRUPTED, MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.exchange_layout import ExchangeLayout
+from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
 _MOST_KEPT = 1024  # forms of rows
@@ -82,9 +81,6 @@ class HostChannel(Channel):
             "stuck": layout.STUCK,
             "report": self.report.ctypes.data,
             "looks": 1 if crowded else SPINS,
-            "halves": layout.HALVES,
-            "checksums": layout.CHECKSUMS,
-            "slot_checksum_bytes": layout.SLOT_ROWS * CHECKSUM_BYTES,
         }.items():
             self._call[kernels.SCALARS.index(name)] = value
         there, here, peers = memory.buffer_ptrs.numpy(), memory.local.data_ptr(), np.arange(world)
@@ -132,21 +128,17 @@ class HostChannel(Channel):
         signature = signature_of(tail, dtype, wire)
         step = row_elements * dtype.itemsize
         piece_bytes = self.layout.SLOT_BYTES
-        turn = CHECKED_BYTES if self.layout.CHECKSUMS else piece_bytes
         if not wire.quantized or not row_elements:
-            return RowFormat(step, 0, (1, 1, step, piece_bytes, turn, 0, 0, 1, 0, 1, 0, 0, *signature))
+            return RowFormat(step, 0, (1, 1, step, piece_bytes, 0, 0, 1, 0, 1, 0, 0, *signature))
         from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout
 
         counts_per_row = 1 if tail else FLAT_ROW
         layout = record_layout(wire, row_elements * counts_per_row, dtype)
         record_bytes = layout[-1]
         if record_bytes > piece_bytes:
-            return RowFormat(
-                record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, turn, 0, *layout, *signature)
-            )
+            return RowFormat(record_bytes, record_bytes, (1, 1, record_bytes, piece_bytes, 0, *layout, *signature))
         per_piece, code = self.layout.rows_per_slot(record_bytes), dtype_code(dtype)
-        turn = 1 if self.layout.CHECKSUMS else per_piece
-        return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, turn, code, *layout, *signature))
+        return RowFormat(step, 0, (0, counts_per_row, record_bytes, per_piece, code, *layout, *signature))
 
     def route(self, row_format: RowFormat, step: int, sends: Segments, receives: Segments | None) -> Route:
         """See `Channel.route`."""
@@ -202,7 +194,7 @@ class HostChannel(Channel):
         status = self._run(todo, num_bytes)
         if status == self._kernels.LEFT:
             raise ThinwireError(CLOSED)
-        if status in (TIMED_OUT, CORRUPTED):
+        if status == TIMED_OUT:
             self.raise_findings()
         if status == MISMATCHED:
             signature = self._kernels.SCALARS.index("signature0")

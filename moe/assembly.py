@@ -70,7 +70,7 @@ class Assembly:
         if (why := config.why_staged(comm.size)) is not None:
             return staged("", why)
         config = config.of_backward if backward else config
-        layout = config.lane_layout(comm.size, checksums=comm.integrity != "none", weight_grads=backward)
+        layout = config.lane_layout(comm.size, weight_grads=backward)
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
 
         def make(memory: SymmetricMemory, _: bool) -> Rounds:

@@ -127,7 +127,7 @@ class ParallelSettings:
             return f"it takes up to {MAX_WORLD} ranks, and here are {world}"
         return "its kernels do not take float64" if self.is_double else None
 
-    def lane_layout(self, world: int, *, checksums: bool, weight_grads: bool = False) -> RoundLayout:
+    def lane_layout(self, world: int, *, weight_grads: bool = False) -> RoundLayout:
         """Of each lane on the direct transport over so many ranks; see `RoundLayout.of`."""
         return RoundLayout.of(
             world=world,
@@ -138,7 +138,6 @@ class ParallelSettings:
             wire=self.wire,
             combine_wire=self.combine_wire,
             dtype=self.dtype,
-            checksums=checksums,
             weight_grads=weight_grads,
         )
 

@@ -59,7 +59,6 @@ class DirectRounds(DirectLanes):
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
                 torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
-            self.raise_corruption(lane)
             return _DirectRound(self, lane, x)
 
         return end
@@ -136,7 +135,6 @@ class DirectRounds(DirectLanes):
             self._wait(lane, COMBINE)
             phase("sum at home")
             self.kernels.sum_home(self.lanes[lane], out, of_tokens)
-            self.raise_corruption(lane)
 
         return end
 
@@ -258,7 +256,6 @@ class _DirectRound(Dispatched):
         tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
         self._rounds.kernels.gather(tensors, tokens, overflow)
-        self._rounds.raise_corruption(self.lane)
         return tokens, overflow
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:

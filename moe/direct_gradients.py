@@ -96,7 +96,7 @@ class DirectPlan(GradientPlan):
 
 
 def _ids_of(lane: Lane) -> torch.Tensor:
-    """A copy of all tokens' ids: int32 [slots, top_k]. What was compared with checksums is what is read later."""
+    """A copy of all tokens' ids: int32 [slots, top_k]."""
     ids = lane.buffer[lane.layout.IDS :][: 4 * lane.weights.numel()].clone()
     return ids.view(torch.int32).view(lane.weights.shape)
 

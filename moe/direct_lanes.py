@@ -6,7 +6,7 @@ import torch
 
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
-from thinwire.errors import IntegrityError, PeerTimeout, RoutingError
+from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
@@ -14,9 +14,6 @@ from thinwire.moe.gradients import describe_tag
 from thinwire.moe.round_transport import Rounds, left_open
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
-    CHECKED_NAMES,
-    CHECKED_PLANES,
-    CHECKED_SUM,
     COMBINE,
     DISPATCH,
     DTYPE_BITS,
@@ -24,10 +21,7 @@ from thinwire.triton_kernels.round_layout import (
     LEFT_OPEN,
     REFUSED,
     REPORT_BAD_IDS,
-    REPORT_CHECKED,
     REPORT_LEFT_OPEN,
-    REPORT_ROW,
-    REPORT_SOURCE,
     SIGNAL_DTYPE,
     SIGNAL_END,
     SIGNAL_TOKENS,
@@ -121,17 +115,11 @@ class DirectLanes(DirectTransport, Rounds):
         lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
         return lines.cpu().view(torch.int32).view(self.world, -1)
 
-    def raise_corruption(self, lane: int) -> None:
-        """`raise_failure`, where kernels compare what they read with its checksums, and have done so by now."""
-        if not self.on_gpu and self.lanes[lane].layout.CHECKSUMS:
-            self.raise_failure(lane)
-
     def raise_failure(self, lane: int) -> None:
         """Raises what kernels reported on a lane.
 
         Raises:
             PeerTimeout: a wait ended, on this lane or another; all stay unusable until `rebuild`.
-            IntegrityError: what arrived is not what was sent; the same goes for it.
             RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
         """
         if self._failed is None:
@@ -143,7 +131,7 @@ class DirectLanes(DirectTransport, Rounds):
                     break
         if self._failed is not None:
             self._tell_all_lanes()
-            raise self._end_of(self._failed)
+            raise self._timeout(self._failed)
         report = self._words[lane]
         if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
             raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
@@ -163,9 +151,9 @@ class DirectLanes(DirectTransport, Rounds):
 
     def _look_for_end(self) -> None:
         for lane, report in enumerate(self._words):
-            if report[signal.REPORT_STATUS] in (signal.TIMED_OUT, signal.CORRUPTED):
+            if report[signal.REPORT_STATUS] == signal.TIMED_OUT:
                 if self.capturing:
-                    raise self._end_of(lane)  # what follows would become a part of the graph
+                    raise self._timeout(lane)  # what follows would become a part of the graph
                 self._failed = lane
                 self.come_no_more()
                 return
@@ -188,25 +176,6 @@ class DirectLanes(DirectTransport, Rounds):
                     tensors.control[signal.CONTROL_EPOCH] = own + 1
                 self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
         self._told_all = True
-
-    def _end_of(self, lane: int) -> PeerTimeout | IntegrityError:
-        """What ended a lane, and all others with it."""
-        corrupted = self._reports[lane][signal.REPORT_STATUS] == signal.CORRUPTED
-        return self._corruption(lane) if corrupted else self._timeout(lane)
-
-    def _corruption(self, lane: int) -> IntegrityError:
-        report = self._reports[lane]
-        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
-        what, source, row = (int(report[word]) for word in (REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW))
-        whose = "this rank's" if what == CHECKED_SUM else "its"
-        of = f" of {whose} token {row}" if what >= CHECKED_PLANES else ""
-        _, text = self.agree(  # this rank is there, which its peers could not know otherwise
-            (),
-            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: what arrived is not what was "
-            f"sent, by its checksums: the {CHECKED_NAMES[what]}{of} from rank {source}; no lane can be used any more, "
-            "rebuild() makes new ones",
-        )
-        return IntegrityError(text, rank=source, rows=(range(row, row + 1),), call=epoch)
 
     def _timeout(self, lane: int) -> PeerTimeout:
         report, everyone = self._reports[lane], range(self.world)
@@ -256,8 +225,7 @@ class DirectLanes(DirectTransport, Rounds):
         if self._failed is None:
             return None
         self._tell_all_lanes()
-        error = self._end_of(self._failed)
-        return error.ranks if isinstance(error, PeerTimeout) else ()  # whose row it was is there, and may stay
+        return self._timeout(self._failed).ranks
 
     @property
     def memory_bytes(self) -> int:

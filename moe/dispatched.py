@@ -285,18 +285,12 @@ class Dispatched(ABC):
         Raises:
             LaneError: the round is over.
             WireFormatError: the wire of dispatch is not int8.
-            RoutingError: x wants a gradient; or the transport is direct and `integrity` is "checksum": what is read in
-                place is compared with nothing.
+            RoutingError: x wants a gradient.
         """
         self._require_open()
         config = self._rounds.config
         if self._link is not None and self._link.wants_rows and torch.is_grad_enabled():
             raise RoutingError("int8 rows have no gradient, and x wants one: use d.tokens, or call under no_grad()")
-        if config.comm.integrity != "none" and self._rounds.name == "direct":
-            raise RoutingError(
-                f"integrity is {config.comm.integrity!r}, and rows that are read in place are compared with nothing on "
-                "the direct transport: use d.tokens or d.gather, or pass transport='staged'"
-            )
         return QuantizedRows.of(self.rows, self.index, config.wire, config.hidden_size)
 
     # -----------------------------------------------------------------------------------------------------------------

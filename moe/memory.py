@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.memory.symmetric import HEAPS, held_bytes
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, TransportUnavailable
@@ -59,7 +58,6 @@ def plan_memory(
     lanes: int = 1,
     align: int = 1,
     dtype: torch.dtype | None = None,
-    integrity: str = "none",
 ) -> MemoryPlan:
     """What `thinwire.ExpertParallel` with these arguments will hold: `ep.memory_bytes`, to the byte.
 
@@ -72,10 +70,9 @@ def plan_memory(
         heap: where symmetric memory comes from: "cuda" for GPUs, "posix" for CPU ranks that are processes, "threads"
             for CPU ranks that are threads. On the CPU with numba's kernels, which are those that are taken there.
         transport: with "auto" every rank is taken to be able to map every peer's memory.
-        integrity: the communicator's, "none" or "checksum".
 
     Raises:
-        ArgumentError: `ranks`, `rank`, `heap` or `integrity` that cannot be.
+        ArgumentError: `ranks`, `rank` or `heap` that cannot be.
         RoutingError, WireFormatError, TransportUnavailable: as the constructor.
 
     >>> plan = plan_memory(8, 256, 8, 7168, 128, wire="int8", dtype=torch.bfloat16)
@@ -92,14 +89,13 @@ def plan_memory(
         raise ArgumentError(f"rank is {rank!r}, expected an int from 0 to {ranks - 1}")
     if heap not in HEAPS:
         raise ArgumentError(f"heap is {heap!r}, expected one of {', '.join(HEAPS)}")
-    checksums = resolve_integrity(integrity) != "none"
     reason = "as asked for" if transport == "staged" else settings.why_staged(ranks)
     if reason is not None:
         if transport == "direct":
             raise TransportUnavailable(f"ExpertParallel cannot take the direct transport: {reason}")
         return MemoryPlan("staged", reason, 0, 0, 0)
-    layout = settings.lane_layout(ranks, checksums=checksums)
-    backward = settings.of_backward.lane_layout(ranks, checksums=checksums, weight_grads=True)
+    layout = settings.lane_layout(ranks)
+    backward = settings.of_backward.lane_layout(ranks, weight_grads=True)
     symmetric = held_bytes(heap, lanes * layout.NUM_BYTES, ranks)
     return MemoryPlan(
         "direct",

@@ -176,7 +176,7 @@ class ExpertParallel:
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
-            IntegrityError: with `integrity="checksum"`, what arrived is not what was sent; no lane can be used then.
+            IntegrityError: with `integrity="checksum"`, what arrived is not what was sent.
         """
         return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=True).d
 

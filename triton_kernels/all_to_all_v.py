@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import differing_signatures, first_misfit, header_lines, load_headers
-from thinwire.triton_kernels.exchange_checksum import end_exchange, note_corruption
-from thinwire.triton_kernels.exchange_layout import CHECKED_BYTES, SIGNATURE_WORDS, Endpoint, ExchangeLayout
+from thinwire.triton_kernels.exchange import differing_signatures, header_lines, load_headers
+from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint
 from thinwire.triton_kernels.pieces import (
     EXPECTED,
     RECEIVED,
@@ -162,39 +161,25 @@ def wait_kernel(
         if late > 0:
             give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, EXCHANGE, LAUNCH)
             poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE, LAUNCH)
-        else:
-            headers = load_headers(base, lines, EXCHANGE, LAUNCH)
-            if FOR == _HEADERS and EXCHANGE.CHECKSUMS > 0:
-                source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
-                if not fit:
-                    note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
-                    end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, phase, EXCHANGE, LAUNCH)
-            if CHECK:
-                signature = load_signature(signature_ptr)
-                wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
-                expected = tl.load(table_ptr + RECV_COUNT * world + peers, mask=known, other=0)
-                wrong = tl.where(headers[1] != expected, 1, wrong)
-                expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
-                wrong = tl.where(headers[0] + 1 != expected, 1, wrong)
-                if EXCHANGE.CHECKSUMS > 0:
-                    wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
-                if tl.sum(wrong) > 0:
-                    tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=known)
-                    for word in tl.static_range(_SIGNATURE_WORDS):
-                        tl.store(table_ptr + EXPECTED * world + word, signature[word])
-                    # This rank takes part no more; nobody shall wait for it until time is up.
-                    store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_EPOCH, epoch, EXCHANGE, LAUNCH)
-                    publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
-                    poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE, LAUNCH)
+        elif CHECK:
+            headers, signature = load_headers(base, lines, EXCHANGE, LAUNCH), load_signature(signature_ptr)
+            wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
+            expected = tl.load(table_ptr + RECV_COUNT * world + peers, mask=known, other=0)
+            wrong = tl.where(headers[1] != expected, 1, wrong)
+            expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
+            wrong = tl.where(headers[0] + 1 != expected, 1, wrong)
+            if tl.sum(wrong) > 0:
+                tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=known)
+                for word in tl.static_range(_SIGNATURE_WORDS):
+                    tl.store(table_ptr + EXPECTED * world + word, signature[word])
+                # This rank takes part no more; nobody shall wait for it until time is up.
+                store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_EPOCH, epoch, EXCHANGE, LAUNCH)
+                publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
+                poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launchers
-
-
-def chunk_bytes(layout: ExchangeLayout) -> int:
-    """Bytes of exact rows that a program copies at a time; with checksums, the bytes that share one."""
-    return CHECKED_BYTES if layout.CHECKSUMS else CHUNK_BYTES
 
 
 def note(
@@ -232,19 +217,19 @@ def _launch(
     flat: bool,
     number: int,
     items: int,
-    more: torch.Tensor | None,
+    *signature: torch.Tensor,
 ) -> None:
     device = end.buffer_ptrs.device
     options: dict[str, Any]
     if layout is None:
-        kernel, options = of_bytes, {"CHUNK": chunk_bytes(end.layout), "num_warps": _COPY_WARPS}
+        kernel, options = of_bytes, {"CHUNK": CHUNK_BYTES, "num_warps": _COPY_WARPS}
     else:
         kernel = of_rows
         options = {"FLAT": flat, "LAYOUT": layout, "num_warps": layout.num_warps, "enable_fp_fusion": False}
     programs = num_programs_for(items * end.layout.WORLD, device, None)
     with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         kernel[(programs,)](
-            tensor, step, end.buffer_ptrs, end.control, end.counters, end.table, more, end.rank, number, items,
+            tensor, step, end.buffer_ptrs, end.control, end.counters, end.table, *signature, end.rank, number, items,
             FIRST=number == 0, EXCHANGE=end.layout, LAUNCH=Launch.of(end.layout, device), **options,
         )  # fmt: skip
 
@@ -268,7 +253,7 @@ def send(
         flat: quantise elements of a 1-D tensor in rows of `layout.HIDDEN`.
         signature: int64 [SIGNATURE_WORDS] on the device, what a row is.
         number: 0 opens a new epoch.
-        items: most rows, or chunks of `chunk_bytes`, of a piece.
+        items: most rows, or chunks of CHUNK_BYTES, of a piece.
     """
     _launch(send_bytes_kernel, send_rows_kernel, end, x, step, layout, flat, number, items, signature)
 
@@ -304,5 +289,4 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    report = end.report if end.layout.CHECKSUMS else None  # and without sums kernels have no such argument
-    _launch(recv_bytes_kernel, recv_rows_kernel, end, out, step, layout, flat, number, items, report)
+    _launch(recv_bytes_kernel, recv_rows_kernel, end, out, step, layout, flat, number, items)

@@ -62,23 +62,6 @@ def row_seed(seed, number):
 
 
 @triton.jit
-def element_terms(bits, offsets):
-    """What each element adds to a and b: its bits, without a sign, as int64, and its place in the row, in bytes.
-
-    Elements have 1, 2, 4 or 8 bytes and lie at multiples of that; what is masked has the bits 0.
-    """
-    words = bits << ((offsets & 7) * 8).to(tl.int64)
-    return words, words * ((offsets >> 3) + 1).to(tl.int64)
-
-
-@triton.jit
-def element_sums(bits, offsets):
-    """`element_terms` of all elements together."""
-    words, placed = element_terms(bits, offsets)
-    return tl.sum(words), tl.sum(placed)
-
-
-@triton.jit
 def row_checksums_kernel(data_ptr, num_bytes, row_bytes, seed, first, sums_ptr, BLOCK: tl.constexpr):
     """The sums of one row, a program each."""
     row = tl.program_id(0).to(tl.int64)
@@ -88,8 +71,10 @@ def row_checksums_kernel(data_ptr, num_bytes, row_bytes, seed, first, sums_ptr, 
     b = mix(a)
     for begin in range(0, row_bytes, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        octets = tl.load(data_ptr + start + offsets, mask=offsets < size, other=0)
-        more_a, more_b = element_sums(octets.to(tl.int64) & 0xFF, offsets)
+        octets = tl.load(data_ptr + start + offsets, mask=offsets < size, other=0).to(tl.int64) & 0xFF
+        words = octets << ((offsets & 7) * 8).to(tl.int64)
+        placed = words * ((offsets >> 3) + 1).to(tl.int64)
+        more_a, more_b = tl.sum(words), tl.sum(placed)
         a, b = a + more_a, b + more_b
     tl.store(sums_ptr + 2 * row, a)
     tl.store(sums_ptr + 2 * row + 1, b)

@@ -159,13 +159,11 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = False, there=True):
+def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, there=True):
     """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and zero.
 
     `base` points, as int8, to where the record begins. What is past the row's end is zero, and all of it where the
-    record is not `there`, which is not read then. ONCE: all that uses a scale uses one and the same load of it. A load
-    of fewer elements than there are threads the compiler repeats for each use of it, and in each warp; so these are of
-    as many.
+    record is not `there`, which is not read then.
     """
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
@@ -175,17 +173,14 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, ONCE: tl.constexpr = Fal
         groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
         payload = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.SCALES_OFFSET, False), other=0)
-        places = groups
-        if ONCE:
-            places = groups[:, None] + tl.arange(0, LAYOUT.GROUP // 8)[None, :] * 0
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            loaded = tl.load(scales + places * 0, mask=tl.where(there, places >= 0, False), other=0)
+            scale_bits = tl.load(scales + groups * 0, mask=tl.where(there, groups >= 0, False), other=0)
         else:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            mask = tl.where(there, places < LAYOUT.NUM_GROUPS, False)
-            loaded = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
-        return payload, tl.max(loaded, axis=1) if ONCE else loaded
+            mask = tl.where(there, groups < LAYOUT.NUM_GROUPS, False)
+            scale_bits = tl.load(scales + groups, mask=mask, other=0).to(tl.int32)
+        return payload, scale_bits
 
 
 @triton.jit

@@ -35,8 +35,7 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import begin_epoch, half_offset, wait_leg
-from thinwire.triton_kernels.exchange_checksum import arrive_whole, first_unfit, note_corruption, put_sums, slot_seed
+from thinwire.triton_kernels.exchange import begin_epoch, wait_leg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.rows import row_length
@@ -95,10 +94,7 @@ def send_kernel(
                     x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
                 else:
                     x_row, peer = x_ptr + start, part
-                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT, EXCHANGE.CHECKSUMS > 0)
-                if EXCHANGE.CHECKSUMS > 0:
-                    seed = slot_seed(epoch, rank, _FIRST_LEG)
-                    put_sums(buffer_ptrs, peer, offset, seed, row, a, b, peers, EXCHANGE)
+                send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             begin_epoch(buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE, LAUNCH)
@@ -132,11 +128,9 @@ def reduce_kernel(
     buffer_ptr,
     buffer_ptrs,
     control_ptr,
-    report_ptr,
     rank,
     chunk,
     rows,
-    LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
@@ -156,39 +150,20 @@ def reduce_kernel(
         while row < rows:
             left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if left > 0:
-                length = row_length(left, LAYOUT)
                 record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
-                intact = running
-                if running:
-                    if GATHER is None:
-                        a, b = recv_sum(
-                            record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, EXCHANGE, LAYOUT, LAUNCH
-                        )
-                    else:
-                        offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
-                        peer = first_peer(row, rank, world)
-                        a, b, sent_a, sent_b = send_sum(
-                            record, buffer_ptrs, peer, offset, EXCHANGE, LAYOUT, GATHER, LAUNCH
-                        )
-                    if EXCHANGE.CHECKSUMS > 0:
-                        base, halves = buffer_ptr.to(tl.int64), half_offset(epoch, 0, EXCHANGE)
-                        source, intact = first_unfit(base, halves, epoch, _FIRST_LEG, row, a, b, EXCHANGE, LAUNCH)
-                        if intact:
-                            if GATHER is not None:
-                                seed = slot_seed(epoch, rank, _SECOND_LEG)
-                                put_sums(buffer_ptrs, peer, offset, seed, row, sent_a, sent_b, world, EXCHANGE)
-                        else:
-                            note_corruption(control_ptr, report_ptr, source, first + row, 1, EXCHANGE)
-                            tl.debug_barrier()  # the row's stores may be other threads'
                 if GATHER is None:
-                    if not intact:
+                    length = row_length(left, LAYOUT)
+                    if running:
+                        recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, EXCHANGE, LAYOUT)
+                    else:
                         fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
+                else:
+                    offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
+                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
             row += tl.num_programs(0)
-        if GATHER is not None or EXCHANGE.CHECKSUMS > 0:
-            if running:
-                if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH):
-                    if GATHER is not None:
-                        publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
+        if GATHER is not None:
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
@@ -196,9 +171,7 @@ def gather_recv_kernel(
     out_ptr,
     parts_ptr,
     buffer_ptr,
-    buffer_ptrs,
     control_ptr,
-    report_ptr,
     rank,
     chunk,
     rows,
@@ -206,7 +179,6 @@ def gather_recv_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXCHANGE: tl.constexpr,
-    LAUNCH: tl.constexpr,
 ):
     """Rows of all parts, as they came in a leg, into the tensor at `out_ptr`."""
     world: tl.constexpr = EXCHANGE.WORLD
@@ -218,15 +190,9 @@ def gather_recv_kernel(
         row, part = row_and_part(item, rank, world)
         length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
-            recv_row(
-                buffer_ptr.to(tl.int64), record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT), out_ptr + start,
-                row_length(length, LAYOUT), running, control_ptr, report_ptr, part, LEG, row, first + row, 1,
-                EXCHANGE, LAYOUT,
-            )  # fmt: skip
+            address = buffer_ptr.to(tl.int64) + record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT)
+            recv_row(address, out_ptr + start, row_length(length, LAYOUT), running, LAYOUT)
         item += tl.num_programs(0)
-    if EXCHANGE.CHECKSUMS > 0:
-        if running:
-            arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, LEG, EXCHANGE, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,7 +220,6 @@ def _options(end: Endpoint, job: Job, num_warps: int) -> dict[str, Any]:
     return {
         "ROWS_PER_CHUNK": job.rows_per_chunk,
         "EXCHANGE": end.layout,
-        "LAUNCH": Launch.of(end.layout, end.buffer.device),
         "num_warps": num_warps,
         "enable_fp_fusion": False,
     }
@@ -269,7 +234,7 @@ def _send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, to_all: bool, nu
     with torch.cuda.device_of(x):  # Triton launches on the current device
         send_kernel[(programs,)](
             x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, TO_ALL=to_all,
-            LAYOUT=layout, **_options(end, job, layout.num_warps),
+            LAYOUT=layout, LAUNCH=Launch.of(end.layout, end.buffer.device), **_options(end, job, layout.num_warps),
         )  # fmt: skip
 
 
@@ -330,12 +295,12 @@ def reduce(
     programs = num_programs_for(rows, device, num_programs)
     layout, gathered = _layouts(job)
     options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    options |= register_limit(device, options["num_warps"], 1 if end.layout.CHECKSUMS else 2)
+    options |= register_limit(device, options["num_warps"])
     _wait(end, job, FIRST_LEG, timeout, grace)
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         reduce_kernel[(programs,)](
-            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
-            rows, LEG=FIRST_LEG, LAYOUT=layout, GATHER=gathered if out is None else None, **options,
+            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.rank, chunk, rows,
+            LAYOUT=layout, GATHER=gathered if out is None else None, LAUNCH=Launch.of(end.layout, device), **options,
         )  # fmt: skip
 
 
@@ -361,7 +326,7 @@ def gather_recv(
     _wait(end, job, leg, timeout, grace)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         gather_recv_kernel[(programs,)](
-            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.report, end.rank, chunk,
-            rows, LEG=leg, LAYOUT=layout, **_options(end, job, layout.num_warps),
+            out, job.parts, end.buffer.view(torch.int8), end.control, end.rank, chunk, rows, LEG=leg, LAYOUT=layout,
+            **_options(end, job, layout.num_warps),
             **register_limit(out.device, layout.num_warps),
         )  # fmt: skip

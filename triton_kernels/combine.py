@@ -16,32 +16,15 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.checksum import element_terms
 from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import owner_of
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.record_checksum import tile_sums
-from thinwire.triton_kernels.round_checksum import (
-    COMBINED,
-    DISPATCHED,
-    PLANES,
-    SUM,
-    differ,
-    end_lane,
-    is_running,
-    lines_fit,
-    planes_differ,
-    put,
-    put_line_sums,
-    seed_words,
-)
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
-    agreed,
     arrive,
     most_programs,
     num_programs_for,
@@ -78,15 +61,6 @@ def ranks_below(owners, ranks, ROUND: tl.constexpr):
     return count
 
 
-@triton.jit
-def tail_terms(grads, ks, LAYOUT: tl.constexpr):
-    """What gradients of router weights add to the sums of the record that they came with, as if behind it.
-
-    `grads`: float32, 0 where there is none.
-    """
-    return element_terms(grads.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, LAYOUT.ROW_BYTES + 4 * ks)
-
-
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def send_sums_kernel(
     expert_out_ptr,
@@ -99,7 +73,6 @@ def send_sums_kernel(
     positions_ptr,
     weights_ptr,
     rank,
-    report_ptr,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -109,9 +82,8 @@ def send_sums_kernel(
 ):
     """Sums to their homes, then the signal. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
-    if is_running(control_ptr, ROUND):
+    if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         base = buffer_ptr.to(tl.int64)
-        seed_epoch = tl.load(control_ptr + ROUND.EPOCH) if ROUND.CHECKSUMS else None
         # Tokens are numbered through the sources, so that few tokens still spread over all programs.
         peers = tl.arange(0, LAUNCH.BLOCK)
         tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
@@ -119,9 +91,6 @@ def send_sums_kernel(
         counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
-        if ROUND.CHECKSUMS:
-            fit = lines_fit(base, (buffer_ptrs, control_ptr, report_ptr, rank), DISPATCHED, ROUND, LAUNCH)
-            total = tl.where(fit, total, 0)
         item = tl.program_id(0)
         while item < total:
             source = tl.sum(tl.where(ends <= item, 1, 0))
@@ -137,13 +106,8 @@ def send_sums_kernel(
                 record = tl.multiple_of(record, 16)
                 weights = weights_ptr + slot * ROUND.TOP_K
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-                if ROUND.CHECKSUMS:
-                    if AS_THEY_ARE:
-                        a, b = copy_record(rows, positions, record, LAYOUT, True)
-                    else:
-                        a, b = store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, ENCODED, True)
-                elif AS_THEY_ARE:
-                    copy_record(rows, positions, record, LAYOUT, False)
+                if AS_THEY_ARE:
+                    copy_record(rows, positions, record, LAYOUT)
                 else:
                     store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, ENCODED)
                 if ROUND.WEIGHT_GRADS:
@@ -152,22 +116,10 @@ def send_sums_kernel(
                     grads = tl.load(weight_grads_ptr + slot * ROUND.TOP_K + ks, mask=mine, other=0.0)
                     target = home + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                     tl.store(target.to(tl.pointer_type(tl.float32)) + ks, grads, mask=mine)
-                    if ROUND.CHECKSUMS:
-                        words, placed = tail_terms(grads, ks, LAYOUT)
-                        a, b = a + tl.sum(words), b + tl.sum(placed)
-                if ROUND.CHECKSUMS:
-                    s, t = seed_words(SUM, seed_epoch, rank, place)
-                    put(home + ROUND.SUM_CHECKSUMS + 16 * place, a + s, b + t)
             item += tl.num_programs(0)
-        last = arrive(control_ptr, ROUND, LAUNCH)
-        if ROUND.CHECKSUMS:
-            # Another program may have found lines that do not fit, and sent nothing.
-            last = tl.where(last, tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING, False)
-        if last:
+        if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)
-            if ROUND.CHECKSUMS:
-                put_line_sums(buffer_ptrs, rank * 0 + 1, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
             publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
@@ -178,24 +130,18 @@ def sum_home_kernel(
     out_row_stride,
     num_tokens,
     buffer_ptr,
-    buffer_ptrs,
     control_ptr,
-    report_ptr,
     rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
     K_BLOCK: tl.constexpr,
     FLIGHT: tl.constexpr,  # sums that are loaded before the first of them is added
-    LAUNCH: tl.constexpr,
 ):
     """Adds up what came home; NaN everywhere where a rank left the round open. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
     base = buffer_ptr.to(tl.int64)
-    running = is_running(control_ptr, ROUND) & (tl.load(control_ptr + ROUND.CONTROL_LEFT_OPEN) == 0)
-    if ROUND.CHECKSUMS:
-        lane = (buffer_ptrs, control_ptr, report_ptr, rank)
-        if running:
-            running = lines_fit(base, lane, COMBINED, ROUND, LAUNCH)
+    status, left_open = tl.load(control_ptr + ROUND.STATUS), tl.load(control_ptr + ROUND.CONTROL_LEFT_OPEN)
+    running = (status == ROUND.RUNNING) & (left_open == 0)
     token = tl.program_id(0)
     ks = tl.arange(0, K_BLOCK)
     while token < num_tokens:
@@ -211,13 +157,6 @@ def sum_home_kernel(
             ordinals = ranks_below(owners, owners, ROUND)
             came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
-            if ROUND.CHECKSUMS:
-                js = tl.arange(0, K_BLOCK)
-                # Of the sums that are added up.
-                sources = tl.where(told, owners, -1)[:, None]
-                sources = tl.max(tl.where(ordinals[:, None] == js[None, :], sources, -1), axis=0)
-                a = tl.zeros((K_BLOCK,), tl.int64)
-                b = tl.zeros((K_BLOCK,), tl.int64)
             for tile in range(LAYOUT.NUM_TILES):
                 columns = tile_columns(tile, LAYOUT)
                 total = tl.zeros(columns.shape, tl.float32)
@@ -226,45 +165,17 @@ def sum_home_kernel(
                     for j in tl.static_range(FLIGHT):
                         record = tl.multiple_of(buffer_ptr + (ROUND.SUMS + (slots + first + j) * ROUND.SUM_BYTES), 16)
                         is_there = ((came >> (first + j)) & 1) > 0
-                        tiles = load_encoded_tile(record, tile, LAYOUT, ROUND.CHECKSUMS > 0, is_there)
+                        tiles = load_encoded_tile(record, tile, LAYOUT, is_there)
                         loaded += (tiles,)  # type: ignore[assignment]
                     for j in tl.static_range(FLIGHT):
                         if ((came >> (first + j)) & 1) > 0:
                             payload, scale_bits = loaded[j]  # type: ignore[var-annotated]
                             total = total + scaled_tile(payload, scale_bits, LAYOUT)
-                            if ROUND.CHECKSUMS:
-                                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
-                                here = js == first + j
-                                a, b = a + tl.where(here, more_a, 0), b + tl.where(here, more_b, 0)
                 store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
             if ROUND.WEIGHT_GRADS:
                 grads_there = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                 grads = tl.load(grads_there.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
-                grads = tl.where(told, grads, 0.0)
-            if ROUND.CHECKSUMS:
-                if ROUND.WEIGHT_GRADS:
-                    words, placed = tail_terms(grads, ks, LAYOUT)
-                    theirs = owners[None, :] == sources[:, None]
-                    a += tl.sum(tl.where(theirs, words[None, :], 0), axis=1)
-                    b += tl.sum(tl.where(theirs, placed[None, :], 0), axis=1)
-                epoch = tl.load(control_ptr + ROUND.EPOCH)
-                slot = rank * ROUND.MAX_TOKENS + token + tl.arange(0, 1)
-                bad_planes = agreed(tl.sum(planes_differ(base, epoch, slot, slot >= 0, ROUND, K_BLOCK)) > 0)
-                s, t = seed_words(SUM, epoch, sources, slots + js)
-                wrong = differ(base + ROUND.SUM_CHECKSUMS + 16 * (slots + js), a + s, b + t, sources >= 0)
-                bad_sums = agreed(tl.sum(wrong) > 0)
-                if bad_planes:
-                    end_lane(lane, PLANES, rank, token, ROUND, LAUNCH)
-                elif bad_sums:
-                    source = tl.min(tl.where(wrong > 0, sources, ROUND.WORLD))
-                    end_lane(lane, SUM, source, token, ROUND, LAUNCH)
-                if bad_planes | bad_sums:
-                    tl.debug_barrier()  # the row's stores may be other threads'
-                    fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
-                elif ROUND.WEIGHT_GRADS:
-                    tl.store(grads_row, grads, mask=ks < ROUND.TOP_K)
-            elif ROUND.WEIGHT_GRADS:
-                tl.store(grads_row, grads, mask=ks < ROUND.TOP_K)
+                tl.store(grads_row, tl.where(told, grads, 0.0), mask=ks < ROUND.TOP_K)
         else:
             fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
         token += tl.num_programs(0)
@@ -277,11 +188,11 @@ def sum_home_kernel(
 def _register_limit(lane: Lane, dtype: torch.dtype) -> dict[str, int]:
     """64 registers a thread, so that programs of 32 warps share a multiprocessor, where that is enough.
 
-    It is not with checksums, with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for
+    It is not with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for
     rows that do not begin on 16 bytes each; nor need it be for records.
     """
     few = dtype.itemsize == 2 and lane.layout.HIDDEN % 8 == 0 and lane.combine_wire.name != "int4"
-    return register_limit(lane.buffer.device, least=64 if few and not lane.layout.CHECKSUMS else 128)
+    return register_limit(lane.buffer.device, least=64 if few else 128)
 
 
 def send_sums(
@@ -343,9 +254,8 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
 def _home_summing(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
     launch = round_launcher(
-        lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 1 if lane.layout.CHECKSUMS else 4},
+        lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 4},
         ("out_ptr", "weight_grads_ptr"), ("out_row_stride",), ("num_tokens",),
-        num_warps=2 * layout.num_warps if lane.layout.CHECKSUMS else sum_warps(lane.combine_wire, layout),
-        enable_fp_fusion=False, **_register_limit(lane, dtype),
+        num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **_register_limit(lane, dtype),
     )  # fmt: skip
     return launch, most_programs(lane.buffer.device)

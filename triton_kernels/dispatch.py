@@ -23,17 +23,6 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import widened
 from thinwire.triton_kernels.launch import Launcher, kept
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.record_checksum import tile_sums
-from thinwire.triton_kernels.round_checksum import (
-    COMBINED,
-    DISPATCHED,
-    RECORD,
-    lines_fit,
-    plane_sums,
-    put,
-    put_line_sums,
-    seed_words,
-)
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import (
     ABANDONED,
@@ -92,7 +81,7 @@ def next_destination(owners, turn, rank, ROUND: tl.constexpr):
 
 @triton.jit
 def send_plane(
-    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, epoch, ROUND: tl.constexpr,
+    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr,
     TOKENS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes."""
@@ -118,24 +107,15 @@ def send_plane(
     ids = tl.where(kept, ids, -1).to(tl.int32)
     total = tl.where(kept, total, 0.0)
     offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
-    if ROUND.CHECKSUMS:
-        slots = rank.to(tl.int64) * ROUND.MAX_TOKENS + tokens
-        a, b = plane_sums(tl.where(mask, ids, 0), total, epoch, rank, slots, ROUND, K_BLOCK)
     for peer in range(ROUND.WORLD):
         base = tl.load(buffer_ptrs + peer)
         tl.store((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask=mask)
         tl.store((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask=mask)
-        if ROUND.CHECKSUMS:
-            put(base + ROUND.PLANE_CHECKSUMS + 16 * slots, a, b, tokens < num_tokens)
 
 
 @triton.jit
-def send_record(
-    x_row, buffer_ptrs, epoch, rank, slot, owners, ROUND: tl.constexpr, LAYOUT: tl.constexpr
-):  # fmt: skip
+def send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND: tl.constexpr, LAYOUT: tl.constexpr):
     """One row to each rank among `owners` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
-    if ROUND.CHECKSUMS:
-        a, b = seed_words(RECORD, epoch, rank, slot)
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
@@ -143,12 +123,6 @@ def send_record(
         if LAYOUT.KIND != NONE:
             x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
-        if ROUND.CHECKSUMS:
-            if LAYOUT.KIND == NONE:
-                more_a, more_b = tile_sums(elements, None, tile, LAYOUT)
-            else:
-                more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
-            a, b = a + more_a, b + more_b
         turn = rank * 0 - 1
         for _ in range(ROUND.SLOTS):
             turn, peer = next_destination(owners, turn, rank, ROUND)
@@ -162,8 +136,6 @@ def send_record(
                     store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
                 if tile == LAYOUT.NUM_TILES - 1:
                     store_record_tail(record, LAYOUT)
-                    if ROUND.CHECKSUMS:
-                        put(tl.load(buffer_ptrs + peer) + ROUND.CHECKSUMS + 16 * slot, a, b)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "dtype_code"])
@@ -187,12 +159,10 @@ def send_tokens_kernel(
     """Planes and records to the peers, then the header and the signal. Any number of programs."""
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         start = tl.program_id(0) * PLANE_TOKENS
-        seed_epoch = tl.load(control_ptr + ROUND.EPOCH) + 1 if ROUND.CHECKSUMS else None
         while start < num_tokens:
             send_plane(
-                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, seed_epoch, ROUND,
-                PLANE_TOKENS, K_BLOCK,
-            )  # fmt: skip
+                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
+            )
             start += tl.num_programs(0) * PLANE_TOKENS
         # Backwards, since the first programs had planes to send.
         token = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -202,14 +172,12 @@ def send_tokens_kernel(
             owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
             slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
-            send_record(x_row, buffer_ptrs, seed_epoch, rank, slot, owners, ROUND, LAYOUT)
+            send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND, LAYOUT)
             token += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             epoch = advance(control_ptr + ROUND.EPOCH, 1)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.TOKENS, num_tokens, ROUND, LAUNCH)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.DTYPE, dtype_code, ROUND, LAUNCH)
-            if ROUND.CHECKSUMS:
-                put_line_sums(buffer_ptrs, num_tokens, dtype_code, epoch, rank, DISPATCHED, ROUND, LAUNCH)
             publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND, LAUNCH)
 
 
@@ -227,8 +195,6 @@ def close_round_kernel(
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
         epoch = tl.load(control_ptr + ROUND.EPOCH)
         store_signal_words(buffer_ptrs, rank, lines, ROUND.END, end, ROUND, LAUNCH)
-        if ROUND.CHECKSUMS:
-            put_line_sums(buffer_ptrs, end, rank * 0, epoch, rank, COMBINED, ROUND, LAUNCH)
         publish(buffer_ptrs, rank, lines, epoch, ROUND, LAUNCH)
 
 
@@ -253,12 +219,8 @@ def wait_kernel(
         status = wait_or_give_up(
             base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, PHASE, ROUND, LAUNCH
         )
-        complete = status == ROUND.RUNNING
-        if ROUND.CHECKSUMS:
-            if complete:
-                complete = lines_fit(base, (buffer_ptrs, control_ptr, report_ptr, rank), PHASE, ROUND, LAUNCH)
         if PHASE == 0:
-            if complete:
+            if status == ROUND.RUNNING:
                 peers = tl.arange(0, LAUNCH.BLOCK)
                 known = peers < ROUND.WORLD
                 tokens = tl.load(signal_words(base, lines, ROUND.TOKENS, peers, ROUND), mask=known, other=0)
@@ -269,7 +231,7 @@ def wait_kernel(
                 if tl.sum(wrong) > 0:
                     tl.store(report_ptr + ROUND.REPORT_PEERS + peers, wrong, mask=known)
                     status = status * 0 + ROUND.MISMATCHED
-        elif complete:
+        elif status == ROUND.RUNNING:
             peers = tl.arange(0, LAUNCH.BLOCK)
             ends = tl.load(signal_words(base, lines, ROUND.END, peers, ROUND), mask=peers < ROUND.WORLD, other=0)
             combined = tl.sum(tl.where(peers == rank, ends, 0)) == ROUND.WITH_SUMS

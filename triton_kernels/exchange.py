@@ -7,7 +7,6 @@ program of the kernel that opens it, so that CUDA graphs of a call can be replay
 from __future__ import annotations
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange_checksum import end_exchange, header_sums, note_corruption, put_header_sums
 from thinwire.triton_kernels.exchange_layout import FIRST_LEG, SIGNATURE_WORDS
 from thinwire.triton_kernels.signal import (
     poison,
@@ -48,19 +47,12 @@ def slot_offset(number, source, EXCHANGE: tl.constexpr):
 
 
 @triton.jit
-def publish_header(
-    buffer_ptrs, rank, epoch, pieces, count, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
-):  # fmt: skip
-    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing.
-
-    `pieces` and `count` are the header's words before the signature, and in their places.
-    """
+def publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing."""
     line = (epoch & 1) * EXCHANGE.WORLD + rank  # the two halves' lines lie one behind the other
     for word in tl.static_range(_SIGNATURE_WORDS):
         place = EXCHANGE.HEADER_SIGNATURE + 2 * word
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, place, signature[word], EXCHANGE, LAUNCH)
-    if EXCHANGE.CHECKSUMS > 0:
-        put_header_sums(buffer_ptrs, line, rank, epoch, pieces, count, signature, EXCHANGE, LAUNCH)
     publish(buffer_ptrs, line, EXCHANGE.HEADERS, epoch, EXCHANGE, LAUNCH)
 
 
@@ -74,10 +66,7 @@ def load_numbers(base, lines, WORD: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH
 
 @triton.jit
 def load_headers(base, lines, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """What a row of headers says, each [BLOCK]: pieces that follow, counts, and the four numbers of the signatures.
-
-    It is loaded once, so that what is compared with the sums is what is used.
-    """
+    """What a row of headers says, each [BLOCK]: pieces that follow, counts, and the four numbers of the signatures."""
     peers = tl.arange(0, LAUNCH.BLOCK)
     pieces = signal_words(base, lines, EXCHANGE.HEADER_PIECES, peers, EXCHANGE)
     return (
@@ -100,19 +89,6 @@ def differing_signatures(headers, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.
     return tl.where(peers < EXCHANGE.WORLD, wrong, 0)
 
 
-@triton.jit
-def first_misfit(base, lines, headers, epoch, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """The first rank whose header does not fit its sums, LAUNCH.BLOCK if all do; and whether all do."""
-    peers = tl.arange(0, LAUNCH.BLOCK)
-    known = peers < EXCHANGE.WORLD
-    signature = (headers[2], headers[3], headers[4], headers[5])
-    a, b = header_sums(epoch, peers, headers[0], headers[1], signature)
-    wrong = a != load_numbers(base, lines, EXCHANGE.HEADER_CHECKSUMS, EXCHANGE, LAUNCH)
-    wrong = wrong | (b != load_numbers(base, lines, EXCHANGE.HEADER_CHECKSUMS + 2, EXCHANGE, LAUNCH))
-    first = tl.min(tl.where(wrong & known, peers, LAUNCH.BLOCK))
-    return first, first == LAUNCH.BLOCK
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Epochs of one leg or two
 
@@ -129,7 +105,7 @@ def begin_epoch(
     tl.debug_barrier()  # a late warp would load what is about to be stored, and go another way
     if own != epoch - 1:
         store_signal_words(buffer_ptrs, rank, EXCHANGE.TAILS, 0, epoch - 1, EXCHANGE, LAUNCH)
-    publish_header(buffer_ptrs, rank, epoch, 0, 0, signature, EXCHANGE, LAUNCH)
+    publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE, LAUNCH)
 
 
 @triton.jit
@@ -154,12 +130,6 @@ def wait_leg(
             if status == EXCHANGE.RUNNING:
                 headers = load_headers(base, lines, EXCHANGE, LAUNCH)
                 wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
-                if EXCHANGE.CHECKSUMS > 0:
-                    source, fit = first_misfit(base, lines, headers, epoch, EXCHANGE, LAUNCH)
-                    if not fit:
-                        note_corruption(control_ptr, report_ptr, source, 0, 0, EXCHANGE)
-                        end_exchange(buffer_ptrs, control_ptr, report_ptr, rank, epoch, LEG, EXCHANGE, LAUNCH)
-                    wrong = tl.where(fit, wrong, 0)  # a header that is not as it was sent says nothing
                 if tl.sum(wrong) > 0:
                     peers = tl.arange(0, LAUNCH.BLOCK)
                     tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)

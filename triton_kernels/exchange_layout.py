@@ -8,18 +8,11 @@ Every rank has one symmetric buffer with the same offsets everywhere::
     heads   [destination]                  a line: flag = pieces that the destination has ever taken from its ring there
     halves  [half][source][slot_bytes]     the first of the rows, in the half of the epoch's parity
     rings   [source][slots][slot_bytes]    what follows
-    sums    [slot][SLOT_ROWS]              two of 64 bits for each row of each slot of halves and rings, one behind the
-                                           other; only with checksums
 
 A *line* is 64 bytes that one peer writes. What a peer writes lies at that peer's own place, so no two ranks ever write
 the same byte. In all-to-all-v rings carry the pieces behind the first. Of the others one chunk is one epoch: what the
 first leg brings lies in a half, and what the second brings in the ring of two slots, epoch e in slot e % 2; the tail
 then holds an epoch, and heads are not used. `docs/protocol.md`, "The exchange" and "The ring", has the rules.
-
-With checksums a header has sums, too, behind its words; and exact rows, which are cut anywhere, have sums of each
-CHECKED_BYTES. Each sum's seed is made of the epoch, of the source, and of HEADER_NUMBER or the number of what is in the
-slot: the leg of a collective, or which of the call's pieces. So what an older epoch, or another rank, left there does
-not fit.
 
 >>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=2)
 >>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
@@ -34,8 +27,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
-from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 # What a rank can be doing.
@@ -48,25 +40,13 @@ FIRST_LEG, SECOND_LEG = 0, 1
 SENT, TAKEN, DONE = 1, 2, 3
 
 # int32 words of a header, behind its flag: ring pieces that follow, and from here on int64 numbers: the count of rows,
-# so many that say what the source is doing, and with checksums the two sums of all these.
-HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE, HEADER_CHECKSUMS = 1, 2, 4, 12
+# and so many that say what the source is doing.
+HEADER_PIECES, HEADER_COUNT, HEADER_SIGNATURE = 1, 2, 4
 SIGNATURE_WORDS = 4
-HEADER_NUMBER = -1  # in the place of the number of what is in a slot
-
-#: Bytes of exact rows that have two sums together, and the fewest bytes of a slot to two sums of quantised ones.
-CHECKED_BYTES, _LEAST_CHECKED = 4096, 256
-
-# int32 words of a report, with CORRUPTED: whose rows do not fit, and as int64 the first of them and how many, none of a
-# header.
-REPORT_SOURCE, REPORT_FIRST, REPORT_ROWS = 3, 4, 6
-
-# int32 word of the control block, beside those of `thinwire.triton_kernels.signal`: whether a program has found what
-# does not fit its sums.
-CONTROL_FOUND = 5
 
 _ALIGNMENT = 128
 
-#: The largest count of rows that a header is believed; what bytes and sums of such counts take fits into 64 bits.
+#: The largest count of rows that a header is believed; the bytes of so many fit into 64 bits.
 MOST_ROWS = 1 << 48
 
 
@@ -82,29 +62,20 @@ class ExchangeLayout(SignalLayout):
     HALVES: int
     RINGS: int
     NUM_BYTES: int
-    SLOT_ROWS: int  # quantised ones that a slot may hold; with checksums, so many have sums
-    CHECKSUMS: int = 0  # a byte offset; 0 without checksums
     HEADER_PIECES: int = HEADER_PIECES
     HEADER_COUNT: int = HEADER_COUNT
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
-    FOUND: int = CONTROL_FOUND
-    HEADER_CHECKSUMS: int = HEADER_CHECKSUMS
-    CORRUPTED: int = CORRUPTED
-    REPORT_SOURCE: int = REPORT_SOURCE
-    REPORT_FIRST: int = REPORT_FIRST
-    REPORT_ROWS: int = REPORT_ROWS
 
     __hash__ = SignalLayout.__hash__
 
     @classmethod
-    def of(cls, world: int, slot_bytes: int, slots: int, checksums: bool = False) -> ExchangeLayout:
+    def of(cls, world: int, slot_bytes: int, slots: int) -> ExchangeLayout:
         """The layout, before anything is allocated.
 
         Args:
             world: ranks.
             slot_bytes: of a half, and of a slot of a ring; a multiple of 128.
             slots: of a ring.
-            checksums: whether there is room for checksums.
 
         Raises:
             CapacityError: a number is not accepted.
@@ -116,8 +87,6 @@ class ExchangeLayout(SignalLayout):
         row = world * SIGNAL_LINE_BYTES
         halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
         rings = halves + 2 * world * slot_bytes
-        sums = rings + world * slots * slot_bytes
-        slot_rows = -(-slot_bytes // _LEAST_CHECKED) if checksums else slot_bytes
         return cls(
             WORLD=world,
             SLOT_BYTES=slot_bytes,
@@ -129,19 +98,17 @@ class ExchangeLayout(SignalLayout):
             HEADS=4 * row,
             HALVES=halves,
             RINGS=rings,
-            NUM_BYTES=sums + (world * (2 + slots) * slot_rows * CHECKSUM_BYTES if checksums else 0),
-            SLOT_ROWS=slot_rows,
-            CHECKSUMS=sums if checksums else 0,
+            NUM_BYTES=rings + world * slots * slot_bytes,
         )
 
     @staticmethod
     def slot_bytes_within(memory: int, world: int, slots: int, wanted: int) -> int:
-        """Bytes of a slot: as many as wanted, or fewer, so that a rank's memory has so many at most, without sums."""
+        """Bytes of a slot: as many as wanted, or fewer, so that a rank's memory has so many at most."""
         return min(wanted, memory // (world * (2 + slots)) // _ALIGNMENT * _ALIGNMENT)
 
     def rows_per_slot(self, row_bytes: int) -> int:
         """Quantised rows that a slot holds; 0 where one is longer than a slot."""
-        return min(self.SLOT_BYTES // row_bytes, self.SLOT_ROWS)
+        return self.SLOT_BYTES // row_bytes
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,6 @@ _LARGEST_FLOAT16 = tl.constexpr(65504.0)
 
 
 @triton.jit
-def float_bits(y):
-    """The bits of float32, float16 or bfloat16, int32; those of 16 bits without a sign."""
-    if y.dtype == tl.float32:
-        return y.to(tl.int32, bitcast=True)
-    else:
-        return y.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
 def widened(y):
     """float32, float16 or bfloat16 as float32."""
     if y.dtype == tl.bfloat16:

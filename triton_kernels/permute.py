@@ -25,18 +25,9 @@ from thinwire.triton_kernels.codec import dequantize_row, fill_row
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.record_checksum import dequantize_and_sum_row
-from thinwire.triton_kernels.round_checksum import (
-    RECORD,
-    check_planes_kernel,
-    differ,
-    end_lane,
-    is_running,
-    seed_words,
-)
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane
-from thinwire.triton_kernels.signal import agreed, most_programs, num_programs_for, register_limit, signal_words
+from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
 
 _EXPERT_BLOCK = 32
 _PREFIX_CHUNKS = 64
@@ -242,7 +233,7 @@ def place_kernel(
         chunk += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "num_local", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "num_local", "capacity"])
 def gather_kernel(
     out_ptr,
     overflow_ptr,
@@ -254,15 +245,11 @@ def gather_kernel(
     num_rows,
     expert_offsets_ptr,
     num_local,
-    buffer_ptrs,
-    report_ptr,
-    rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
-    LAUNCH: tl.constexpr,
 ):
     """Rows of the experts' input out of the records; zero past the last one. Any number of programs."""
-    running = is_running(control_ptr, ROUND)
+    running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
     row = tl.program_id(0)
     used = tl.load(expert_offsets_ptr + num_local)
     if row == 0:
@@ -275,18 +262,7 @@ def gather_kernel(
             # Users see the index, and may have written into it.
             if tl.where(record < ROUND.WORLD * ROUND.MAX_TOKENS, record, -1) >= 0:
                 base = buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES)
-                if ROUND.CHECKSUMS:
-                    a, b = dequantize_and_sum_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
-                    source = (record // ROUND.MAX_TOKENS).to(tl.int32)
-                    s, t = seed_words(RECORD, tl.load(control_ptr + ROUND.EPOCH), source, record)
-                    sums = buffer_ptr.to(tl.int64) + ROUND.CHECKSUMS + 16 * record
-                    if agreed(differ(sums, a + s, b + t, record >= 0) > 0):
-                        lane = (buffer_ptrs, control_ptr, report_ptr, rank)
-                        end_lane(lane, RECORD, source, (record % ROUND.MAX_TOKENS).to(tl.int32), ROUND, LAUNCH)
-                        tl.debug_barrier()  # the row's stores may be other threads'
-                        fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
-                else:
-                    dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
+                dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
             else:
                 fill_row(out_row, LAYOUT.HIDDEN, 0.0, LAYOUT)
         else:
@@ -322,8 +298,6 @@ def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
     launches = [(prefix_kernel, few, blocks, 1), (place_kernel, many, programs, blocks)]
     if chunks:
         launches.insert(0, (count_kernel, many, programs, blocks))
-        if lane.layout.CHECKSUMS:
-            launches.insert(0, (check_planes_kernel, few, chunks, 1))
     return [
         (round_launcher(lane, kernel, constants, **options), programs, blocks)
         for kernel, options, programs, blocks in launches

@@ -5,17 +5,9 @@
 
 from __future__ import annotations
 
-from thinwire.triton_kernels.checksum import element_sums
 from thinwire.triton_kernels.collective_rows import recv_row, send_row
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.exchange import half_offset, publish_header, slot_offset
-from thinwire.triton_kernels.exchange_checksum import (
-    arrive_whole,
-    fits,
-    note_corruption,
-    put_sums,
-    slot_seed,
-)
 from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import advance, arrive, publish, store_signal_number, store_signal_words
 
@@ -48,29 +40,19 @@ def slot_address(base, owner, half, piece, FIRST: tl.constexpr, EXCHANGE: tl.con
 
 
 @triton.jit
-def copy_words(
-    target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr, CHECKSUMS: tl.constexpr
-):  # fmt: skip
+def copy_words(target, source, size, loaded, WORD: tl.constexpr, BYTES: tl.constexpr, VECTOR: tl.constexpr):
     """`copy_bytes` in words of VECTOR times BYTES bytes, and what is left of `size` byte by byte."""
     step: tl.constexpr = VECTOR * BYTES
-    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones; with sums a
-    # quarter of them.
-    block: tl.constexpr = (512 * VECTOR if VECTOR > 1 else 1024) // (4 if CHECKSUMS else 1)
+    # Few enough words at a time for the registers: 4 of 16 bytes for each of 128 lanes, or 8 narrower ones.
+    block: tl.constexpr = 512 * VECTOR if VECTOR > 1 else 1024
     whole = size // step * VECTOR
     sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), step)
     targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), step)
     start = whole * 0
-    a = tl.zeros((), tl.int64)
-    b = tl.zeros((), tl.int64)
     while start < whole:
         words = start + tl.arange(0, block)
         values = tl.load(sources + words, mask=words < whole * loaded, other=-1)
         tl.store(targets + words, values, mask=words < whole)
-        if CHECKSUMS:
-            bits = tl.where(words < whole, values.to(tl.int64) & ((1 << (8 * BYTES)) - 1), 0)
-            more_a, more_b = element_sums(bits, words * BYTES)
-            a += more_a
-            b += more_b
         start += block
     rest = size % step
     if rest > 0:
@@ -78,31 +60,23 @@ def copy_words(
         end = (size - rest).to(tl.int64)
         octets = tl.load((source + end).to(tl.pointer_type(tl.int8)) + places, mask=places < rest * loaded, other=-1)
         tl.store((target + end).to(tl.pointer_type(tl.int8)) + places, octets, mask=places < rest)
-        if CHECKSUMS:
-            bits = tl.where(places < rest, octets.to(tl.int64) & 0xFF, 0)
-            more_a, more_b = element_sums(bits, (size - rest) + places)
-            a += more_a
-            b += more_b
-    return a, b
 
 
 @triton.jit
-def copy_bytes(target, source, size, loaded, CHECKSUMS: tl.constexpr = False):
+def copy_bytes(target, source, size, loaded):
     """Copies int32 `size` bytes between two addresses, in the widest words that both allow.
 
-    Where `loaded` is 0 nothing is read, and 0xFF is written. Returns, if CHECKSUMS, the sums of their words, without
-    seeds.
+    Where `loaded` is 0 nothing is read, and 0xFF is written.
     """
     bits = source | target
     if bits % 16 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 4, CHECKSUMS)
+        copy_words(target, source, size, loaded, tl.int32, 4, 4)
     elif bits % 4 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int32, 4, 1, CHECKSUMS)
+        copy_words(target, source, size, loaded, tl.int32, 4, 1)
     elif bits % 2 == 0:
-        a, b = copy_words(target, source, size, loaded, tl.int16, 2, 1, CHECKSUMS)
+        copy_words(target, source, size, loaded, tl.int16, 2, 1)
     else:
-        a, b = copy_words(target, source, size, loaded, tl.int8, 1, 1, CHECKSUMS)
-    return a, b
+        copy_words(target, source, size, loaded, tl.int8, 1, 1)
 
 
 @triton.jit
@@ -153,8 +127,7 @@ def publish_pieces(
         counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=peers < world, other=0)
         store_signal_words(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_PIECES, rest, EXCHANGE, LAUNCH)
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, EXCHANGE.HEADER_COUNT, counts, EXCHANGE, LAUNCH)
-        signature = load_signature(signature_ptr)
-        publish_header(buffer_ptrs, rank, epoch, rest, counts, signature, EXCHANGE, LAUNCH)
+        publish_header(buffer_ptrs, rank, epoch, load_signature(signature_ptr), EXCHANGE, LAUNCH)
     else:
         publish_tail(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
 
@@ -193,8 +166,7 @@ def send_rows_kernel(
     LAUNCH: tl.constexpr,
 ):
     """Quantises piece `number` of every pair into the peers' memory. Any number of programs."""
-    fitting: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
-    per_piece: tl.constexpr = fitting if fitting < EXCHANGE.SLOT_ROWS else EXCHANGE.SLOT_ROWS
+    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
     if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
         half = (tl.load(control_ptr + EXCHANGE.EPOCH) + 1) & 1
         item = tl.program_id(0)
@@ -211,11 +183,7 @@ def send_rows_kernel(
                     x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
                 else:
                     x_row, length = x_ptr + (first + row) * x_row_stride, LAYOUT.HIDDEN
-                summed: tl.constexpr = EXCHANGE.CHECKSUMS > 0
-                a, b = send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT, summed)
-                if summed:
-                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
-                    put_sums(buffer_ptrs, peer, offset, seed, unit, a, b, 1, EXCHANGE)
+                send_row(x_row, length, buffer_ptrs, peer, offset, 1, EXCHANGE.WORLD, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             publish_pieces(
@@ -231,7 +199,6 @@ def recv_rows_kernel(
     control_ptr,
     counters_ptr,
     table_ptr,
-    report_ptr,
     rank,
     number,
     items,
@@ -242,8 +209,7 @@ def recv_rows_kernel(
     LAUNCH: tl.constexpr,
 ):
     """Dequantises piece `number` of every pair into the output's rows. Any number of programs."""
-    fitting: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
-    per_piece: tl.constexpr = fitting if fitting < EXCHANGE.SLOT_ROWS else EXCHANGE.SLOT_ROWS
+    per_piece: tl.constexpr = EXCHANGE.SLOT_BYTES // LAYOUT.ROW_BYTES
     running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
     half = tl.load(control_ptr + EXCHANGE.EPOCH) & 1
     base = tl.load(buffer_ptrs + rank)
@@ -256,24 +222,18 @@ def recv_rows_kernel(
             first = tl.load(table_ptr + RECV_DISPL * EXCHANGE.WORLD + peer)
             piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
-            offset = slot - base + unit.to(tl.int64) * LAYOUT.ROW_BYTES
-            each: tl.constexpr = LAYOUT.HIDDEN if FLAT else 1
             if FLAT:
                 length = row_length(count - row * LAYOUT.HIDDEN, LAYOUT)
                 out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
             else:
                 length = LAYOUT.HIDDEN
                 out_row = out_ptr + (first + row) * out_row_stride
-            recv_row(
-                base, offset, out_row, length, running, control_ptr, report_ptr, peer, number, unit, row * each, each,
-                EXCHANGE, LAYOUT,
-            )  # fmt: skip
+            recv_row(slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES, out_row, length, running, LAYOUT)
         item += tl.num_programs(0)
-    if not FIRST or EXCHANGE.CHECKSUMS > 0:
+    if not FIRST:
         if running:
-            if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
-                if not FIRST:
-                    publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
@@ -307,10 +267,7 @@ def send_bytes_kernel(
                 piece = tl.load(counters_ptr + SENT * EXCHANGE.WORLD + peer)
                 slot = slot_address(tl.load(buffer_ptrs + peer), rank, half, piece, FIRST, EXCHANGE)
                 source = x_ptr.to(tl.int64) + first * wide_step + start
-                a, b = copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1, EXCHANGE.CHECKSUMS > 0)
-                if EXCHANGE.CHECKSUMS > 0:
-                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH) + (1 if FIRST else 0), rank, number)
-                    put_sums(buffer_ptrs, peer, slot - tl.load(buffer_ptrs + peer), seed, unit, a, b, 1, EXCHANGE)
+                copy_bytes(slot + unit.to(tl.int64) * CHUNK, source, size, 1)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
             publish_pieces(
@@ -326,7 +283,6 @@ def recv_bytes_kernel(
     control_ptr,
     counters_ptr,
     table_ptr,
-    report_ptr,
     rank,
     number,
     items,
@@ -350,20 +306,9 @@ def recv_bytes_kernel(
             piece = tl.load(counters_ptr + RECEIVED * EXCHANGE.WORLD + peer)
             slot = slot_address(base, peer, half, piece, FIRST, EXCHANGE)
             target = out_ptr.to(tl.int64) + first * wide_step + start
-            source = slot + unit.to(tl.int64) * CHUNK
-            a, b = copy_bytes(target, source, size, loaded, EXCHANGE.CHECKSUMS > 0)
-            if EXCHANGE.CHECKSUMS > 0:
-                if loaded > 0:
-                    seed = slot_seed(tl.load(control_ptr + EXCHANGE.EPOCH), peer, number)
-                    if not fits(base, slot - base, seed, unit, a, b, EXCHANGE):
-                        tl.debug_barrier()  # before what was copied is written over
-                        copy_bytes(target, source, size, 0)
-                        row = start // wide_step
-                        end_row = (start + size + wide_step - 1) // wide_step
-                        note_corruption(control_ptr, report_ptr, peer, row, end_row - row, EXCHANGE)
+            copy_bytes(target, slot + unit.to(tl.int64) * CHUNK, size, loaded)
         item += tl.num_programs(0)
-    if not FIRST or EXCHANGE.CHECKSUMS > 0:
+    if not FIRST:
         if loaded > 0:
-            if arrive_whole(buffer_ptrs, control_ptr, report_ptr, rank, 1, EXCHANGE, LAUNCH):
-                if not FIRST:
-                    publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)
+            if arrive(control_ptr, EXCHANGE, LAUNCH):
+                publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, EXCHANGE, LAUNCH)

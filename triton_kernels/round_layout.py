@@ -4,8 +4,7 @@ Every rank of a group has one symmetric buffer a lane, with the same offsets eve
 
     [ stuck lines ][ dispatch lines ][ combine lines ][ expert ids ][ router weights ][ records ][ sums ]
 
-and behind all that, on a lane of backward, [ gradients of router weights ], and, where rows are checked, [ checksums ],
-16 bytes for each line, token, record and sum; those of a sum are of the gradients with it, too.
+and behind all that, on a lane of backward, [ gradients of router weights ].
 
 A *line* is 64 bytes that one peer writes: a flag, and behind it what the flag publishes. What a peer writes lies at
 that peer's own place, so no two ranks ever write the same byte. `docs/protocol.md` says when each is written and read.
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
-from thinwire.triton_kernels.signal import CONTROL_WORDS, CORRUPTED, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 _ALIGNMENT = 128
@@ -39,12 +37,7 @@ ABANDONED, WITH_SUMS, LEFT_OPEN = range(3)  # the last: a later dispatch closed 
 CONTROL_TOKENS, CONTROL_ROWS = 3, 4  # how much of positions and index the last routing left filled
 CONTROL_LEFT_OPEN = 5  # of Triton's kernels: as REPORT_LEFT_OPEN, of the last round
 REPORT_BAD_IDS = 3
-REPORT_CHECKED, REPORT_SOURCE, REPORT_ROW = 4, 5, 6  # with CORRUPTED: what of which rank, and which of its tokens
 REPORT_LEFT_OPEN = 7  # 1 + a rank that left open the round that this one has combined, or 0
-
-# What has checksums.
-CHECKED_LINE, CHECKED_COMBINE_LINE, CHECKED_PLANES, CHECKED_RECORD, CHECKED_SUM = range(1, 6)
-CHECKED_NAMES = ("", "dispatch line", "combine line", "expert ids and weights", "record", "sum")
 
 # What the kernels call a row's dtype.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -89,15 +82,6 @@ class RoundLayout(SignalLayout):
     CONTROL_LEFT_OPEN: int = CONTROL_LEFT_OPEN
     BAD_IDS: int = REPORT_BAD_IDS
     REPORT_LEFT_OPEN: int = REPORT_LEFT_OPEN
-    CORRUPTED: int = CORRUPTED
-    CHECKED: int = REPORT_CHECKED
-    SOURCE: int = REPORT_SOURCE
-    ROW: int = REPORT_ROW
-    # Byte offsets of int64 [..., 2], or all 0: there are none.
-    CHECKSUMS: int = 0  # of records, [world][max_tokens]
-    LINE_CHECKSUMS: int = 0  # [phase][world]
-    PLANE_CHECKSUMS: int = 0  # [world][max_tokens]
-    SUM_CHECKSUMS: int = 0  # [max_tokens][SLOTS]
 
     __hash__ = SignalLayout.__hash__
 
@@ -113,14 +97,12 @@ class RoundLayout(SignalLayout):
         wire: WireFormat,
         combine_wire: WireFormat,
         dtype: torch.dtype | None = None,
-        checksums: bool = False,
         weight_grads: bool = False,
     ) -> RoundLayout:
         """The layout, before anything is allocated.
 
         Args:
             dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
-            checksums: whether there is room for checksums.
             weight_grads: whether gradients of router weights come home with the sums.
 
         >>> wire = WireFormat.parse("int8")
@@ -140,16 +122,7 @@ class RoundLayout(SignalLayout):
         weights = _aligned(ids + plane)
         records = _aligned(weights + plane)
         sums = _aligned(records + world * max_tokens * record_bytes)
-        num_bytes, places = _aligned(sums + max_tokens * slots * sum_bytes), {}
-        if weight_grads:
-            places["WEIGHT_GRADS"], num_bytes = num_bytes, _aligned(num_bytes + max_tokens * top_k * 4)
-        if checksums:
-            counts = {
-                "CHECKSUMS": world * max_tokens, "LINE_CHECKSUMS": 2 * world, "PLANE_CHECKSUMS": world * max_tokens,
-                "SUM_CHECKSUMS": max_tokens * slots,
-            }  # fmt: skip
-            for name, count in counts.items():
-                places[name], num_bytes = num_bytes, _aligned(num_bytes + count * CHECKSUM_BYTES)
+        grads = _aligned(sums + max_tokens * slots * sum_bytes)
         return cls(
             WORLD=world,
             NUM_EXPERTS=num_experts,
@@ -166,8 +139,8 @@ class RoundLayout(SignalLayout):
             WEIGHTS=weights,
             RECORDS=records,
             SUMS=sums,
-            NUM_BYTES=num_bytes,
-            **places,
+            NUM_BYTES=_aligned(grads + max_tokens * top_k * 4) if weight_grads else grads,
+            WEIGHT_GRADS=grads if weight_grads else 0,
         )
 
     def first_expert(self, rank: int) -> int:

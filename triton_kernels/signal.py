@@ -16,7 +16,6 @@ import torch
 from thinwire.triton_kernels.compat import tl, triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_MOST_THREADS = tl.constexpr(1024)  # of a program
 
 MAX_WORLD = 72
 
@@ -33,7 +32,7 @@ CONTROL_STATUS, CONTROL_EPOCH, CONTROL_ARRIVALS = 0, 1, 2
 CONTROL_WORDS = 16
 
 # Values of the status word. Anything but RUNNING is poisoned memory: its kernels send nothing and give NaN.
-RUNNING, TIMED_OUT, MISMATCHED, CORRUPTED = 0, 1, 2, 3
+RUNNING, TIMED_OUT, MISMATCHED = 0, 1, 2
 
 # int32 words of a report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three words a
 # peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0 nothing, 1
@@ -130,18 +129,6 @@ else:
     @triton.jit
     def pause(LAUNCH: tl.constexpr):
         """Nothing: a GPU's wait keeps one warp."""
-
-
-@triton.jit
-def agreed(condition):
-    """A condition as the program's first thread finds it.
-
-    Warps read a word one after the other, and another program may change it meanwhile: some would go one way and some
-    another, and wait for each other at different barriers. The other threads' votes are not counted, so the sum is made
-    of the first one's.
-    """
-    threads = tl.arange(0, _MOST_THREADS)
-    return tl.sum(tl.where(threads == 0, tl.where(condition, 1, 0), 0)) > 0
 
 
 @triton.jit

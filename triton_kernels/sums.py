@@ -37,7 +37,6 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, saturated, store_float32
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.record_checksum import stored_tile_sums, tile_sums
 from thinwire.wire import WireFormat
 
 
@@ -67,11 +66,9 @@ def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOU
 
 
 @triton.jit
-def copy_record(rows, positions, record, LAYOUT: tl.constexpr, CHECKSUMS: tl.constexpr):
+def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
     """The record at the first of `positions`, as it is, or one of zeros where there is none; else as `store_sum`."""
     rows_ptr, row_stride, num_rows = rows
-    a = tl.full((), 0, tl.int64)
-    b = tl.full((), 0, tl.int64)
     position = tl.load(positions)
     there = tl.where(position < num_rows, position, -1) >= 0
     base = tl.multiple_of(rows_ptr + position * row_stride, 16)
@@ -85,32 +82,12 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr, CHECKSUMS: tl.con
             payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
             payload = tl.where(offsets < octets, payload, 0).to(tl.int8)
         store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
-        if CHECKSUMS:
-            more_a, more_b = tile_sums(payload, scale_bits, tile, LAYOUT)
-            a, b = a + more_a, b + more_b
     store_record_tail(record, LAYOUT)
-    if CHECKSUMS:
-        return a, b
 
 
 @triton.jit
-def store_sum(
-    rows,
-    positions,
-    weights,
-    record,
-    TOP_K: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    ENCODED: tl.constexpr,
-    CHECKSUMS: tl.constexpr = False,
-):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above.
-
-    CHECKSUMS: returns the record's two, without seeds.
-    """
-    if CHECKSUMS:
-        a = tl.full((), 0, tl.int64)
-        b = tl.full((), 0, tl.int64)
+def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
@@ -121,12 +98,7 @@ def store_sum(
         total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED)
         amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total)
         store_record_tile(record, total, amax, tile, LAYOUT)
-        if CHECKSUMS:
-            more_a, more_b = stored_tile_sums(total, amax, tile, LAYOUT)
-            a, b = a + more_a, b + more_b
     store_record_tail(record, LAYOUT)
-    if CHECKSUMS:
-        return a, b
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -19,7 +19,7 @@ def test_it_runs_and_says_what_sums_and_calls_cost(tmp_path: Path, capsys: pytes
     written = json.loads(file.read_text())
     assert min(written["sums_gb_per_second"].values()) > 0
     assert "GB/s cached" in capsys.readouterr().out
-    assert [line["transport"] for line in written["figures"]].count("direct") == 14
+    assert [line["transport"] for line in written["figures"]].count("auto") == 14
     for line in written["figures"]:
         assert set(line) == set(bench_integrity.COLUMNS) and line["ms on"] > 0 < line["ms off"]
 

@@ -94,7 +94,6 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
 
 
-@pytest.mark.parametrize("integrity", ["none", "checksum"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -109,8 +108,7 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
         direct_round,
     ],
 )
-def test_threads_change_no_bit(call: Call, integrity: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_INTEGRITY", integrity)
+def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
     started: list[object] = []
 

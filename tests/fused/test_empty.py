@@ -324,23 +324,6 @@ def test_who_is_late_stores_nothing_into_what_was_the_output_and_is_told(closes:
     run_ranks(fn, 2, mode="thread")
 
 
-def _checksums(comm: Communicator) -> str:
-    channel = channel_of(comm)
-    out, x = tw.empty(200, 64, comm=comm), torch.randn(200, 64)
-    expected = tw.all_to_all_v(x, [100, 100], [100, 100], wire="none", comm=comm)
-    assert torch.equal(tw.all_to_all_v(x, [100, 100], [100, 100], out=out, wire="none", comm=comm), expected)
-    assert channel.straight_segments == 0
-    return comm.explain()
-
-
-def test_with_checksums_rows_are_compared_before_they_are_in_the_output(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("THINWIRE_INTEGRITY", "checksum")
-    for text in run_ranks(_checksums, 2, mode="thread"):
-        assert "rows are copied into them from pieces, which checksums are of" in text
-
-
 def _arguments(comm: Communicator) -> None:
     rank = comm.rank
     for shape in ((-1,), (2, -3), (1.5,), (True,), ("",), ("ab",), (b"",), ([2, "a"],), ((1, 2), 3), (None,)):

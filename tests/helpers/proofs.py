@@ -25,10 +25,8 @@ def between(text: str, begin: str, end: str, content: str) -> str:
 
 def section() -> str:
     """Markdown: what was run, what came of it, and of which commits it was."""
-    names = ("cuts", "interrupts", "programs", "fuzz", "fuzz_integrity", "fuzz_parsers")
-    cuts, interrupts, programs, words, checked, parsers = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in names
-    )
+    names = ("cuts", "interrupts", "programs", "fuzz", "fuzz_parsers")
+    cuts, interrupts, programs, words, parsers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
     ends = Counter[str]()
     for cell in cuts["cells"]:
         ends.update(cell["verdicts"])
@@ -36,8 +34,6 @@ def section() -> str:
     defects = sum(len(target["defects"]) + target["ended_badly"] for target in parsers["targets"].values())
     executions = sum(target["executions"] for target in parsers["targets"].values())
     seconds = sum(target["seconds"] for target in parsers["targets"].values())
-    refused = f" {', '.join(checked['refused'])} refuse checksums, and were not run." if checked["refused"] else ""
-    seen = checked["outcomes"].get("IntegrityError", 0)
     items = (
         f"Links between three ranks in network namespaces that were cut for 0.95 to 4 timeouts, of one rank or between "
         f"two, in one direction or both: {sum(ends.values())} runs of {len(cuts['cells'])} cells. Three ranks went on "
@@ -53,10 +49,6 @@ def section() -> str:
         f"Words that no peer writes, in the memory of direct calls: {words['rounds']} cases, of which "
         f"{words['returned']} returned and {words['raised_named_errors']} raised an error of thinwire's; "
         f"{len(words['failures'])} did anything else. {by_commit(words, 'rounds')}",
-        f'Memory that changes under `integrity="checksum"`, in {", ".join(sorted(checked["cases"]))}: '
-        f"{checked['rounds']} cases, of which {checked['returned']} gave right results, {seen} `IntegrityError`, and "
-        f"{checked['raised_named_errors'] - seen} another error; {checked['wrong']} gave a wrong result, and "
-        f"{len(checked['failures']) - checked['wrong']} did anything else.{refused} {by_commit(checked, 'rounds')}",
         f"Hostile bytes and text, for {len(parsers['targets'])} parsers: {executions} inputs in "
         f"{seconds / 60:.0f} minutes, which showed {defects} defects. {by_commit(parsers, 'executions')}",
     )

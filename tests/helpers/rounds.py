@@ -58,14 +58,13 @@ def make_lanes(
     align: int = 1,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
-    checksums: bool = False,
     weight_grads: bool = False,
 ) -> list[Lane]:
     """A lane of each rank, over buffers in this process."""
     first, second = WireFormat.parse(wire), WireFormat.parse(combine_wire or wire)
     layout = RoundLayout.of(
         world=world, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, wire=first,
-        combine_wire=second, dtype=dtype, checksums=checksums, weight_grads=weight_grads,
+        combine_wire=second, dtype=dtype, weight_grads=weight_grads,
     )  # fmt: skip
     buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8, device=device) for _ in range(world)]
     buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)

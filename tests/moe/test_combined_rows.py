@@ -85,10 +85,8 @@ def test_sums_of_quantised_rows_are_those_of_the_floats_that_they_stand_for(tran
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("integrity", ["none", "checksum"])
-def test_so_are_those_of_every_format_between_processes(transport: str, integrity: str) -> None:
-    wires = ["int8", "int8:row", "int8:32", "int4", "fp8"]
-    run_ranks(_summed, 3, transport, wires, env={"THINWIRE_INTEGRITY": integrity}, timeout=120)
+def test_so_are_those_of_every_format_between_processes(transport: str) -> None:
+    run_ranks(_summed, 3, transport, ["int8", "int8:row", "int8:32", "int4", "fp8"], timeout=120)
 
 
 @pytest.mark.exhaustive
@@ -98,9 +96,7 @@ def test_so_are_those_of_every_format_between_processes(transport: str, integrit
 def test_so_are_those_of_other_backends(environment: dict[str, str]) -> None:
     run_ranks(_summed, 2, "staged", ["int8", "int8:row", "int4"], env=environment, timeout=280)
     if "TRITON_INTERPRET" in environment:
-        for integrity in ("none", "checksum"):
-            extra = {"THINWIRE_INTEGRITY": integrity}
-            run_ranks(_summed, 2, "direct", ["int8", "int8:row"], env=environment | extra, timeout=280)
+        run_ranks(_summed, 2, "direct", ["int8", "int8:row"], env=environment, timeout=280)
 
 
 def _as_they_are(comm: Communicator, transport: str, wires: list[str], hidden: int = HIDDEN) -> None:
@@ -154,16 +150,14 @@ def test_weighted_rows_come_home_as_they_are(transport: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_so_do_those_of_every_format_with_checksums(transport: str) -> None:
-    env, wires = {"THINWIRE_INTEGRITY": "checksum"}, ["int8", "int8:row", "int8:32", "int4", "fp8"]
-    run_ranks(_as_they_are, 3, transport, wires, env=env, timeout=120)
+def test_so_do_those_of_every_format_between_processes(transport: str) -> None:
+    run_ranks(_as_they_are, 3, transport, ["int8", "int8:row", "int8:32", "int4", "fp8"], timeout=120)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("integrity", ["none", "checksum"])
-def test_so_do_those_that_tritons_kernels_send(integrity: str) -> None:
+def test_so_do_those_that_tritons_kernels_send() -> None:
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")
-    env = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1", "THINWIRE_INTEGRITY": integrity}
+    env = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
     run_ranks(_as_they_are, 2, "direct", ["int8", "int8:row", "int4"], env=env, timeout=280)
     run_ranks(_as_they_are, 2, "direct", ["int8:row", "int8:512"], 9001, env=env, timeout=280)  # several tiles
 

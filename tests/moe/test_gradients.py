@@ -12,12 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import IntegrityError, LaneError, PeerTimeout, RoutingError
+from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.round_layout import COMBINE
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
@@ -551,46 +550,11 @@ def test_a_rank_that_is_lost_in_backward_is_named_and_the_others_train_on() -> N
     run_ranks(_lost, 3, mode="thread", timeout=60)
 
 
-def _checked(comm: Communicator, transport: str) -> None:
+def _checked(comm: Communicator) -> None:
     assert comm.integrity == "checksum"
-    _one_layer(comm, transport)
-
-
-def _corrupted_tail(comm: Communicator) -> str:
-    """One bit of a router weight's gradient is changed at rank 0, behind the sums that came home with it."""
-    x, ids, weights, experts = _inputs(comm.rank, "ragged")
-    with _make(comm, "direct", timeout=20.0) as ep:
-        _sharded(ep, (x, ids, weights, experts)).sum().backward()
-        y = _sharded(ep, (x, ids, weights, experts)).sum()
-        assert ep._assembly.backward is not None
-        lane, kernels = ep._assembly.backward.lanes[0], ep._assembly.backward.kernels
-        assert weights.grad is not None
-        wait, before = kernels.wait, weights.grad.clone()
-
-        def waits(tensors: object, phase: int, *times: float) -> None:
-            wait(tensors, phase, *times)
-            if tensors is lane and phase == COMBINE:
-                token, k = ((ids >= 0) & (torch.arange(ids.shape[1]) == 0)).nonzero()[0].tolist()
-                lane.weight_grads.view(torch.int32)[token, k] ^= 1
-
-        if comm.rank != 0:
-            y.backward()
-            return ""
-        object.__setattr__(kernels, "wait", waits)
-        with pytest.raises(IntegrityError) as caught:
-            y.backward()
-        assert torch.equal(weights.grad, before)
-        return str(caught.value)
-
-
-def test_a_gradient_of_a_router_weight_that_was_changed_is_not_used() -> None:
-    texts = run_ranks(_corrupted_tail, 2, env={"THINWIRE_INTEGRITY": "checksum"}, timeout=100)
-    assert "backward of dispatch: what arrived is not what was sent" in texts[0] and "the sum of this" in texts[0], (
-        texts
-    )
+    _one_layer(comm, "staged")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_with_checksums(transport: str) -> None:
-    run_ranks(_checked, 3, transport, env={"THINWIRE_INTEGRITY": "checksum"}, timeout=100)
+def test_gradients_with_checksums() -> None:
+    run_ranks(_checked, 3, env={"THINWIRE_INTEGRITY": "checksum"}, timeout=100)

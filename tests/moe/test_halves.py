@@ -69,7 +69,7 @@ def test_two_micro_batches_overlap(size: int, transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "env"),
     [
-        ("direct", {"THINWIRE_INTEGRITY": "checksum"}),
+        ("direct", {}),
         ("staged", {"THINWIRE_INTEGRITY": "checksum"}),
         ("staged", {"THINWIRE_BACKEND": "torch"}),
         ("direct", INTERPRETED),

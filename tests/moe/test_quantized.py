@@ -62,20 +62,3 @@ def _refused(comm: Communicator) -> None:
 
 def test_other_wires_and_gradients_are_refused() -> None:
     run_ranks(_refused, 1, mode="thread", timeout=120)
-
-
-def _checksums(comm: Communicator) -> None:
-    for transport in ("direct", "staged"):
-        with ExpertParallel(
-            comm, num_experts=1, top_k=1, hidden_size=64, max_tokens=4, wire="int8", transport=transport
-        ) as ep:
-            d = ep.dispatch(torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
-            if transport == "staged":
-                assert d.quantized.payload.shape == (4, 64)
-                continue
-            with pytest.raises(RoutingError, match="compared with nothing"):
-                _ = d.quantized
-
-
-def test_rows_that_nothing_is_compared_with_are_refused() -> None:
-    run_ranks(_checksums, 1, timeout=120, env={"THINWIRE_INTEGRITY": "checksum"})

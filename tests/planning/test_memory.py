@@ -123,7 +123,6 @@ def test_ranks_that_are_processes_hold_whole_pages() -> None:
         ({"ranks": 0}, "ranks is 0"),
         ({"rank": 2}, "rank is 2, expected an int from 0 to 1"),
         ({"heap": "shm"}, "heap is 'shm', expected one of threads, posix, cuda"),
-        ({"integrity": "crc"}, "'crc'"),
         ({"top_k": 33}, "top_k is 33"),
         ({"wire": "int9"}, "int9"),
         ({"ranks": 80, "transport": "direct"}, "up to 72 ranks"),

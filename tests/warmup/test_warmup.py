@@ -60,7 +60,6 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     id_dtype: torch.dtype = torch.int64
     align: int = 1
-    checksums: bool = False
     backward: bool = False
 
     def configuration(self, **changed: Any) -> Configuration:
@@ -68,13 +67,13 @@ class Sizes:
             13, 3, 512, 24, wire=self.wire, combine_wire=None, grad_wire=self.wire, transport="auto", lanes=1,
             align=self.align, num_programs=None, timeout=None, dtype=self.dtype,
         )  # fmt: skip
-        made = Configuration(settings, 4, self.dtype, self.checksums, self.backward)
+        made = Configuration(settings, 4, self.dtype, self.backward)
         return replace(made, settings=replace(settings, **changed))
 
     def launch(self, rank: int = 0) -> None:
         """One round of one rank, on tensors that have memory."""
         lane = make_lanes(
-            4, 13, 3, 512, 24, self.wire, align=self.align, dtype=self.dtype, checksums=self.checksums,
+            4, 13, 3, 512, 24, self.wire, align=self.align, dtype=self.dtype,
             weight_grads=self.backward,
         )[rank]  # fmt: skip
         x, ids = torch.zeros(7, 512, dtype=self.dtype), torch.zeros(7, 3, dtype=self.id_dtype)
@@ -91,7 +90,7 @@ class Sizes:
 
 ROUNDS = [
     Sizes(),
-    Sizes(checksums=True, dtype=torch.float16),
+    Sizes(dtype=torch.float16),
     Sizes("none", torch.float32, torch.int32, align=16),
     Sizes("int8:row", backward=True),
 ]
@@ -199,7 +198,7 @@ def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, 
 def test_every_kernel_of_a_round_is_among_them_by_its_key(sizes: Sizes, rank: int) -> None:
     (collected,) = run_ranks(_collected, 1, sizes.configuration())
     (wanted,) = run_ranks(_wanted, 1, sizes, rank)
-    assert len(wanted) == 10 + sizes.checksums and wanted <= collected
+    assert len(wanted) == 10 and wanted <= collected
 
 
 @pytest.mark.parametrize("changed", [{"max_tokens": 25}, {"align": 2}, {"num_experts": 14}], ids=str)

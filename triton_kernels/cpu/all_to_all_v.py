@@ -15,20 +15,19 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu import exchange, signal, straight
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.exchange_checksum import header_fits, report_corruption
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
 from thinwire.triton_kernels.cpu.ir.fields import int64_rows
 from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
-from thinwire.triton_kernels.cpu.pieces import PEERS, SCALARS, P, call_at, pieces_of, sums_of, units_of
+from thinwire.triton_kernels.cpu.pieces import PEERS, SCALARS, P, call_at, pieces_of
 from thinwire.triton_kernels.cpu.team import dismiss, run_standing_team, team_at
 from thinwire.triton_kernels.exchange_layout import MOST_ROWS
-from thinwire.triton_kernels.signal import CORRUPTED, LEFT_FLAG, MISMATCHED, RUNNING, TIMED_OUT
+from thinwire.triton_kernels.signal import LEFT_FLAG, MISMATCHED, RUNNING, TIMED_OUT
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
 # after it has returned PAUSED, which it does now and then for Python to see to a Ctrl-C. Or none of that, but end the
 # use of the channel in the middle of a call.
 POST, HEADERS, DRAIN, RESUME, LEAVE = 1, 2, 4, 8, 16
-PAUSED, LEFT = 4, 5  # beside RUNNING, TIMED_OUT, MISMATCHED and CORRUPTED
+PAUSED, LEFT = 3, 4  # beside RUNNING, TIMED_OUT and MISMATCHED
 
 # Where these are in `call`, for the host, and each rank's address in a region of its table.
 STATUS, STARTING, REGION_PTRS = SCALARS.index("status"), SCALARS.index("starting"), straight.REGION_PTRS
@@ -38,7 +37,6 @@ STATUS, STARTING, REGION_PTRS = SCALARS.index("status"), SCALARS.index("starting
 SILENT, AGREES, DIFFERS = 0, 1, 2
 
 _PHASE_HEADERS, _PHASE_PIECES = np.int32(0), np.int32(1)
-_ONE, _ZERO, _FIRST = np.int32(1), np.int32(0), np.int64(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def send_next(call, peers, peer, draining):
     else:
         return False
     if not own or not (call.exact or call.discard):
-        pack_piece(call, peers, peer, number, target, sums_of(call, peer, target))
+        pack_piece(call, peers, peer, number, target)
     peers[P.NEXT_OUT, peer] = number + 1
     if own:
         return True
@@ -136,26 +134,10 @@ def believable(call, count, pieces):
 
 
 @kernel
-def corrupt(call, phase, source, first, units, fingerprint=FINGERPRINT):
-    """Ends the use of the channel, for units of a rank that do not fit; none: its header."""
-    # The rows, or elements, which these are.
-    if call.exact:
-        each = max(np.int64(1), call.unit_bytes)
-        begin, end_of = first // each, -(-(first + units) // each)
-    else:
-        begin, end_of = first * call.counts_per_row, (first + units) * call.counts_per_row
-    report_corruption(call, call.epoch, phase, source, begin, end_of - begin)
-    call.status = CORRUPTED
-
-
-@kernel
 def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     """Compares a header, once it is there, with what this rank expects; an unknown count is taken from it."""
     line = header_line(call, peers, peer)
     if not signal.signalled(line, call.epoch):
-        return False
-    if call.checksums and not header_fits(line, call.epoch, peer):
-        corrupt(call, _PHASE_HEADERS, peer, np.int64(0), np.int64(0))
         return False
     # Each word is read once: what follows from it shall not change with it.
     pieces, count = exchange.header_pieces(line) + 1, exchange.header_count(line)
@@ -194,13 +176,7 @@ def recv_next(call, peers, peer):
     if in_place:
         number = peers[P.END_IN, peer] - 1
     elif peers[P.ANSWER, peer] == AGREES and not call.discard:
-        # A rank's own exact rows take no slot.
-        sums = np.int64(0) if own and call.exact else sums_of(call, call.rank, source)
-        wrong = unpack_piece(call, peers, peer, number, source, sums)
-        if wrong >= 0:
-            last = units_of(call, peers[P.RECV_COUNT, peer])
-            corrupt(call, _PHASE_PIECES, peer, wrong, min(call.units_per_turn, last - wrong))
-            return False
+        unpack_piece(call, peers, peer, number, source)
     peers[P.NEXT_IN, peer] = number + 1
     if number > 0 and not own:
         peers[P.RECEIVED, peer] = received + 1
@@ -339,8 +315,8 @@ def leave(call, peers, fingerprint=FINGERPRINT):
 
 @kernel
 def move(words, todo, fingerprint=FINGERPRINT):
-    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED;
-    or TIMED_OUT, CORRUPTED or LEFT, and so will every later call.
+    """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED; or
+    TIMED_OUT or LEFT, and so will every later call.
 
     `words` is the address of `call`, behind which `peers` lies: numba looks at each array that it is given.
     """
@@ -374,7 +350,7 @@ def move(words, todo, fingerprint=FINGERPRINT):
                 if draining and peers[P.ANSWER, peer] != SILENT:
                     progress |= recv_next(call, peers, peer)
                     straight.look_at_stores(peers, peer)
-                if call.status != RUNNING:
+                if call.status != RUNNING:  # left meanwhile, by another thread
                     return call.status
             if progress:
                 moved = True

@@ -17,17 +17,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
 from thinwire.triton_kernels.cpu import codec, signal
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
-from thinwire.triton_kernels.cpu.exchange_checksum import (
-    header_fits,
-    put_row_sums,
-    report_corruption,
-    row_fits,
-    slot_seed,
-)
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
@@ -56,8 +48,6 @@ from thinwire.triton_kernels.exchange_layout import (
 )
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
-    CONTROL_STATUS,
-    CORRUPTED,
     MISMATCHED,
     REPORT_PEERS,
     RUNNING,
@@ -75,7 +65,6 @@ numbers_at = reader_of(
     "seen",  # of an int64 for each peer, see `peer_stores`,
     "ranks",  # and of the ranks 0 ... world - 1
     "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
-    "checksums", "slot_checksum_bytes",
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
     *codec.LAYOUT_FIELDS, *(f"gather_{name}" for name in codec.LAYOUT_FIELDS),
@@ -93,8 +82,7 @@ def _memory(end: Endpoint, job: Job) -> tuple[int, int]:
         numbers, address = in_memory(
             *addresses(end, "buffer_ptrs", "control", "report"), job.parts.data_ptr(), seen.ctypes.data,
             ranks.ctypes.data, layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS,
-            layout.HALVES, layout.RINGS, row, codec.dtype_code(job.dtype), job.rows_per_chunk, layout.CHECKSUMS,
-            layout.SLOT_ROWS * CHECKSUM_BYTES, *job.signature,
+            layout.HALVES, layout.RINGS, row, codec.dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
             *codec.record_layout(job.wire, row, job.dtype), *codec.record_layout(job.gather_wire, row, job.dtype),
         )  # fmt: skip
         kept = end.kept[job] = address, num_bytes, (numbers, seen, ranks)
@@ -124,29 +112,6 @@ def slot_of(job, peer, leg, epoch, source):
     half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
     slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
     return load_int64(job.buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
-
-
-@device
-def sums_of(job, peer, leg, epoch, source):
-    """Address of the sums of such a slot's rows."""
-    base = load_int64(job.buffer_ptrs + 8 * peer)
-    slot = slot_of(job, peer, leg, epoch, source) - base - job.halves  # rings follow halves
-    return base + job.checksums + slot // job.slot_bytes * job.slot_checksum_bytes
-
-
-@device
-def fits(job, leg, epoch, source, record, num_bytes, number):
-    """Whether row `number` of what a source sent here in a leg, which lies at the address `record`, fits its sums."""
-    sums = sums_of(job, job.rank, leg, epoch, source)
-    return row_fits(sums, record, num_bytes, slot_seed(epoch, source, leg), number)
-
-
-@kernel
-def corrupt(numbers, leg, epoch, source, first, rows, fingerprint=FINGERPRINT):
-    """Ends the use of the memory, for rows of a source that do not fit; none: its header."""
-    job = numbers_at(numbers)
-    report_corruption(job, epoch, leg, source, first, rows)
-    store_int32(job.control + 4 * CONTROL_STATUS, CORRUPTED)
 
 
 @device
@@ -207,31 +172,18 @@ def all_do_the_same(job, lines):
 
 
 @device
-def put_sums(job, peer, leg, epoch, record, num_bytes, number):
-    """Writes the sums of row `number` of what this rank sends to a peer in a leg."""
-    sums = sums_of(job, peer, leg, epoch, job.rank)
-    put_row_sums(sums, record, num_bytes, slot_seed(epoch, job.rank, leg), number)
-
-
-@device
 def store_at(job, peer, target, source, count):
     """Copies bytes to a peer, near or far."""
     store_int64(job.seen + 8 * peer, store(target, source, count, load_int64(job.seen + 8 * peer)))
 
 
 @device
-def copy_to_peers(job, leg, epoch, record, number):
-    """Row `number` of what this rank sends itself in a leg, to the peers, with its sums."""
-    if job.checksums:
-        put_sums(job, job.rank, leg, epoch, record, job.gather_row_bytes, number)
-        own = sums_of(job, job.rank, leg, epoch, job.rank) + CHECKSUM_BYTES * number
+def copy_to_peers(job, leg, epoch, record, place):
+    """A record of what this rank sends itself in a leg, `place` bytes from its beginning, to the peers."""
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
         slot = slot_of(job, peer, leg, epoch, job.rank)
-        store_at(job, peer, slot + number * job.gather_row_bytes, record, job.gather_row_bytes)
-        if job.checksums:
-            there = sums_of(job, peer, leg, epoch, job.rank) + CHECKSUM_BYTES * number
-            copy_bytes(there, own, CHECKSUM_BYTES)
+        store_at(job, peer, slot + place, record, job.gather_row_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,15 +216,13 @@ def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT
         aside = aside and peer != job.rank
         for row in range(first, last):
             done = row * job.row
-            there = slot + (row - first) * row_bytes
-            record = made if aside else there
+            place = (row - first) * row_bytes
+            record = made if aside else slot + place
             pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
-                copy_to_peers(job, np.int64(FIRST_LEG), epoch, record, row - first)
-            elif job.checksums:
-                put_sums(job, peer, np.int64(FIRST_LEG), epoch, record, row_bytes, row - first)
+                copy_to_peers(job, FIRST_LEG, epoch, record, place)
             if aside:
-                store_at(job, peer, there, made, row_bytes)
+                store_at(job, peer, slot + place, made, row_bytes)
     begin_epoch(job, epoch)
 
 
@@ -280,7 +230,7 @@ def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT
 def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGERPRINT):
     """Sums of the own part into `out`, or if it `sends_to_all` to everyone, with the second flag.
 
-    Returns whether all rows fit their sums.
+    Returns whether it did: not if the memory is poisoned.
     """
     job = numbers_at(numbers)
     if not signal.is_running(job):
@@ -294,13 +244,6 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGER
     records = slot_of(job, job.rank, FIRST_LEG, epoch, 0)
     own = slot_of(job, job.rank, SECOND_LEG, epoch, job.rank)
     for row in range(first, last):
-        if job.checksums:
-            for source in range(job.world):
-                record = records + source * job.slot_bytes
-                leg = np.int64(FIRST_LEG)
-                if not fits(job, leg, epoch, source, record, job.row_bytes, row - first):
-                    corrupt(numbers, leg, epoch, source, row, np.int64(1))
-                    return False
         total = record_sum(records, job.slot_bytes, job.ranks, job.world, job.dtype, layout, scratch)
         records += job.row_bytes
         place = (row - first) * job.gather_row_bytes
@@ -317,7 +260,7 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGER
             zero_bytes(own + place + job.row * size, job.gather_row_bytes - job.row * size)
         else:
             codec.quantize_row(total, FLOAT32, own + place, gather)
-        copy_to_peers(job, np.int64(SECOND_LEG), epoch, own + place, row - first)
+        copy_to_peers(job, SECOND_LEG, epoch, own + place, place)
     if sends_to_all != 0:
         signal.publish(job, job.tails, epoch)
     return True
@@ -325,7 +268,7 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGER
 
 @kernel
 def gather_recv_kernel(numbers, padded, out, leg, chunk, fingerprint=FINGERPRINT):
-    """Rows of all parts out of the own memory. Returns whether all of them fit their sums."""
+    """Rows of all parts out of the own memory. Returns whether it did: not if the memory is poisoned."""
     job = numbers_at(numbers)
     if not signal.is_running(job):
         return False
@@ -338,9 +281,6 @@ def gather_recv_kernel(numbers, padded, out, leg, chunk, fingerprint=FINGERPRINT
         record = slot_of(job, job.rank, leg, epoch, source)
         for row in range(first, last):
             done = row * job.row
-            if job.checksums and not fits(job, leg, epoch, source, record, job.gather_row_bytes, row - first):
-                corrupt(numbers, leg, epoch, source, row, np.int64(1))
-                return False
             target = out + (start + done) * size
             short = count - done < job.row
             codec.dequantize_row(record, padded if short else target, job.dtype, layout)
@@ -360,11 +300,6 @@ def wait_kernel(numbers, leg, deadline, limit, fingerprint=FINGERPRINT):
     lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
     ended = signal.wait_or_give_up(job, lines, epoch, leg, deadline, limit)
     status = TIMED_OUT if ended == signal.GAVE_UP else RUNNING
-    if ended == signal.ARRIVED and leg == FIRST_LEG and job.checksums:
-        for source in range(job.world):
-            if not header_fits(signal.own_line(job, lines, source), epoch, source):
-                corrupt(numbers, np.int64(leg), epoch, source, np.int64(0), np.int64(0))
-                return signal.GAVE_UP
     if ended == signal.ARRIVED and leg == FIRST_LEG and not all_do_the_same(job, lines):
         status, ended = MISMATCHED, signal.GAVE_UP
     if status != RUNNING:
@@ -449,10 +384,7 @@ def reduce(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """`thinwire.triton_kernels.collective.reduce` for CPU tensors.
-
-    A wait that ends otherwise gives NaN, as does a row that does not fit.
-    """
+    """`thinwire.triton_kernels.collective.reduce` for CPU tensors. A wait that ends otherwise gives NaN."""
     if not _wait(end, job, FIRST_LEG, timeout, grace):
         if out is not None:
             out.fill_(float("nan"))
@@ -471,10 +403,7 @@ def gather_recv(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors.
-
-    A wait that ends otherwise gives NaN, as does a row that does not fit.
-    """
+    """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors. A wait that ends otherwise gives NaN."""
     leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
     if not _wait(end, job, leg, timeout, grace):
         out.fill_(float("nan"))

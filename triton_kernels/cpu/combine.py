@@ -6,7 +6,6 @@ that own the token's experts.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
@@ -14,7 +13,14 @@ from thinwire.triton_kernels import round_layout as rounds
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, stack_buffer, store_int64, zero_bytes
+from thinwire.triton_kernels.cpu.ir.intrinsics import (
+    load_int32,
+    load_int64,
+    stack_buffer,
+    store_int32,
+    store_int64,
+    zero_bytes,
+)
 from thinwire.triton_kernels.cpu.lane import (
     MIXED_DTYPES,
     POISONED,
@@ -26,21 +32,14 @@ from thinwire.triton_kernels.cpu.lane import (
     mixed_dtypes,
     numbers_at,
     numbers_that_fit,
+    owner_of,
     readable_rows,
     sum_layout_of,
     token_count,
 )
 from thinwire.triton_kernels.cpu.launch import scratch_of
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
-from thinwire.triton_kernels.cpu.round_checksum import (
-    combined_fits,
-    combined_sums,
-    copy_weight_grads,
-    lines_fit,
-    planes_fit,
-    put,
-)
-from thinwire.triton_kernels.cpu.signal import epoch_of, is_running, own_line
+from thinwire.triton_kernels.cpu.signal import is_running, own_line
 from thinwire.triton_kernels.cpu.sums import (
     AS_THEY_ARE,
     copy_record,
@@ -55,7 +54,6 @@ from thinwire.triton_kernels.round_layout import Lane, RoundLayout, check_home_g
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
-_NO_TAIL = (np.int64(0), np.int64(0))
 
 
 @device
@@ -93,6 +91,14 @@ def _team_scratch(lane: Lane, threads: int) -> tuple[torch.Tensor, int]:
 
 
 @device
+def copy_weight_grads(ids, grads, target, lane, rank):
+    """Copies a token's gradients of those experts' weights that a rank owns, float32 [top_k]."""
+    for k in range(lane.top_k):
+        if owner_of(load_int32(ids + 4 * k), lane) == rank:
+            store_int32(target + 4 * k, load_int32(grads + 4 * k))
+
+
+@device
 def store_sums(where, begin, stop):
     """Sums `begin` to before `stop` to their homes.
 
@@ -126,22 +132,16 @@ def store_sums(where, begin, stop):
             if ordinal == count:
                 continue
             factors = lane.row_weights + 4 * first
-            place = token * lane.slots + ordinal
-            record = sums + place * lane.sum_bytes
+            record = sums + (token * lane.slots + ordinal) * lane.sum_bytes
             made = scratch if far else record
             if row_dtype == AS_THEY_ARE:
                 copy_record(rows, row_stride, chosen, made, layout)
             else:
                 total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, layout, parts)
                 pack_sum_row(total, lane.dtype, made, layout)
-            tail = _NO_TAIL
             if lane.weight_grads:
                 grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
-                ids, mine = own + lane.ids + 4 * first, weight_grads + 4 * first
-                tail = copy_weight_grads(ids, mine, grads, lane, lane.rank)
-            if lane.checksums:
-                pair = combined_sums(made, lane, epoch_of(lane), lane.rank, place, tail)
-                put(sums - lane.sums + lane.sum_checksums + 16 * place, pair)
+                copy_weight_grads(own + lane.ids + 4 * first, weight_grads + 4 * first, grads, lane, lane.rank)
             if far:
                 far = store_at(lane.seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
                 streamed |= far
@@ -167,8 +167,6 @@ def send_sums_kernel(
     """Sums to their homes, unless they are `stored`, then the combine line and its flag. `row_stride` is in bytes."""
     lane = numbers_at(numbers)
     if not is_running(lane):
-        return POISONED
-    if lane.checksums and not lines_fit(lane, rounds.DISPATCH, 0, lane.world):
         return POISONED
     if mixed_dtypes(lane, lane.sum_kind):
         return MIXED_DTYPES
@@ -248,8 +246,6 @@ def sum_tokens(where, begin, stop):
     layout = sum_layout_of(lane)
     ranks = stack_buffer(RANKS_BYTES)
     for token in range(begin, stop):
-        if lane.checksums and not planes_fit(lane, lane.rank, token):
-            return POISONED
         ids, of_token = first_ids + 4 * token * lane.top_k, 4 * token * lane.top_k
         if lane.weight_grads:
             zero_bytes(weight_grads + of_token, 4 * lane.top_k)
@@ -259,13 +255,8 @@ def sum_tokens(where, begin, stop):
             source, place = load_int64(ranks + 8 * j), token * lane.slots + j
             line = own_line(lane, lane.combine_signals, source)
             has_sums = load_int32(line + 4 * rounds.SIGNAL_END) == rounds.WITH_SUMS
-            tail = _NO_TAIL
             if has_sums and lane.weight_grads:
-                grads = own + lane.weight_grads + of_token
-                tail = copy_weight_grads(ids, grads, weight_grads + of_token, lane, source)
-            if has_sums and lane.checksums:
-                if not combined_fits(lane, source, place, tail):
-                    return POISONED
+                copy_weight_grads(ids, own + lane.weight_grads + of_token, weight_grads + of_token, lane, source)
             store_int64(ranks + 8 * j, place if has_sums else -1)
         row = out + token * out_stride
         sum_record_row(own + lane.sums, lane.sum_bytes, ranks, count, lane.dtype, layout, row, scratch)
@@ -276,10 +267,7 @@ def sum_tokens(where, begin, stop):
 def sum_tokens_kernel(
     numbers, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member, fingerprint=FINGERPRINT
 ):
-    """`sum_tokens` in each thread of a team, whose members have a scratch each; of lanes without checksums.
-
-    With them the first row that does not fit ends the lane, which is for one thread to say.
-    """
+    """`sum_tokens` in each thread of a team, whose members have a scratch each."""
     where = (numbers, out, out_stride, tokens, weight_grads, scratch + member * scratch_size)
     do_rows(words, member, tokens, sum_tokens, where)
 
@@ -287,23 +275,15 @@ def sum_tokens_kernel(
 @kernel
 def sum_home_kernel(numbers, out, out_stride, tokens, weight_grads, scratch, summed, fingerprint=FINGERPRINT):
     """Adds up what came home into the rows at `out`, unless that is `summed`. `out_stride` is in bytes."""
-    lane = numbers_at(numbers)
-    if not is_running(lane):
-        return POISONED
-    for phase in range(rounds.DISPATCH, rounds.COMBINE + 1):
-        # Of the dispatch lines only the own one is not written to by now: peers may be a phase ahead.
-        first, stop = (lane.rank, lane.rank + 1) if phase == rounds.DISPATCH else (0, lane.world)
-        if lane.checksums and not lines_fit(lane, phase, first, stop):
-            return POISONED
     if summed:
-        return sums_came(lane, tokens)
+        return sums_came(numbers_at(numbers), tokens)
     return sum_tokens((numbers, out, out_stride, tokens, weight_grads, scratch), 0, tokens)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None, threads: int = 1) -> None:
     """`thinwire.triton_kernels.combine.sum_home` for CPU tensors.
 
-    Up to `threads` threads share the tokens of a large call, and one takes all on a lane with checksums.
+    Up to `threads` threads share the tokens of a large call.
 
     Raises:
         RoutingError: another shape or stride of `out` or `weight_grads`, or with `none` another dtype than the tokens'.
@@ -317,12 +297,12 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
     of_weights = 0 if grads is None else grads.data_ptr()
     arguments = numbers, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0], of_weights
     summed = 0
-    if threads > 1 and not layout.CHECKSUMS:
+    if threads > 1:
         threads = threads_for(out.shape[0], layout.HIDDEN * out.itemsize, threads)
-        if threads > 1:
-            scratch, size = _team_scratch(lane, threads)
-            run_in_team(threads, out.shape[0], sum_tokens_kernel, *arguments, scratch.data_ptr(), size)
-            summed = 1
+    if threads > 1:
+        scratch, size = _team_scratch(lane, threads)
+        run_in_team(threads, out.shape[0], sum_tokens_kernel, *arguments, scratch.data_ptr(), size)
+        summed = 1
     result = sum_home_kernel(*arguments, _scratch(lane), summed)
     check_dtype(result, "out", out.dtype)
     if result == _OTHER_TOKENS:

@@ -38,14 +38,6 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
 )
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
-from thinwire.triton_kernels.cpu.round_checksum import (
-    lines_fit,
-    next_epoch,
-    plane_sums,
-    put,
-    put_line_sums,
-    record_sums,
-)
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, MISMATCHED, REPORT_PEERS, RUNNING, TIMED_OUT
@@ -96,20 +88,15 @@ def store_tokens(where, begin, stop):
         aside = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(lane.seen + 8 * peer))
         store_int64(far + 8 * peer, 1 if aside else 0)
     streamed = np.int64(0)
-    epoch = next_epoch(lane)
     for token in range(begin, stop):
         first = token * lane.top_k
         ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
         if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
             store_int32(lane.report + 4 * rounds.REPORT_BAD_IDS, 1)
-        slot = first_slot + token
-        if lane.checksums:
-            pair = plane_sums(ids, weights, lane, epoch, lane.rank, slot)
-            put(own + lane.plane_checksums + 16 * slot, pair)
         count = destinations(ids, lane, ranks)
         if count == 0:
             continue
-        record = lane.records + slot * lane.record_bytes
+        record = lane.records + (first_slot + token) * lane.record_bytes
         home = load_int64(ranks)
         for j in range(1, count):
             if load_int64(ranks + 8 * j) == lane.rank:
@@ -129,10 +116,6 @@ def store_tokens(where, begin, stop):
                 streamed |= is_far
             else:
                 copy_bytes(target, made, lane.record_row_bytes)
-        if lane.checksums:
-            pair = record_sums(made, lane, epoch, lane.rank, slot)
-            for j in range(count):
-                put(load_int64(lane.buffer_ptrs + 8 * load_int64(ranks + 8 * j)) + lane.checksums + 16 * slot, pair)
     if streamed:
         finish_stores()
 
@@ -162,21 +145,16 @@ def send_tokens_kernel(
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
-    epoch = next_epoch(lane)
     plane_bytes, streamed = 4 * max(tokens, 0) * lane.top_k, np.int64(0)
     for peer in range(lane.world):
-        base = load_int64(lane.buffer_ptrs + 8 * peer)
         if peer != lane.rank:
+            base = load_int64(lane.buffer_ptrs + 8 * peer)
             streamed |= store_at(lane.seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
             streamed |= store_at(lane.seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
-            if lane.checksums:
-                sums = lane.plane_checksums + 16 * first_slot
-                streamed |= store_at(lane.seen + 8 * peer, base + sums, own + sums, 16 * max(tokens, 0))
         line = signal.signal_line(lane.buffer_ptrs, peer, lane.signals, lane.rank)
         store_int32(line + 4 * rounds.SIGNAL_TOKENS, tokens)
         store_int32(line + 4 * rounds.SIGNAL_DTYPE, lane.dtype_word | tag << rounds.DTYPE_BITS)
-        if lane.checksums:
-            put_line_sums(base, line, lane, rounds.DISPATCH, epoch, lane.rank)
+    epoch = signal.epoch_of(lane) + 1
     store_int32(lane.control + 4 * CONTROL_EPOCH, epoch)
     if streamed & 1:
         finish_stores()
@@ -252,14 +230,10 @@ def refuse(lane: Lane) -> None:
 @device
 def publish_sums(lane, end):
     """Signals the combine phase of the open round to all ranks, and how this rank ends it."""
-    epoch = signal.epoch_of(lane)
     for peer in range(lane.world):
         line = signal.signal_line(lane.buffer_ptrs, peer, lane.combine_signals, lane.rank)
         store_int32(line + 4 * rounds.SIGNAL_END, end)
-        if lane.checksums:
-            base = load_int64(lane.buffer_ptrs + 8 * peer)
-            put_line_sums(base, line, lane, rounds.COMBINE, epoch, lane.rank)
-    signal.publish(lane, lane.combine_signals, epoch)
+    signal.publish(lane, lane.combine_signals, signal.epoch_of(lane))
 
 
 @kernel
@@ -308,8 +282,6 @@ def wait_kernel(numbers, phase, deadline, limit, fingerprint=FINGERPRINT):
     epoch = signal.epoch_of(lane)
     lines = lane.signals if phase == rounds.DISPATCH else lane.combine_signals
     ended = signal.wait_or_give_up(lane, lines, epoch, phase, deadline, limit)
-    if ended == signal.ARRIVED and lane.checksums and not lines_fit(lane, phase, 0, lane.world):
-        return ended
     status = TIMED_OUT if ended == signal.GAVE_UP else RUNNING
     if ended == signal.ARRIVED and phase == rounds.DISPATCH and not lines_agree(lane):
         status = MISMATCHED

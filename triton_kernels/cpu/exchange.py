@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.exchange_checksum import put_header_sums
 from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
 from thinwire.triton_kernels.exchange_layout import HEADER_COUNT, HEADER_PIECES, HEADER_SIGNATURE, SIGNATURE_WORDS
@@ -19,17 +18,12 @@ def signature_of(exchange):
 
 @device
 def publish_header(line, epoch, exchange, pieces, count):
-    """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag.
-
-    With checksums, before the flag, the sums of them.
-    """
+    """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag."""
     store_int32(line + 4 * HEADER_PIECES, pieces)
     store_int64(line + 4 * HEADER_COUNT, count)
     signature = signature_of(exchange)
     for word in range(SIGNATURE_WORDS):
         store_int64(line + 4 * HEADER_SIGNATURE + 8 * word, signature[word])
-    if exchange.checksums:
-        put_header_sums(line, np.int64(epoch), exchange.rank)
     store_release(line, epoch)
 
 

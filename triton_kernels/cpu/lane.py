@@ -33,8 +33,7 @@ RANKS_BYTES = 8 * MAX_WORLD
 #: Numbers of a lane that have the names of `RoundLayout`, in lower case.
 _OF_LAYOUT = (
     "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
-    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums",
-    "checksums", "line_checksums", "plane_checksums", "sum_checksums", "weight_grads",
+    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums", "weight_grads",
 )  # fmt: skip
 
 #: The addresses of the lane's tensors of these names.

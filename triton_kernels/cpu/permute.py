@@ -37,10 +37,9 @@ from thinwire.triton_kernels.cpu.lane import (
     record_layout_of,
     token_count,
 )
-from thinwire.triton_kernels.cpu.round_checksum import lines_fit, planes_fit, record_fits
 from thinwire.triton_kernels.cpu.signal import is_running
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
-from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane
+from thinwire.triton_kernels.round_layout import CONTROL_ROWS, CONTROL_TOKENS, Lane
 
 #: What `gather_kernel` returns, beside what other kernels do: the index or the offsets are not what routing wrote.
 _OVERWRITTEN = 3
@@ -131,18 +130,6 @@ def clear_rows(lane, rows, cleared):
         store_int64(lane.index + 8 * row, -1)
 
 
-@device
-def all_fit(lane):
-    """Whether all that routing reads fits its checksums; if not, the lane has ended."""
-    if not lines_fit(lane, DISPATCH, 0, lane.world):
-        return False
-    for source in range(lane.world):
-        for token in range(token_count(lane, source)):
-            if not planes_fit(lane, source, token):
-                return False
-    return True
-
-
 @kernel
 def route_kernel(numbers, fingerprint=FINGERPRINT):
     """Fills a lane's index, expert_counts, expert_offsets, positions and weights."""
@@ -150,8 +137,6 @@ def route_kernel(numbers, fingerprint=FINGERPRINT):
     own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     token_counts = stack_buffer(RANKS_BYTES)
     running = is_running(lane)
-    if running and lane.checksums:
-        running = all_fit(lane)
     # Only what the last round left in `positions` and in `index` is cleared, or a decode step would pay for slots that
     # only a prefill fills.
     cleared = np.int64(load_int32(lane.control + 4 * CONTROL_TOKENS))
@@ -205,8 +190,6 @@ def gather_rows(where, begin, stop):
             return _OVERWRITTEN
         if record < 0:
             zero_bytes(out + row * out_stride, lane.hidden * element_bytes(lane.dtype))
-        elif lane.checksums and not record_fits(lane, record):
-            return POISONED
         else:
             dequantize_row(records + record * lane.record_bytes, out + row * out_stride, lane.dtype, layout)
     return WRITTEN
@@ -214,7 +197,7 @@ def gather_rows(where, begin, stop):
 
 @kernel
 def gather_rows_kernel(numbers, out, out_stride, capacity, words, member, fingerprint=FINGERPRINT):
-    """`gather_rows` in each thread of a team; of lanes without checksums, as `sum_tokens_kernel`."""
+    """`gather_rows` in each thread of a team."""
     do_rows(words, member, capacity, gather_rows, (numbers, out, out_stride))
 
 
@@ -224,8 +207,6 @@ def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered, finger
     lane = numbers_at(numbers)
     store_int8(overflow, 0)
     if not is_running(lane):
-        return POISONED
-    if lane.checksums and not lines_fit(lane, DISPATCH, lane.rank, lane.rank + 1):
         return POISONED
     rows = load_int64(lane.expert_offsets + 8 * lane.local_experts)
     if capacity < rows <= lane.num_rows:
@@ -241,7 +222,7 @@ def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered, finger
 def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int = 1) -> None:
     """`thinwire.triton_kernels.permute.gather` for CPU tensors.
 
-    Up to `threads` threads share the rows of a large call, and one takes all on a lane with checksums.
+    Up to `threads` threads share the rows of a large call.
 
     Raises:
         RoutingError: another shape or stride of `out`, or with `none` another dtype; an `overflow` that is none; an
@@ -254,11 +235,11 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int =
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
     arguments = numbers_of(lane, out.dtype).address, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
     gathered = 0
-    if threads > 1 and not lane.layout.CHECKSUMS:
+    if threads > 1:
         threads = threads_for(out.shape[0], lane.layout.HIDDEN * out.itemsize, threads)
-        if threads > 1:
-            run_in_team(threads, out.shape[0], gather_rows_kernel, *arguments)
-            gathered = 1
+    if threads > 1:
+        run_in_team(threads, out.shape[0], gather_rows_kernel, *arguments)
+        gathered = 1
     result = gather_kernel(*arguments, overflow.data_ptr(), gathered)
     check_dtype(result, "out", out.dtype)
     if result == _OVERWRITTEN:

@@ -7,9 +7,7 @@ it covered before: the leading thread has read with acquire that everybody's sto
 It waits for no thread that has not taken a part, and between pieces it leaves nothing under way: wherever `move`
 returns, for Python's signal handlers too, the caller's memory is its own again.
 
-Which thread does a part changes no bit: a part is whole rows, or bytes that are only copied, with sums of their own.
-What does not fit its sums is the first unit of the piece that does not, whoever finds what first: each part is looked
-through up to its own first, and the lowest is kept.
+Which thread does a part changes no bit: a part is whole rows, or bytes that are only copied.
 
 *Why parts of a piece*, and not a thread for each peer: this way one segment has several threads too, however few ranks
 there are, no flag has another writer, and a rank waits as before.
@@ -20,18 +18,16 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.ir.atomics import compare_and_swap, load_acquire
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int32, store_int64
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int64
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pieces import STREAM_BYTES, P, pack_part, units_of, unpack_part
 from thinwire.triton_kernels.cpu.team import JOB, claim, finish, post, rows_of_chunk, wait_for_team, wait_for_work
 
 _LEAST_SHARED = 32 << 10  # bytes that lie in a slot: they take about as long as handing them over does
 
-# What is posted: int64 words of the job, and the lowest unit that does not fit its sums, as an int32.
+# What is posted: int64 words of the job.
 _PACK, _UNPACK, _STRAIGHT = np.int64(0), np.int64(1), np.int64(2)
-_KIND, _PEER, _NUMBER, _ADDRESS, _CHECKSUMS, _WRONG = (JOB + 8 * word for word in range(6))
-_FITS = np.int32(-1)
+_KIND, _PEER, _NUMBER, _ADDRESS = (JOB + 8 * word for word in range(4))
 
 
 @device
@@ -61,40 +57,32 @@ def store_part(call, peers, peer, number, target, begin, end):
 def do_part(call, peers, team, chunk):
     """A part of the piece that was posted last."""
     kind, peer, number = load_int64(team + _KIND), load_int64(team + _PEER), load_int64(team + _NUMBER)
-    address, sums = load_int64(team + _ADDRESS), load_int64(team + _CHECKSUMS)
+    address = load_int64(team + _ADDRESS)
     count = peers[P.RECV_COUNT, peer] if kind == _UNPACK else peers[P.SEND_COUNT, peer]
     begin, end = rows_of_chunk(team, chunk, units_of_piece(call, count, number))
     if kind == _PACK:
-        pack_part(call, peers, peer, number, address, sums, begin, end)
+        pack_part(call, peers, peer, number, address, begin, end)
     elif kind == _STRAIGHT:
         store_part(call, peers, peer, number, address, begin, end)
     else:
-        wrong = np.int32(unpack_part(call, peers, peer, number, address, sums, begin, end))
-        lowest = load_acquire(team + _WRONG)
-        while wrong >= 0 and (lowest < 0 or wrong < lowest):
-            if compare_and_swap(team + _WRONG, lowest, wrong):
-                break
-            lowest = load_acquire(team + _WRONG)
+        unpack_part(call, peers, peer, number, address, begin, end)
 
 
 @kernel
-def share_piece(call, peers, kind, peer, number, address, sums, units, fingerprint=FINGERPRINT):
-    """Does a piece with the team. Returns the first of its units that does not fit its sums, or -1."""
+def share_piece(call, peers, kind, peer, number, address, units, fingerprint=FINGERPRINT):
+    """Does a piece with the team."""
     team = call.team
     store_int64(team + _KIND, kind)
     store_int64(team + _PEER, peer)
     store_int64(team + _NUMBER, number)
     store_int64(team + _ADDRESS, address)
-    store_int64(team + _CHECKSUMS, sums)
-    store_int32(team + _WRONG, _FITS)
-    post(team, units, call.units_per_turn if call.exact and call.checksums else np.int64(1))
+    post(team, units)
     chunk = claim(team)
     while chunk >= 0:
         do_part(call, peers, team, chunk)
         finish(team)
         chunk = claim(team)
     wait_for_team(team)
-    return np.int64(load_acquire(team + _WRONG))
 
 
 @device
@@ -113,27 +101,23 @@ def help_with_pieces(call, peers, team):
 
 
 @device
-def pack_piece(call, peers, peer, number, target, sums):
-    """Stores a piece of what goes to `peer` at the address `target`, and unless `sums` is 0, its sums there."""
+def pack_piece(call, peers, peer, number, target):
+    """Stores a piece of what goes to `peer` at the address `target`."""
     units = units_of_piece(call, peers[P.SEND_COUNT, peer], number)
     if is_shared(call, units):
-        share_piece(call, peers, _PACK, peer, number, target, sums, units)
+        share_piece(call, peers, _PACK, peer, number, target, units)
     else:
-        pack_part(call, peers, peer, number, target, sums, np.int64(0), units)
+        pack_part(call, peers, peer, number, target, np.int64(0), units)
 
 
 @device
-def unpack_piece(call, peers, peer, number, source, sums):
-    """Puts a piece of what came from `peer`, at the address `source`, into its rows of the output.
-
-    Unless `sums` is 0 they are compared. Returns the first unit of those that do not fit, counted in the call, or -1.
-    """
+def unpack_piece(call, peers, peer, number, source):
+    """Puts a piece of what came from `peer`, at the address `source`, into its rows of the output."""
     units = units_of_piece(call, peers[P.RECV_COUNT, peer], number)
     if is_shared(call, units):
-        wrong = share_piece(call, peers, _UNPACK, peer, number, source, sums, units)
+        share_piece(call, peers, _UNPACK, peer, number, source, units)
     else:
-        wrong = unpack_part(call, peers, peer, number, source, sums, np.int64(0), units)
-    return wrong if wrong < 0 else number * call.units_per_piece + wrong
+        unpack_part(call, peers, peer, number, source, np.int64(0), units)
 
 
 @device
@@ -141,6 +125,6 @@ def store_piece(call, peers, peer, number, target):
     """Stores a piece of exact rows where it belongs in the output of `peer`, at the address `target`."""
     units = units_of_piece(call, peers[P.SEND_COUNT, peer], number)
     if is_shared(call, units):
-        share_piece(call, peers, _STRAIGHT, peer, number, target, np.int64(0), units)
+        share_piece(call, peers, _STRAIGHT, peer, number, target, units)
     else:
         store_part(call, peers, peer, number, target, np.int64(0), units)

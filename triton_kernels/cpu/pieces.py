@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.exchange_checksum import put_row_sums, row_fits, slot_seed
 from thinwire.triton_kernels.cpu.ir.fields import struct_of
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, zero_bytes
+from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pack import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
@@ -24,14 +23,13 @@ SCALARS = (
     "world", "rank", "half_lines", "half_bytes", "slot_bytes", "slots",
     "timeout", "grace", "report", "buffer_ptrs", "stuck", "status", "epoch", "give_up_by",
     "looks",  # before the first yield of a wait
-    "halves", "checksums", "slot_checksum_bytes",  # offsets in a buffer, the second 0 without; and bytes of a slot
     "regions", "num_regions",  # see `thinwire.triton_kernels.cpu.straight`; the first is 0 until there has been one
     "team",  # the address of that which shares the pieces while a large call runs, else 0
     "starting",  # whether threads are being started for a call that has not begun
     # ... from here on what a call brings: addresses of two tensors, bytes from one of what is counted to the next,
     "discard", "x", "x_step", "out", "out_step",
     # the form of the rows, and what the header says of it.
-    "exact", "counts_per_row", "unit_bytes", "units_per_piece", "units_per_turn", "dtype",
+    "exact", "counts_per_row", "unit_bytes", "units_per_piece", "dtype",
     "kind", "group", "row_scale", "hidden", "scales_offset", "record_bytes",
     "signature0", "signature1", "signature2", "signature3",
 )  # fmt: skip
@@ -60,8 +58,7 @@ _SCRATCH_ROW = 4096  # bytes of the largest row that a 1-D tensor is cut into
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows and pieces. A piece holds `units_per_piece` units: bytes of exact rows, or records of quantised ones. They are
-# stored and taken `units_per_turn` at a time: what has sums together, or where there are none, the whole piece.
+# Rows and pieces. A piece holds `units_per_piece` units: bytes of exact rows, or records of quantised ones.
 
 
 @device
@@ -82,51 +79,28 @@ def layout_of(call):
     return call.kind, call.group, call.row_scale, call.hidden, call.scales_offset, call.record_bytes
 
 
-@device
-def sums_of(call, rank, slot):
-    """Where the sums of a slot's rows lie, which is at the address `slot` in the memory of a rank; 0 without any."""
-    if call.checksums == 0:
-        return np.int64(0)
-    base = load_int64(call.buffer_ptrs + 8 * rank)
-    number = (slot - base - call.halves) // call.slot_bytes  # rings follow halves
-    return base + call.checksums + number * call.slot_checksum_bytes
-
-
 @kernel
-def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=FINGERPRINT):
-    """Stores units `begin` to before `end` of piece `number` to `peer`, which lies at the address `target`.
-
-    Unless `sums` is 0, their sums go there. A part begins where a turn does.
-    """
-    turn, seed = call.units_per_turn, slot_seed(call.epoch, call.rank, number) if sums else np.int64(0)
+def pack_part(call, peers, peer, number, target, begin, end, fingerprint=FINGERPRINT):
+    """Stores units `begin` to before `end` of piece `number` to `peer`, which lies at the address `target`."""
     count = peers[P.SEND_COUNT, peer]
     first = number * call.units_per_piece
     source = call.x + peers[P.SEND_DISPL, peer] * call.x_step
     if call.exact:
-        if not sums:
-            # Of several threads any may note what it has seen: the word is whole, and each notes what is so.
-            peers[P.SEEN, peer] = store(target + begin, source + first + begin, end - begin, peers[P.SEEN, peer])
-            return
-        # Sums are of what was stored, near or far: somebody may be writing to the source.
-        for start in range(begin, end, turn):
-            size = min(turn, end - start)
-            copy_bytes(target + start, source + first + start, size)
-            put_row_sums(sums, target + start, size, seed, start // turn)
+        # Of several threads any may note what it has seen: the word is whole, and each notes what is so.
+        peers[P.SEEN, peer] = store(target + begin, source + first + begin, end - begin, peers[P.SEEN, peer])
         return
     layout, record_bytes, dtype, in_order = layout_of(call), call.record_bytes, call.dtype, np.int64(0)
     stride = call.x_step * call.counts_per_row
     whole = min(end, count // call.counts_per_row - first)
     scratch = stack_buffer(_SCRATCH_RECORDS)
-    turn_aside = min(turn, _SCRATCH_RECORDS // max(1, record_bytes))
-    aside = peer != call.rank and goes_aside(turn_aside * record_bytes, peers[P.SEEN, peer])
-    if aside:
-        turn = turn_aside
+    turn = min(call.units_per_piece, _SCRATCH_RECORDS // max(1, record_bytes))  # records that are made aside at once
+    aside = peer != call.rank and goes_aside(turn * record_bytes, peers[P.SEEN, peer])
+    if not aside:
+        turn = call.units_per_piece
     for start in range(begin, whole, turn):
         record, rows = target + start * record_bytes, min(turn, whole - start)
         made = scratch if aside else record
         pack_kernel(source + (first + start) * stride, stride, dtype, in_order, made, record_bytes, rows, layout)
-        if sums:
-            put_row_sums(sums, made, record_bytes, seed, start)
         if aside:
             peers[P.SEEN, peer] = store(record, scratch, rows * record_bytes, peers[P.SEEN, peer])
     if whole < end:  # a 1-D segment ends within a row, which zeros complete
@@ -136,45 +110,28 @@ def pack_part(call, peers, peer, number, target, sums, begin, end, fingerprint=F
         zero_bytes(row + rest, stride - rest)
         record = target + whole * record_bytes
         pack_kernel(row, stride, dtype, in_order, record, record_bytes, end - whole, layout)
-        if sums:
-            put_row_sums(sums, record, record_bytes, seed, whole)
 
 
 @kernel
-def unpack_part(call, peers, peer, number, source, sums, begin, end, fingerprint=FINGERPRINT):
-    """Puts units `begin` to before `end` of piece `number` from `peer`, at the address `source`, into the output.
-
-    Unless `sums` is 0 they are compared. Returns the first of those that do not fit, counted in the piece, or -1.
-    """
-    turn, seed = call.units_per_turn, slot_seed(call.epoch, peer, number) if sums else np.int64(0)
+def unpack_part(call, peers, peer, number, source, begin, end, fingerprint=FINGERPRINT):
+    """Puts units `begin` to before `end` of piece `number` from `peer`, at the address `source`, into the output."""
     count = peers[P.RECV_COUNT, peer]
     first = number * call.units_per_piece
     target = call.out + peers[P.RECV_DISPL, peer] * call.out_step
     if call.exact:
-        streams = units_of(call, count) >= STREAM_BYTES
-        for start in range(begin, end, turn):
-            size = min(turn, end - start)
-            if sums and not row_fits(sums, source + start, size, seed, start // turn):
-                return start
-            if streams:
-                stream_bytes(target + first + start, source + start, size)
-            else:
-                copy_bytes(target + first + start, source + start, size)
-        return np.int64(-1)
+        if units_of(call, count) >= STREAM_BYTES:
+            stream_bytes(target + first + begin, source + begin, end - begin)
+        else:
+            copy_bytes(target + first + begin, source + begin, end - begin)
+        return
     layout, record_bytes, dtype, in_order = layout_of(call), call.record_bytes, call.dtype, np.int64(0)
     stride = call.out_step * call.counts_per_row
     whole = min(end, count // call.counts_per_row - first)
     target += first * stride
-    for start in range(begin, whole, turn):
-        record, rows = source + start * record_bytes, min(turn, whole - start)
-        if sums and not row_fits(sums, record, record_bytes, seed, start):
-            return start
-        unpack_kernel(record, record_bytes, in_order, target + start * stride, stride, dtype, in_order, rows, layout)
+    record, row = source + begin * record_bytes, target + begin * stride
+    unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, whole - begin, layout)
     if whole < end:
         row = stack_buffer(_SCRATCH_ROW)
         record = source + whole * record_bytes
-        if sums and not row_fits(sums, record, record_bytes, seed, whole):
-            return whole
         unpack_kernel(record, record_bytes, in_order, row, stride, dtype, in_order, end - whole, layout)
         copy_bytes(target + whole * stride, row, count % call.counts_per_row * call.out_step)
-    return np.int64(-1)

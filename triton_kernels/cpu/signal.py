@@ -186,12 +186,6 @@ def tell_stuck(own, epoch, phase, owes, where):
 
 
 @device
-def nothing(where, peer):
-    """What a rank misses that gives up for what it has got."""
-    return False
-
-
-@device
 def give_up(own, owes, where, limit):
     """After `tell_stuck`: gives the peers until `limit` to say the same, and writes down who is to blame.
 

@@ -47,7 +47,7 @@ def tell_places(call, peers, fingerprint=FINGERPRINT):
     for index in range(call.num_regions):
         region = region_at(call, index)
         offset = call.out - load_int64(region + 8 * (REGION_PTRS + call.rank))
-        if call.exact and not call.checksums and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
+        if call.exact and 0 <= offset < load_int64(region + 8 * REGION_BYTES):
             number, before = load_int64(region + 8 * REGION_NUMBER), offset
     for peer in range(call.world):
         line, count = peers[P.HEAD_THERE, peer], peers[P.RECV_COUNT, peer]
@@ -66,7 +66,7 @@ def read_place(call, peers, peer, fingerprint=FINGERPRINT):
     """
     line, size = peers[P.HEAD_HERE, peer], units_of(call, peers[P.SEND_COUNT, peer])
     number, offset = load_int64(line + _HEAD_REGION), load_int64(line + _HEAD_OFFSET)
-    if number == 0 or not call.exact or call.checksums or load_int64(line + _HEAD_BYTES) != size:
+    if number == 0 or not call.exact or load_int64(line + _HEAD_BYTES) != size:
         return
     for index in range(call.num_regions):
         region = region_at(call, index)

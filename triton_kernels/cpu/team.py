@@ -151,13 +151,13 @@ def do_rows(words, member, count, work, where):
 
 
 @device
-def post(team, count, turn):
-    """Posts `count` rows, a chunk for each thread; each begins at a multiple of `turn`.
+def post(team, count):
+    """Posts `count` rows, a chunk for each thread.
 
     For the thread that leads a standing team, when all that it posted before is done. More and smaller chunks would let
     a faster core do more, but a piece takes some ten microseconds, and each further chunk a fifth of one.
     """
-    rows = -(-count // (load_int32(team + _THREADS) * turn)) * turn
+    rows = -(-count // load_int32(team + _THREADS))
     limit = load_int32(team + _LIMIT)
     store_int32(team + _ROWS_PER_CHUNK, np.int32(rows))
     store_int32(team + _FIRST, limit)

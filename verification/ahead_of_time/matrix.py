@@ -65,21 +65,13 @@ ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count"
 LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "checksums", "note")
 CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
-#: Kernels that have no floats, but AMD divides integers with them; of the last, with checksums.
-DIVIDERS = ("note", "recv_bytes")
+#: Has no floats, but AMD divides integers with them.
+DIVIDER = "note"
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS)
 PUBLISHERS += ("scatter", "send_to_all", "reduce_and_send_to_all")
 #: Of the collectives, those that read records.
 RECEIVERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
-#: Kernels that with checksums may find that a row does not fit, and tell it.
-FINDERS = ("send_sums", "recv_rows", "recv_bytes", *RECEIVERS)
-#: With checksums, of rounds and of the direct all-to-all-v; `check_planes` is there with them alone.
-CHECKED_KERNELS = (*ROUND_KERNELS, "check_planes", "wait_dispatch", "wait_combine", "close_round")
-CHECKED_KERNELS += (*CHANNEL_KERNELS, "wait_headers", *COPIERS, *COLLECTIVE_KERNELS, *LEG_WAITS)
-#: Of them, those that take scales out of records.
-SCALE_READERS = ("gather", "sum_home", "recv_rows", *RECEIVERS)
-CHECKED_TARGETS = ("sm_80", "sm_90", "gfx942")
 HIDDEN_SIZES = (2048, 5121, 7168)
 #: Elements of a row of the collectives.
 COLLECTIVE_ROWS = (1024, 4096)
@@ -89,19 +81,18 @@ OTHER_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, for one wire, row length and GPU, of a round with checksums or not, or of backward; bfloat16 rows."""
+    """One kernel, for one wire, row length and GPU, of a round's forward or backward; bfloat16 rows."""
 
     kernel: str
     wire: str
     hidden: int
     target: str
-    checksums: bool = False
     backward: bool = False  # a lane that carries gradients of router weights
     rows: str = "floats"  # of experts, for the kernels of RECORD_KERNELS; "records", or "as they are"
 
 
 def cases() -> Iterator[Case]:
-    """int8 for every target and row length; the other wires at the longest on one GPU of each maker; with checksums."""
+    """int8 for every target and row length; the other wires at the longest on one GPU of each maker."""
     for kernel in KERNELS:
         sizes = COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES
         for target in TARGETS:
@@ -127,30 +118,22 @@ def cases() -> Iterator[Case]:
         for rows in ("records", "as they are") if kernel == "send_sums" else ("records",):
             for target in TARGETS:
                 yield Case(kernel, "int8", HIDDEN_SIZES[-1], target, rows=rows)
-            for wire in (*OTHER_WIRES[:-1], "int8"):  # `none` has no records
-                for target in OTHER_TARGETS if wire != "int8" else OTHER_TARGETS[:1] * (kernel == "send_sums"):
-                    yield Case(kernel, wire, HIDDEN_SIZES[-1], target, checksums=wire == "int8", rows=rows)
-    for kernel in CHECKED_KERNELS:
-        hidden = (COLLECTIVE_ROWS if kernel in COLLECTIVE_KERNELS else HIDDEN_SIZES)[-1]
-        for target in CHECKED_TARGETS:
-            yield Case(kernel, "int8", hidden, target, checksums=True)
-        for wire in OTHER_WIRES if kernel in (*ROUND_KERNELS, *COLLECTIVE_KERNELS) else ():
-            yield Case(kernel, wire, hidden, "sm_90", checksums=True)
+            for wire in OTHER_WIRES[:-1]:  # `none` has no records
+                for target in OTHER_TARGETS:
+                    yield Case(kernel, wire, HIDDEN_SIZES[-1], target, rows=rows)
 
 
 def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The launcher of a kernel of the direct round, its arguments, and which of its launches the kernel is."""
     top_k, tokens = 8, 128
     x = torch.empty(tokens, case.hidden, dtype=torch.bfloat16)
-    sizes = (8, 256, top_k, case.hidden, tokens, case.wire)
-    lane = make_lanes(*sizes, checksums=case.checksums, weight_grads=case.backward)[0]
+    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire, weight_grads=case.backward)[0]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     out = _expert_rows(case, x)
     sends = lane, out, x.dtype, None, lane.weights if case.backward else None, case.rows == "as they are"
     return {
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
-        "check_planes": (permute.route, (lane,), 0),
         "count": (permute.route, (lane,), 0),
         "prefix": (permute.route, (lane,), 1),
         "place": (permute.route, (lane,), 2),
@@ -170,7 +153,7 @@ def _expert_rows(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct all-to-all-v."""
-    layout = channel_layout(8, 4 << 20, checksums=case.checksums)
+    layout = channel_layout(8, 4 << 20)
     end = Endpoint.of(layout, 0, torch.zeros(0, dtype=torch.uint8), torch.zeros(8).long())
     x, signature = (
         torch.empty(4, case.hidden, dtype=torch.bfloat16),
@@ -196,7 +179,7 @@ def _channel_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ..
 
 def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     """The same for a kernel of the direct collectives, whose tensors begin anywhere."""
-    layout, wire = collective_layout(8, checksums=case.checksums), WireFormat.parse(case.wire)
+    layout, wire = collective_layout(8), WireFormat.parse(case.wire)
     lane = Endpoint.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
     x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
     ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER}
@@ -235,7 +218,7 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         return _expert_launcher(case)
     if case.kernel in (*COLLECTIVE_KERNELS, *LEG_WAITS):
         return _collective_launcher(case)
-    if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, "check_planes"):
+    if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS):
         return _round_launcher(case)
     if case.kernel == "checksums":
         octets = torch.empty(5 * case.hidden, dtype=torch.uint8)
@@ -276,19 +259,12 @@ def compile_case(case: Case) -> Report:
     return inspect(compiled_case(case), case.target)
 
 
-def signals_peers(case: Case) -> bool:
-    """Whether the kernel of a case does, but to give up."""
-    return case.kernel in PUBLISHERS or (case.checksums and case.kernel in FINDERS)
-
-
 def check_signals(case: Case) -> list[str]:
-    """What is wrong with the signals of a kernel that `signals_peers`, on an NVIDIA GPU; empty when nothing is."""
+    """What is wrong with the signals of one of PUBLISHERS, on an NVIDIA GPU; empty when nothing is."""
     signals = inspect_signals(compiled_case(case))
     faults = []
-    # Who finds that something does not fit tells the peers and the host as well.
-    publications = (case.kernel in PUBLISHERS) + 2 * (case.checksums and case.kernel in FINDERS)
-    if signals.system_fences != publications:
-        faults.append(f"{signals.system_fences} fences at system scope for publications in {publications} places")
+    if signals.system_fences != 1:
+        faults.append(f"{signals.system_fences} fences at system scope for a publication in one place")
     if signals.exchanges:
         faults.append(f"{signals.exchanges} atomic exchanges with peers or the host")
     if not signals.after_barrier:
@@ -296,16 +272,6 @@ def check_signals(case: Case) -> list[str]:
     if signals.arrivals != (case.kernel != "close_round"):
         faults.append(f"{signals.arrivals} arrivals with acquire and release order")
     return faults
-
-
-def check_scales(case: Case) -> list[str]:
-    """Whether one of SCALE_READERS, with checksums, sums the very scales that it uses; on NVIDIA GPUs.
-
-    Seen from the rows' source they are loaded once. But what has fewer elements than a program has threads the compiler
-    may load again for each use.
-    """
-    loads = re.findall(r"tt\.load .*x!tt\.ptr<i16>", compiled_case(case).asm["ttgir"])
-    return [] if len(loads) == 1 else [f"scales are loaded in {len(loads)} places"]
 
 
 def check_tensor_cores(case: Case) -> list[str]:
@@ -333,15 +299,11 @@ def check(case: Case, report: Report) -> list[str]:
     faults = []
     if report.spills:
         faults.append(f"{report.spills} spills")
-    if report.fused and case.kernel not in DIVIDERS:
+    if report.fused and case.kernel != DIVIDER:
         faults.append(f"{report.fused} fused multiply-adds")
-    # With checksums a quarter of the words at a time, which 4 wavefronts of 64 lanes share.
-    widest = 8 if case.checksums and case.target.startswith("gfx") else 16
-    if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < widest:
+    if case.kernel in COPIERS and min(report.load_bytes, report.store_bytes) < 16:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
-    if case.kernel in (*CONTROL_KERNELS, *EXPERT_KERNELS, "check_planes") or (
-        case.checksums and case.kernel in CHANNEL_KERNELS
-    ):
+    if case.kernel in (*CONTROL_KERNELS, *EXPERT_KERNELS):
         return faults
     if case.kernel in COLLECTIVE_KERNELS:
         return faults + _check_collective(case, report)
@@ -350,7 +312,7 @@ def check(case: Case, report: Report) -> list[str]:
     # Half a byte a column, 8192 columns over 8 wavefronts of 64 lanes: 8 bytes are all there is for a lane to load.
     narrow_payload = case.wire == "int4" and case.target.startswith("gfx") and case.kernel in READERS
     # Sums are added up by twice the threads, of which AMD has 64 in a wavefront.
-    narrow_payload |= case.kernel == "sum_home" and (case.checksums or case.target.startswith("gfx"))
+    narrow_payload |= case.kernel == "sum_home" and case.target.startswith("gfx")
     # So are rows that are records, by wavefronts of 64; as they are, they are a reader's.
     of_records = case.rows == "records" or (case.rows == "as they are" and case.wire == "int4")
     narrow_payload |= of_records and case.target.startswith("gfx")
@@ -377,11 +339,9 @@ def _check_collective(case: Case, report: Report) -> list[str]:
 
 def _row(case: Case) -> tuple[Case, Report, list[str]]:
     report = compile_case(case)
-    signals = check_signals(case) if signals_peers(case) and case.target.startswith("sm_") else []
-    reads_scales = case.kernel in SCALE_READERS and case.wire not in ("none", "int8:row")
-    scales = check_scales(case) if case.checksums and reads_scales and case.target.startswith("sm_") else []
+    signals = check_signals(case) if case.kernel in PUBLISHERS and case.target.startswith("sm_") else []
     products = check_tensor_cores(case) if case.kernel in EXPERT_KERNELS else []
-    return case, report, check(case, report) + signals + scales + products
+    return case, report, check(case, report) + signals + products
 
 
 def main() -> int:
@@ -394,8 +354,7 @@ def main() -> int:
     with ProcessPoolExecutor(jobs) as pool:
         for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
-            name = case.kernel + " + sums" * case.checksums
-            name += {"floats": "", "records": ", records", "as they are": ", as is"}[case.rows]
+            name = case.kernel + {"floats": "", "records": ", records", "as they are": ", as is"}[case.rows]
             print(
                 f"{name:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
                 f"{report.fused:>5}{report.load_bytes:>6}{report.store_bytes:>6}{report.barriers:>5}"

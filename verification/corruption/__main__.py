@@ -1,12 +1,11 @@
 """Corrupts memory of the direct transport on the CPU at random, and judges what calls do with it.
 
     python -m verification.corruption --rounds 300000 --seed 1 --processes 2 --json FILE
-    python -m verification.corruption --rounds 2000 --integrity checksum --json FILE
 
-Without checksums a call may return, but must not read or write elsewhere, hang, or raise anything but an error of
-thinwire's (`words.py`). With them it must not give a wrong result either (`checked.py`). The calls run in separate
-processes, since they may end them. Case i has the seed S + i. If FILE exists, the run continues where the last one
-ended, until there are N cases in all. A failure is printed as the command that repeats it.
+A call may return, but must not read or write elsewhere, hang, or raise anything but an error of thinwire's
+(`words.py`). The calls run in separate processes, since they may end them. Case i has the seed S + i. If FILE exists,
+the run continues where the last one ended, until there are N cases in all. A failure is printed as the command that
+repeats it.
 
     --seconds N         ends after N seconds; a later run continues
     --kernels triton    hostile words for Triton's kernels, under its interpreter: a thousand times slower
@@ -40,43 +39,32 @@ MOST_SECONDS = 20.0
 SILENCE = 90.0  # of a worker, that is then taken to hang
 _BATCH = 1000  # cases, after which the file is written
 #: How an outcome begins that must not be.
-_FAILURES = ("late", "unexpected", "crashed", "hung", "out_of_bounds", "wrong")
+_FAILURES = ("late", "unexpected", "crashed", "hung", "out_of_bounds")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The process in which cases run
 
 
-def work(kernels: str, integrity: str) -> None:
+def work(kernels: str) -> None:
     """Answers every seed that is asked for with a line of JSON: which case it was, and what came of it.
 
-    The first line says, of integrity, which operations are refused.
+    A first line says that it is ready.
     """
+    from verification.corruption import words
+
     faulthandler.enable()
     torch.set_num_threads(1)
-    run, refused = _cases(kernels, integrity)
-    print(json.dumps(refused), flush=True)
+    words.warm_up(kernels == "triton")
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_timed(run, int(line))), flush=True)
+        print(json.dumps(_timed(words.run_case, int(line), kernels == "triton")), flush=True)
 
 
-def _cases(kernels: str, integrity: str) -> tuple[Callable[[random.Random], tuple[str, str]], dict[str, str]]:
-    if integrity == "none":
-        from verification.corruption import words
-
-        words.warm_up(kernels == "triton")
-        return lambda rng: words.run_case(rng, kernels == "triton"), {}
-    from verification.corruption import checked
-
-    refused = checked.refused()
-    names = [name for name in checked.OPERATIONS if name not in refused]
-    return lambda rng: checked.run_case(rng, names), refused
-
-
-def _timed(run: Callable[[random.Random], tuple[str, str]], seed: int) -> tuple[str, str]:
+def _timed(run: Callable[[random.Random, bool], tuple[str, str]], seed: int, triton: bool) -> tuple[str, str]:
     start, case = time.monotonic(), ""
     try:
-        case, outcome = run(random.Random(seed))
+        case, outcome = run(random.Random(seed), triton)
     except Exception as error:
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
@@ -93,15 +81,10 @@ def _timed(run: Callable[[random.Random], tuple[str, str]], seed: int) -> tuple[
 
 
 class Worker:
-    """A process that runs cases; when one ends it, or hangs, the next case has another.
+    """A process that runs cases; when one ends it, or hangs, the next case has another."""
 
-    Attributes:
-        refused: the operations that it does not run, and why.
-    """
-
-    def __init__(self, kernels: str, integrity: str) -> None:
-        self._command = [sys.executable, "-m", "verification.corruption", "--worker"]
-        self._command += ["--kernels", kernels, "--integrity", integrity]
+    def __init__(self, kernels: str) -> None:
+        self._command = [sys.executable, "-m", "verification.corruption", "--worker", "--kernels", kernels]
         self._environ = dict(os.environ)
         if kernels == "triton":
             self._environ |= {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
@@ -112,10 +95,8 @@ class Worker:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environ, bufsize=0
         )
-        line = self._answer(3 * SILENCE)
-        if not line:
+        if not self._answer(3 * SILENCE):
             raise SystemExit(f"a worker ended with {self._process.wait()} outside of any case")
-        self.refused: dict[str, str] = json.loads(line)
 
     def run(self, seed: int) -> tuple[str, str]:
         """Which case it was, and what came of it."""
@@ -152,18 +133,13 @@ class Worker:
 class Report:
     """What came of the cases so far, those of earlier runs in the same file too."""
 
-    def __init__(self, seed: int, kernels: str, integrity: str, path: Path | None) -> None:
-        self.runs = Runs("verification.corruption", path, True, seed=seed, kernels=kernels, integrity=integrity)
+    def __init__(self, seed: int, kernels: str, path: Path | None) -> None:
+        self.runs = Runs("verification.corruption", path, True, seed=seed, kernels=kernels)
         stored = self.runs.stored
         self.before = self.done = stored.get("rounds", 0)
         self.outcomes, self.failures = Counter[str](stored.get("outcomes", {})), list(stored.get("failures", ()))
         self.cases = {case: Counter[str](counts) for case, counts in stored.get("cases", {}).items()}
-        self.refused: dict[str, str] = {}
-        self._again = "".join(
-            f" --{name} {value}"
-            for name, value, default in (("kernels", kernels, "numba"), ("integrity", integrity, "none"))
-            if value != default
-        )
+        self._again = "" if kernels == "numba" else f" --kernels {kernels}"
 
     def add(self, seed: int, case: str, outcome: str) -> None:
         """One case."""
@@ -181,13 +157,13 @@ class Report:
         content: dict[str, Any] = {
             "rounds": self.done,
             "raised_named_errors": sum(count for kind, count in self.outcomes.items() if kind[0].isupper()),
-            "returned": self.outcomes["returned"] + self.outcomes["right"],
+            "returned": self.outcomes["returned"],
             "in_time": self.done - self.outcomes["late"] - self.outcomes["hung"],
         }
         content |= {kind: self.outcomes[kind] for kind in _FAILURES}
         content |= {"outcomes": dict(sorted(self.outcomes.items()))}
         content |= {"cases": {case: dict(sorted(counts.items())) for case, counts in sorted(self.cases.items())}}
-        return content | {"refused": self.refused, "failures": self.failures}
+        return content | {"failures": self.failures}
 
     def write(self) -> None:
         """To its file, if it has one."""
@@ -219,18 +195,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="that run cases at the same time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kernels", choices=("numba", "triton"), default="numba")
-    parser.add_argument("--integrity", choices=("none", "checksum"), default="none")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.kernels == "triton" and arguments.integrity != "none":
-        parser.error("checksums are compared by numba's kernels alone")
     if arguments.worker:
-        work(arguments.kernels, arguments.integrity)
+        work(arguments.kernels)
         return 0
-    report = Report(arguments.seed, arguments.kernels, arguments.integrity, arguments.json)
+    report = Report(arguments.seed, arguments.kernels, arguments.json)
     end = time.monotonic() + arguments.seconds
-    workers = [Worker(arguments.kernels, arguments.integrity) for _ in range(arguments.processes)]
-    report.refused = workers[0].refused
+    workers = [Worker(arguments.kernels) for _ in range(arguments.processes)]
     try:
         while report.done < arguments.rounds and time.monotonic() < end:
             first = arguments.seed + report.done

@@ -95,16 +95,6 @@ _PUBLISH = [
     Case("publish", "arrivals are not reset", "BROKEN_NO_RESET", DEADLOCK),
 ]
 
-_CORRUPTION = [
-    _holds("corruption", "2 programs of 2 threads, 2 launches", "", 1_000_000),
-    Case("corruption", "goal: the end, and all fits", "GOAL_END", GOAL),
-    Case("corruption", "goal: both programs find something", "GOAL_BOTH", GOAL),
-    Case("corruption", "each reports what it found", "BROKEN_NO_EXCHANGE", "source==row"),
-    Case("corruption", "arrival without order", "BROKEN_RELAXED_ARRIVAL", "source"),
-    Case("corruption", "who finds something ends it at once", "BROKEN_EARLY_STATUS", "runs["),
-    Case("corruption", "published all the same", "BROKEN_PUBLISHES", "!(unfit["),
-]
-
 _EXCHANGE = [
     _holds("exchange", "3 ranks, 4 epochs, any rows", "", 800_000),
     Case("exchange", "goal: the end, with empty and full epochs", "GOAL_END", GOAL),
@@ -238,7 +228,7 @@ _VERDICT = [
 ]
 
 CASES = [
-    *_ROUND_TRIP, *_PUBLISH, *_CORRUPTION, *_EXCHANGE, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
+    *_ROUND_TRIP, *_PUBLISH, *_EXCHANGE, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
     *_REBUILD, *_VERDICT,
 ]  # fmt: skip
 

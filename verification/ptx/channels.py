@@ -31,10 +31,9 @@ class Channels:
 
     @classmethod
     def of(
-        cls, device: Device, world: int, piece_bytes: int = 640, pieces: int = 2, checksums: bool = False,
-        timeout: float = 1.0,
+        cls, device: Device, world: int, piece_bytes: int = 640, pieces: int = 2, timeout: float = 1.0
     ) -> Channels:  # fmt: skip
-        layout = channel_layout(world, piece_bytes, pieces, checksums=checksums)
+        layout = channel_layout(world, piece_bytes, pieces)
         buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
         addresses = [buffer.data_ptr() for buffer in buffers]
         channels = []

@@ -29,8 +29,8 @@ class Collectives:
     calls: list[tuple[Call, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, device: Device, world: int, slot_bytes: int = 1024, checksums: bool = False) -> Collectives:
-        layout = collective_layout(world, slot_bytes, checksums=checksums)
+    def of(cls, device: Device, world: int, slot_bytes: int = 1024) -> Collectives:
+        layout = collective_layout(world, slot_bytes)
         buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8) for _ in range(world)]
         buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers])
         ends = [Endpoint.of(layout, rank, buffer, buffer_ptrs) for rank, buffer in enumerate(buffers)]

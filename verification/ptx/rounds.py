@@ -61,14 +61,11 @@ class Rounds:
         hidden: int = 64,
         max_tokens: int = 3,
         wire: str = "int8",
-        checksums: bool = False,
         weight_grads: bool = False,
         seed: int = 0,
         num_programs: int | None = 2,
     ) -> Rounds:
-        lanes = make_lanes(
-            world, num_experts, top_k, hidden, max_tokens, wire, checksums=checksums, weight_grads=weight_grads
-        )
+        lanes = make_lanes(world, num_experts, top_k, hidden, max_tokens, wire, weight_grads=weight_grads)
         for lane in lanes:
             for name, value in vars(lane).items():
                 if isinstance(value, torch.Tensor):

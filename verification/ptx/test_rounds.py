@@ -14,10 +14,10 @@ from verification.ptx.device import Device
 from verification.ptx.rounds import Rounds
 
 
-def _run(world: int, seed: int, *, hidden: int = 64, checksums: bool = False, weight_grads: bool = False) -> None:
+def _run(world: int, seed: int, *, hidden: int = 64, weight_grads: bool = False) -> None:
     device = Device(ranks=world, races=True, seed=seed, warps="any order")
     with device.patch(queued=True):
-        rounds = Rounds.of(device, world, hidden=hidden, checksums=checksums, weight_grads=weight_grads, seed=seed)
+        rounds = Rounds.of(device, world, hidden=hidden, weight_grads=weight_grads, seed=seed)
         rounds.queue()
         rounds.queue(closing=(1,))
         device.run_queued()
@@ -31,12 +31,12 @@ def test_rounds_of_two_ranks_without_a_race() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("world", "hidden", "checksums", "weight_grads"),
-    [(2, 64, True, True), (4, 64, False, False), (2, 1536, False, True), (2, 1536, True, False)],
+    ("world", "hidden", "weight_grads"),
+    [(2, 64, True), (4, 64, False), (2, 1536, True)],
 )
-def test_rounds_without_a_race(world: int, hidden: int, checksums: bool, weight_grads: bool) -> None:
+def test_rounds_without_a_race(world: int, hidden: int, weight_grads: bool) -> None:
     """Rows of 1536 elements are the work of several warps."""
-    _run(world, 1, hidden=hidden, checksums=checksums, weight_grads=weight_grads)
+    _run(world, 1, hidden=hidden, weight_grads=weight_grads)
 
 
 @pytest.mark.exhaustive

@@ -43,10 +43,10 @@ def _assert_blamed(report: torch.Tensor, control: torch.Tensor, epoch: int, phas
     assert report[REPORT_PEERS:].view(3, WORLD).tolist() == [gone, gone, [1, 1, 0]]
 
 
-def _rounds(seed: int, checksums: bool) -> None:
+def _rounds(seed: int, backward: bool) -> None:
     device = _device(seed)
     with device.patch(queued=True):
-        rounds = Rounds.of(device, WORLD, checksums=checksums, weight_grads=checksums)
+        rounds = Rounds.of(device, WORLD, weight_grads=backward)
         rounds.timeout, rounds.grace = TIMEOUT, GRACE
         rounds.queue()
         late = [rounds.queue(absent=(GONE,)) for _ in range(2)]
@@ -56,7 +56,7 @@ def _rounds(seed: int, checksums: bool) -> None:
         _assert_blamed(lane.report, lane.control, 2, 0)
         for round_ in late:
             assert round_.results[lane.rank].isnan().all() and round_.gathered[lane.rank].isnan().all()
-            if checksums:
+            if backward:
                 assert round_.home[lane.rank].isnan().all()
 
 
@@ -65,14 +65,15 @@ def test_survivors_of_a_round_name_the_rank_that_never_came() -> None:
 
 
 @pytest.mark.exhaustive
-def test_survivors_of_a_round_with_checksums() -> None:
+def test_survivors_of_a_round_of_backward() -> None:
     _rounds(1, True)
 
 
-def _collectives(seed: int, checksums: bool) -> None:
-    device = _device(seed)
+@pytest.mark.exhaustive
+def test_survivors_of_a_collective_name_the_rank_that_never_came() -> None:
+    device = _device(0)
     with device.patch(queued=True):
-        collectives = Collectives.of(device, WORLD, checksums=checksums)
+        collectives = Collectives.of(device, WORLD)
         collectives.timeout, collectives.grace = TIMEOUT, GRACE
         collectives.queue(Call(ALL_REDUCE, (100, 100, 100), num_programs=3))
         late = [
@@ -86,23 +87,17 @@ def _collectives(seed: int, checksums: bool) -> None:
         assert all(outs[end.rank].isnan().all() for outs in late)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("checksums", [False, True])
-def test_survivors_of_a_collective_name_the_rank_that_never_came(checksums: bool) -> None:
-    _collectives(0, checksums)
-
-
 COUNTS = [[12, 11, 13]] * WORLD
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("halfway", "checksums"), [(False, False), (True, False), (True, True)])
-def test_survivors_of_an_all_to_all_name_the_rank_that_never_came(halfway: bool, checksums: bool) -> None:
+@pytest.mark.parametrize("halfway", [False, True])
+def test_survivors_of_an_all_to_all_name_the_rank_that_never_came(halfway: bool) -> None:
     """Or that sent its first pieces, and died then."""
     device = _device(3)
     gone = {"halfway" if halfway else "absent": (GONE,)}
     with device.patch(queued=True):
-        channels = Channels.of(device, WORLD, timeout=TIMEOUT, checksums=checksums)
+        channels = Channels.of(device, WORLD, timeout=TIMEOUT)
         channels.queue([[1, 3, 2]] * WORLD, (40,), torch.bfloat16, "int8")
         first = channels.queue(COUNTS, (40,), torch.bfloat16, "int8", **gone)
         second = channels.queue(COUNTS, (40,), torch.float32, "none", absent=(GONE,))

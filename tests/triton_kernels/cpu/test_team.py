@@ -292,7 +292,7 @@ def add_pieces():
         team.finish(team_of)
 
     @numba.njit(nogil=True)
-    def add_pieces(counts, turn, words, member):
+    def add_pieces(counts, words, member):
         at = team.team_at(words)
         if member > 0:
             while True:
@@ -302,7 +302,7 @@ def add_pieces():
                 add(counts, at, chunk)
         for piece in range(len(counts)):
             store_int64(at + team.JOB, piece)
-            team.post(at, counts.shape[1], turn)
+            team.post(at, counts.shape[1])
             chunk = team.claim(at)
             while chunk >= 0:
                 add(counts, at, chunk)
@@ -313,7 +313,7 @@ def add_pieces():
         team.dismiss(at)
         return len(counts)
 
-    add_pieces(np.zeros((0, 1), np.int64), 1, team._new_team(1)[0], 0)  # compiles
+    add_pieces(np.zeros((0, 1), np.int64), team._new_team(1)[0], 0)  # compiles
     return add_pieces
 
 
@@ -321,11 +321,11 @@ def add_pieces():
 def test_what_is_posted_is_done_once_before_more_is_posted(calls, add_pieces):
     import numpy as np
 
-    for width, turn in ((1, 1), (7, 2), (64, 1), (1000, 100)):
+    for width in (1, 7, 64, 1000):
         for threads in (1, 2, 3, 8):
             for _ in range(calls):
                 counts = np.zeros((100, width), np.int64)
-                assert team.run_standing_team(threads, add_pieces, counts, turn) == 100, (width, threads)
+                assert team.run_standing_team(threads, add_pieces, counts) == 100, (width, threads)
 
 
 def threads_of(monkeypatch):
@@ -345,7 +345,7 @@ def test_a_standing_team_ends_with_its_call(add_pieces, monkeypatch):
 
     started = threads_of(monkeypatch)
     for pieces in (0, 50):
-        team.run_standing_team(4, add_pieces, np.zeros((pieces, 64), np.int64), 1)
+        team.run_standing_team(4, add_pieces, np.zeros((pieces, 64), np.int64))
     for thread in started:
         thread.join(20)
     assert len(started) == 6 and not any(thread.is_alive() for thread in started)
@@ -365,7 +365,7 @@ def test_a_standing_team_ends_without_its_call(add_pieces, monkeypatch):
     monkeypatch.setattr(team, "start_new_thread", interrupted)
     counts = np.zeros((50, 64), np.int64)
     with pytest.raises(KeyboardInterrupt):
-        team.run_standing_team(4, add_pieces, counts, 1)
+        team.run_standing_team(4, add_pieces, counts)
     started[0].join(0.5)  # before it would have gone by itself
     assert not started[0].is_alive() and not counts.any()
 
@@ -376,7 +376,7 @@ def test_a_standing_team_that_nobody_leads_ends(add_pieces, monkeypatch):
 
     words, _ = team._new_team(1)
     began = time.monotonic()
-    add_pieces(np.zeros((1, 1), np.int64), 1, words, 1)
+    add_pieces(np.zeros((1, 1), np.int64), words, 1)
     assert 0.9 < time.monotonic() - began < 20
 
 
@@ -386,7 +386,7 @@ def test_a_thread_that_comes_late_to_a_standing_team_touches_nothing(add_pieces,
     late = []
     monkeypatch.setattr(team, "start_new_thread", lambda kernel, arguments: late.append((kernel, arguments)))
     counts = np.zeros((50, 64), np.int64)
-    assert team.run_standing_team(3, add_pieces, counts, 1) == 50 and len(late) == 2
+    assert team.run_standing_team(3, add_pieces, counts) == 50 and len(late) == 2
     counts[:] = 0
     for kernel, arguments in late:
         kernel(*arguments)

@@ -27,7 +27,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--transport", default="auto", help="auto, direct or staged (auto)")
     sizes.add_argument("--lanes", type=int, default=1, metavar="N", help="rounds open at once (1)")
     sizes.add_argument("--align", type=int, default=1, metavar="N", help="alignment of each expert's rows (1)")
-    sizes.add_argument("--integrity", default="none", help="none or checksum, as the communicator's (none)")
     sizes.add_argument("--heap", default="cuda", help="cuda; posix or threads for CPU ranks (cuda)")
 
 

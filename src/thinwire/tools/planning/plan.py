@@ -43,7 +43,6 @@ class Request:
     heap: str = "cuda"
     hosts: int = 1
     dtype: torch.dtype = torch.bfloat16
-    integrity: str = "none"
 
     def memory(self, rank: int = 0) -> MemoryPlan:
         """Of a rank."""
@@ -53,7 +52,7 @@ class Request:
             self.ranks, self.experts, self.top_k, self.hidden, self.max_tokens, rank=rank, heap=self.heap,
             wire=self.wire, combine_wire=self.combine_wire, grad_wire=self.grad_wire,
             transport="staged" if self.hosts > 1 else self.transport, lanes=self.lanes, align=self.align,
-            dtype=self.dtype, integrity=self.integrity,
+            dtype=self.dtype,
         )  # fmt: skip
         spread = f"ranks of {self.hosts} hosts do not share memory"
         return replace(plan, reason=spread) if self.hosts > 1 else plan

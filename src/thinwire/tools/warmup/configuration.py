@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.comm.integrity import resolve_integrity
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.config import ParallelSettings
 from thinwire.tools.warmup.exchanges import launch_all_to_all_v, launch_collectives
@@ -29,7 +28,6 @@ class Configuration:
         settings: ExpertParallel's arguments; lanes with and without `dtype` are both compiled for.
         ranks: of the group.
         dtype: of tokens.
-        checksums: whether the communicator has integrity="checksum".
         gradients: whether a dispatch will want gradients.
         int8_experts: elements between the two products of `tw.Int8Experts`; 0: there are none.
         collectives, all_to_all_v: whether these are called too, in the wire format of dispatch and with rows of its
@@ -39,7 +37,6 @@ class Configuration:
     settings: ParallelSettings
     ranks: int
     dtype: torch.dtype
-    checksums: bool = False
     gradients: bool = False
     int8_experts: int = 0
     collectives: bool = False
@@ -58,9 +55,8 @@ class Configuration:
             combine_wire=options.combine_wire, grad_wire=options.grad_wire, transport=options.transport,
             lanes=options.lanes, align=options.align, num_programs=None, timeout=None, dtype=dtype,
         )  # fmt: skip
-        checksums = resolve_integrity(options.integrity) != "none"
         beside = options.gradients, options.int8_experts, options.collectives, options.all_to_all_v
-        return cls(settings, options.ranks, dtype, checksums, *beside)
+        return cls(settings, options.ranks, dtype, *beside)
 
     def describe(self) -> str:
         """One line."""
@@ -68,7 +64,6 @@ class Configuration:
         return (
             f"{self.ranks} ranks, {settings.num_experts} experts, top-{settings.top_k}, hidden {settings.hidden_size}, "
             f"{settings.max_tokens} tokens a rank, {name}; {settings.wire} out, {settings.combine_wire} back"
-            + ", checksums" * self.checksums
             + f", gradients in {settings.grad_wire}" * self.gradients
             + f", int8 experts of {self.int8_experts}" * (self.int8_experts > 0)
             + ", collectives" * self.collectives
@@ -95,12 +90,12 @@ class Configuration:
         else:
             for room in (dtype, None):
                 lanes = replace(settings, dtype=room)
-                launch_direct(lanes, self.ranks, dtype, self.checksums)
+                launch_direct(lanes, self.ranks, dtype)
                 if self.gradients:
-                    launch_direct(lanes.of_backward, self.ranks, dtype, self.checksums, backward=True)
+                    launch_direct(lanes.of_backward, self.ranks, dtype, backward=True)
         if self.int8_experts:
             launch_int8_experts(settings, self.ranks, dtype, self.int8_experts)
         if self.collectives:
-            launch_collectives(self.ranks, settings.wire, dtype, self.checksums)
+            launch_collectives(self.ranks, settings.wire, dtype)
         if self.all_to_all_v:
-            launch_all_to_all_v(self.ranks, settings.hidden_size, settings.wire, dtype, self.checksums)
+            launch_all_to_all_v(self.ranks, settings.hidden_size, settings.wire, dtype)

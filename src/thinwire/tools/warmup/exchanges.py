@@ -41,9 +41,9 @@ class _Collectives(DirectCollectives):
         self._load_kernels(self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype), x, x)
 
 
-def launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype, checksums: bool) -> None:
+def launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype) -> None:
     """Kernels of all-reduce, reduce-scatter and all-gather in a wire format, and of sums that are gathered exactly."""
-    layout = collective_layout(ranks, on_gpu=True, checksums=checksums)
+    layout = collective_layout(ranks, on_gpu=True)
     collectives = _Collectives(_memory(layout), layout, 0, _TIMEOUT, collective)
     exact = WireFormat.parse("none")
     for row in (SHORT_ROW, LONG_ROW):
@@ -68,9 +68,9 @@ class _Channel(DeviceChannel):
             self._load_kernels(form, x, form.step // x.itemsize)
 
 
-def launch_all_to_all_v(ranks: int, hidden: int, wire: WireFormat, dtype: torch.dtype, checksums: bool) -> None:
+def launch_all_to_all_v(ranks: int, hidden: int, wire: WireFormat, dtype: torch.dtype) -> None:
     """Kernels of all-to-all-v for rows of so many elements in a wire format, and as they are."""
-    layout = channel_layout(ranks, on_gpu=True, checksums=checksums)
+    layout = channel_layout(ranks, on_gpu=True)
     channel = _Channel(_memory(layout), layout, 0, _TIMEOUT)
     for each in (wire, WireFormat.parse("none")):
         channel.launch(torch.empty(1, hidden, dtype=dtype, device=META), each)

@@ -19,11 +19,9 @@ META = torch.device("meta")
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-def launch_direct(
-    settings: ParallelSettings, ranks: int, dtype: torch.dtype, checksums: bool, backward: bool = False
-) -> None:
+def launch_direct(settings: ParallelSettings, ranks: int, dtype: torch.dtype, backward: bool = False) -> None:
     """Kernels of a round on the direct transport, whose lanes are those of forward or of backward."""
-    layout = settings.lane_layout(ranks, checksums=checksums, weight_grads=backward)
+    layout = settings.lane_layout(ranks, weight_grads=backward)
     kernels = RoundKernels(
         dispatch.send_tokens, dispatch.wait, permute.route, permute.gather, combine.send_sums, dispatch.close_round,
         combine.sum_home, dispatch.refuse,
