@@ -291,7 +291,8 @@ def meet_an_obstacle(comm, obstacle):
     PosixHeap.inspect, PosixHeap.create, PosixHeap.attach, platform.node, os.memfd_create, os.open = originals
     assert mappings == before[1] == 0
     if obstacle not in (offer_another_file, offer_a_file_that_can_shrink):  # which themselves open one
-        assert not kept_since(before)
+        kept = kept_since(before)
+        assert not kept, kept
     with allocate(comm, 4096) as memory:
         assert not memory.local.any()
     return str(caught.value)
