@@ -55,7 +55,7 @@ from verification.ptx.device import Device
 from verification.ptx.memory import GlobalMemory
 
 #: Kernels that move no rows, of which there are figures of the whole alone.
-OTHERS = (*CONTROL_KERNELS, "check_planes", *EXPERT_KERNELS)
+OTHERS = (*CONTROL_KERNELS, *EXPERT_KERNELS)
 FEW_MULTIPROCESSORS = 20  # what a kernel gets that runs beside a matrix product
 COLUMNS = {
     "kernel": "s",

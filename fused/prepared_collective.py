@@ -16,7 +16,7 @@ from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Segments
 from thinwire.fused.partition import traffic_of
 from thinwire.fused.prepared import PreparedCall, check_out
-from thinwire.fused.staged_collective import Reductions, StagedCollectives
+from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, Job
 from thinwire.wire import WireFormat
@@ -104,7 +104,7 @@ class PreparedCollective(PreparedCall):
 
     def _choose(self, comm: Communicator) -> DirectCollectives | StagedCollectives:
         if self.exactly:
-            self._carrier = Reductions(self.what, "torch.distributed reduces")
+            self._carrier = StagedCollectives(self.what, "torch.distributed reduces")
         else:
             self._carrier = choose(
                 self.what, self.transport, comm, self.wires, lambda: open_collectives(comm, wires=self.wires),

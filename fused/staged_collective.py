@@ -31,6 +31,7 @@ class CollectiveCall(Protocol):
     row: int
     wires: Sequence[WireFormat]
     dtype: torch.dtype
+    exactly: bool
     job: Job | None
 
     def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]: ...
@@ -47,18 +48,9 @@ class StagedCollectives(Staged):
         """Begins a call, whose arguments were checked; what it returns ends the call. None: it is over."""
         if not out.numel():
             return None
+        begin = call.reduced if call.exactly else call.staged
         with torch.no_grad():
-            return self._begin(call)(comm, flat(x.detach()), out.detach().view(-1))
-
-    def _begin(self, call: CollectiveCall) -> Callable[..., Callable[[], object]]:
-        return call.staged
-
-
-class Reductions(StagedCollectives):
-    """Reductions that are torch.distributed's affair."""
-
-    def _begin(self, call: CollectiveCall) -> Callable[..., Callable[[], object]]:
-        return call.reduced
+            return begin(comm, flat(x.detach()), out.detach().view(-1))
 
 
 class _Rows:

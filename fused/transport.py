@@ -151,6 +151,8 @@ def _open_direct(
         found = staged(name, reason, no_memory)
         return found, f"{name}: staged, as {reason}"
 
+    if comm.integrity != "none":  # alike on all ranks
+        return refusal("checksums (integrity='checksum') are of messages, and the direct transport sends none")
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
     for rank, (reason, _) in enumerate(told):
         if reason is not None:
@@ -193,8 +195,6 @@ def _own_cores() -> list[int]:
 
 def _why_not(comm: Communicator) -> str | None:
     """What keeps this rank from the direct transport."""
-    if comm.integrity != "none":
-        return "checksums (integrity='checksum') are of messages, and the direct transport sends none,"
     backend, on_gpu, triton = os.environ.get(BACKEND_VARIABLE), comm.device.type == "cuda", uses_triton(comm)
     if comm.device.type not in ("cpu", "cuda"):
         return f"it is for the CPU and CUDA, and the communicator's tensors live on {comm.device}"

@@ -40,7 +40,7 @@ class Assembly:
         comm.require_same("ExpertParallel", config.settings(generation))
         self.rounds: Rounds = choose(
             "ExpertParallel", asked, comm, [], lambda: self._open(DirectRounds, config, generation),
-            lambda _, reason: StagedRounds(config, reason), CapacityError,
+            self._staged, CapacityError,
         )  # fmt: skip
         facts = self.facts()  # of which `open_direct` has told the first, where it was tried
         comm.log(f"ExpertParallel: {'; '.join(facts if asked == 'staged' else facts[1:])}")
@@ -60,15 +60,14 @@ class Assembly:
         """Those of forward, and if there are any those of backward."""
         return (self.rounds,) if self.backward is None else (self.rounds, self.backward)
 
+    def _staged(self, _: str, reason: str, no_memory: bool = False) -> Rounds:
+        return StagedRounds(self.config, reason, no_memory)
+
     def _open(self, kind: type[DirectRounds], config: ParallelConfig, generation: int, begun: int = 0) -> Rounds:
         """Lanes for forward or for backward, whose rounds go on from a number; or staged rounds. Collective."""
         comm, backward = config.comm, kind is BackwardRounds
-
-        def staged(_: str, reason: str, no_memory: bool = False) -> Rounds:
-            return StagedRounds(config, reason, no_memory)
-
         if (why := config.why_staged(comm.size)) is not None:
-            return staged("", why)
+            return self._staged("ExpertParallel", why)
         config = config.of_backward if backward else config
         layout = config.lane_layout(comm.size, weight_grads=backward)
         reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
@@ -76,7 +75,7 @@ class Assembly:
         def make(memory: SymmetricMemory, _: bool) -> Rounds:
             return kind(config, layout, memory, reason, begun)
 
-        return open_direct(comm, "ExpertParallel", config.lanes * layout.NUM_BYTES, {}, make, staged, generation)
+        return open_direct(comm, "ExpertParallel", config.lanes * layout.NUM_BYTES, {}, make, self._staged, generation)
 
     def gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor

@@ -296,7 +296,7 @@ class ExpertParallel:
 
         Returns:
             [tokens, hidden_size] in x's dtype; zero for a token without experts. On CUDA with the direct transport the
-            result of a round that failed is NaN; where sums that came home did not fit, at least their rows are.
+            result of a round that failed is NaN.
 
         Raises:
             LaneError: the round is over, or not this object's.
@@ -374,7 +374,6 @@ class ExpertParallel:
 
         Raises:
             PeerTimeout: a peer did not answer in time.
-            IntegrityError: what arrived in an earlier call is not what was sent.
             RoutingError: ids out of range, or dtypes that differ between ranks, in an earlier dispatch.
         """
         self._require_not_closed()

@@ -188,8 +188,8 @@ def sum_home_kernel(
 def _register_limit(lane: Lane, dtype: torch.dtype) -> dict[str, int]:
     """64 registers a thread, so that programs of 32 warps share a multiprocessor, where that is enough.
 
-    It is not with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for
-    rows that do not begin on 16 bytes each; nor need it be for records.
+    It is not with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for rows that do
+    not begin on 16 bytes each; nor need it be for records.
     """
     few = dtype.itemsize == 2 and lane.layout.HIDDEN % 8 == 0 and lane.combine_wire.name != "int4"
     return register_limit(lane.buffer.device, least=64 if few else 128)

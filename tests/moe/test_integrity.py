@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 pytest.importorskip("numba", reason="the direct transport of CPU ranks needs numba")
@@ -9,10 +11,13 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
+from tests.helpers.tampering import Arrival, tamper_with
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import TransportUnavailable
+from thinwire.errors import IntegrityError, PeerTimeout, TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
+
+VICTIM = 1
 
 REASON = r"checksums \(integrity='checksum'\) are of messages, and the direct transport sends none"
 
@@ -47,3 +52,30 @@ def _alike(comm: Communicator) -> None:
 
 def test_operations_are_staged_for_this_reason_and_give_the_same_bits() -> None:
     run_ranks(_alike, 3)
+
+
+def _corrupted(comm: Communicator) -> str:
+    def flip(seen: list[Arrival]) -> None:
+        if seen[-1].label.startswith("dispatch"):
+            seen[-1].octets[5] ^= 1
+
+    x = torch.ones(9, 200)
+    ids, weights = torch.arange(18).view(9, 2) % 7, torch.ones(9, 2)
+    short = Communicator(comm.group, timeout=2.0, integrity="checksum")
+    with ExpertParallel(short, 7, 2, 200, 9) as ep:
+        if comm.rank == VICTIM:
+            tamper_with(short, flip)
+        with pytest.raises(IntegrityError if comm.rank == VICTIM else PeerTimeout) as caught:
+            for _ in range(2):  # the others learn when they next wait for the victim
+                d = ep.dispatch(x, ids, weights)
+                ep.combine(d.tokens, d)
+        time.sleep(1.0 if comm.rank == VICTIM else 0.0)
+        ep.rebuild()
+        assert ep.comm.size == comm.size and ep.comm.integrity == "checksum" and ep.transport == "staged"
+        d = ep.dispatch(x, ids, weights)
+        assert torch.isfinite(ep.combine(d.tokens, d)).all()
+        return str(caught.value)
+
+
+def test_after_a_corrupted_round_rebuild_goes_on_with_all_ranks() -> None:
+    assert "what arrived is not what was sent" in run_ranks(_corrupted, 3)[VICTIM]
