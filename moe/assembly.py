@@ -116,11 +116,11 @@ class Assembly:
             )
         config = replace(self.config, max_tokens=most)
         if isinstance(rounds, DirectRounds):
-            self._replace_lanes(rounds, config, max(number for *_, number in told))
+            self._replace_lanes(config, max(number for *_, number in told))
         else:
             self.config = rounds.config = config
 
-    def _replace_lanes(self, rounds: DirectRounds, config: ParallelConfig, begun: int) -> None:
+    def _replace_lanes(self, config: ParallelConfig, begun: int) -> None:
         generation, before = self.generation + 1, self.config.max_tokens
         error = f"no room for {config.max_tokens} tokens a rank", f"lanes are as before, for {before}"
         forward = self._require(DirectRounds, error, config, generation, begun)
