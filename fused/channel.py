@@ -51,6 +51,8 @@ def channel_layout(
     >>> channel_layout(8, on_gpu=True).SLOT_BYTES, channel_layout(72, on_gpu=True).SLOT_BYTES
     (4194304, 621312)
     """
+    if pieces < 1:
+        raise CapacityError(f"rings of {pieces} pieces: expected at least 1")
     if piece_bytes is None:
         wanted, memory = (_GPU_PIECE_BYTES, _GPU_MOST_BYTES) if on_gpu else (_PIECE_BYTES, _MOST_BYTES)
         piece_bytes = ExchangeLayout.slot_bytes_within(memory, world, pieces, wanted)

@@ -1,9 +1,9 @@
 """The direct transport of all-reduce, reduce-scatter and all-gather: memory, jobs, and what is launched when.
 
-Memory, legs and epochs are described in `thinwire.triton_kernels.exchange_layout`. Numba's kernels and Triton's have
-the same launchers, so this file serves both. A call longer than a slot goes in chunks, one epoch each.
+Memory and legs are described in `thinwire.triton_kernels.exchange_layout`. Numba's kernels and Triton's have
+the same launchers, so this file serves both. A call longer than a slot goes in chunks.
 
-*Ranks that disagree* all learn it in the same epoch. On the CPU all raise `ConfigMismatch` and may go on. On CUDA
+*Ranks that disagree* all learn it in the same leg. On the CPU all raise `ConfigMismatch` and may go on. On CUDA
 outputs are filled with NaN, the next call or `check` raises it, and the memory is of no more use.
 """
 
@@ -53,7 +53,6 @@ from thinwire.triton_kernels.signal import (
 from thinwire.wire import WireFormat
 
 KEY = "collectives"  # under which a communicator keeps them
-_SLOTS = 2  # of a ring: the second leg's, by parity
 #: Of a slot, and of all of a rank's memory; on a GPU launches should not cost more than what they move.
 _SLOT_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _GPU_SLOT_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
@@ -108,14 +107,14 @@ def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = 
         CapacityError: for another number of bytes, or too many ranks.
 
     >>> collective_layout(8).SLOT_BYTES, collective_layout(72).SLOT_BYTES
-    (1048576, 232960)
+    (1048576, 465920)
     """
     if not 1 <= world <= MAX_WORLD:
         raise CapacityError(f"a group of {world} ranks; the direct collectives take 1 to {MAX_WORLD}")
     if slot_bytes is None:
         wanted, memory = (_GPU_SLOT_BYTES, _GPU_MOST_BYTES) if on_gpu else (_SLOT_BYTES, _MOST_BYTES)
-        slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, _SLOTS, wanted)
-    return ExchangeLayout.of(world, slot_bytes, _SLOTS)
+        slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, 0, wanted)
+    return ExchangeLayout.of(world, slot_bytes, slots=0)
 
 
 class DirectCollectives(ExchangeTransport):
@@ -126,7 +125,7 @@ class DirectCollectives(ExchangeTransport):
         recorder: whose traces are told of phases.
     """
 
-    phases = ("first leg", "second leg")
+    phases, counted = ("first leg", "second leg"), "leg"
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class DirectCollectives(ExchangeTransport):
         self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
 
     def raise_findings(self) -> None:
-        """On the CPU the host looks after each wait: all ranks have found a mismatch in one epoch, and may go on."""
+        """On the CPU the host looks after each wait: all ranks have found a mismatch in one leg, and may go on."""
         if self.closed:
             raise ThinwireError(CLOSED)
         if self.on_gpu or self.report[REPORT_STATUS] != MISMATCHED:
@@ -285,10 +284,10 @@ class DirectCollectives(ExchangeTransport):
         super().close()
 
     def mismatch(self) -> ConfigMismatch:
-        """What each rank was doing. No peer has gone on to this half's next epoch."""
+        """What each rank was doing. No peer has gone on to this half's next leg."""
         headers = self.headers()
         calls = [describe_signature(signature) for _, _, *signature in headers]
-        lines = [f"in call {self.report[REPORT_EPOCH]} the ranks do different things:"]
+        lines = [f"in leg {self.report[REPORT_EPOCH]} the ranks do different things:"]
         lines += [f"  rank {self.rank}: {calls[self.rank]}"]
         for peer in range(self.world):
             if self.report[REPORT_PEERS + peer]:

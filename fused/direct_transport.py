@@ -80,8 +80,9 @@ class DirectTransport(Attachment):
     """
 
     name, reason, no_memory = "direct", "", False  # as a `Transport`
-    #: What a report's phases are called.
+    #: What a report's phases are called, and what it counts.
     phases: tuple[str, ...] = ()
+    counted = "call"
     report: np.ndarray
 
     def __init__(
@@ -250,7 +251,7 @@ class DirectTransport(Attachment):
             found.append(f"{name_ranks(left)} closed the communicator in the middle of a call")
         if stuck:
             found.append(f"{name_ranks(stuck)} gave up too")
-        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in call {epoch}"
+        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in {self.counted} {epoch}"
         ranks, text = self.agree(blamed, f"{text}: {'; '.join(found)}")
         return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
 

@@ -2,9 +2,9 @@
 
 Memory is that of `thinwire.triton_kernels.exchange_layout`. An all-reduce of one chunk is five launches::
 
-    scatter      row i of part p -> the owner of p, as a record           first flag
+    scatter      row i of part p -> the owner of p, as a record           flags of a leg
     reduce       wait; then sum over ranks of the dequantised rows of
-                 my part, encoded once -> every rank                      second flag
+                 my part, encoded once -> every rank                      flags of the next leg
     gather_recv  wait; then out[part p][row i] = dequantise(record from p)
 
 A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `send_to_all`, which
@@ -35,14 +35,13 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import begin_epoch, wait_leg
+from thinwire.triton_kernels.exchange import header_line, publish_header, wait_leg
 from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 
-_FIRST_LEG, _SECOND_LEG = tl.constexpr(FIRST_LEG), tl.constexpr(SECOND_LEG)
 # What the launch knows and the kernel must not be compiled for.
 _DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
 _ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
@@ -71,14 +70,14 @@ def send_kernel(
     EXCHANGE: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
-    """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the first flag.
+    """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the leg's header.
 
     The whole tensor begins at `x_ptr`, or the own part.
     """
     world: tl.constexpr = EXCHANGE.WORLD
     signature = (signature_0, signature_1, signature_2, signature_3)
     if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-        epoch = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
+        leg = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         item = tl.program_id(0)
         while item < rows * (1 if TO_ALL else world):
@@ -88,7 +87,7 @@ def send_kernel(
                 row, part = row_and_part(item, rank, world)
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
-                offset = record_offset(_FIRST_LEG, epoch, rank, row, EXCHANGE, LAYOUT)
+                offset = record_offset(leg, rank, row, EXCHANGE, LAYOUT)
                 peers: tl.constexpr = world if TO_ALL else 1
                 if TO_ALL:
                     x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
@@ -97,7 +96,8 @@ def send_kernel(
                 send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, EXCHANGE, LAUNCH):
-            begin_epoch(buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE, LAUNCH)
+            tl.store(control_ptr + EXCHANGE.EPOCH, leg)
+            publish_header(buffer_ptrs, rank, leg, signature, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -139,18 +139,18 @@ def reduce_kernel(
 ):
     """Sums of the own part's rows into the tensor at `out_ptr`.
 
-    Or, where there is a GATHER, as such records to everyone, and then the second flag.
+    Or, where there is a GATHER, as such records to everyone in the next leg, and then its flag.
     """
     world: tl.constexpr = EXCHANGE.WORLD
     running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
     if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
-        epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+        leg = tl.load(control_ptr + EXCHANGE.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
             left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if left > 0:
-                record = buffer_ptr + record_offset(_FIRST_LEG, epoch, 0, row, EXCHANGE, LAYOUT)
+                record = buffer_ptr + record_offset(leg, 0, row, EXCHANGE, LAYOUT)
                 if GATHER is None:
                     length = row_length(left, LAYOUT)
                     if running:
@@ -158,12 +158,14 @@ def reduce_kernel(
                     else:
                         fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
                 else:
-                    offset = record_offset(_SECOND_LEG, epoch, rank, row, EXCHANGE, GATHER)
+                    offset = record_offset(leg + 1, rank, row, EXCHANGE, GATHER)
                     send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
             row += tl.num_programs(0)
         if GATHER is not None:
             if arrive(control_ptr, EXCHANGE, LAUNCH):
-                publish(buffer_ptrs, rank, EXCHANGE.TAILS, epoch, EXCHANGE, LAUNCH)
+                tl.store(control_ptr + EXCHANGE.EPOCH, leg + 1)
+                line = header_line(leg + 1, rank, EXCHANGE)
+                publish(buffer_ptrs, line, EXCHANGE.HEADERS, leg + 1, EXCHANGE, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
@@ -175,22 +177,21 @@ def gather_recv_kernel(
     rank,
     chunk,
     rows,
-    LEG: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXCHANGE: tl.constexpr,
 ):
-    """Rows of all parts, as they came in a leg, into the tensor at `out_ptr`."""
+    """Rows of all parts, as they came in the last leg, into the tensor at `out_ptr`."""
     world: tl.constexpr = EXCHANGE.WORLD
     running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
-    epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+    leg = tl.load(control_ptr + EXCHANGE.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
     while item < rows * world:
         row, part = row_and_part(item, rank, world)
         length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
-            address = buffer_ptr.to(tl.int64) + record_offset(LEG, epoch, part, row, EXCHANGE, LAYOUT)
+            address = buffer_ptr.to(tl.int64) + record_offset(leg, part, row, EXCHANGE, LAYOUT)
             recv_row(address, out_ptr + start, row_length(length, LAYOUT), running, LAYOUT)
         item += tl.num_programs(0)
 
@@ -239,10 +240,10 @@ def _send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, to_all: bool, nu
 
 
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Begins an epoch: a chunk of rows of every part, quantised into the memory of the part's owner; the first flag.
+    """Sends a leg: a chunk of rows of every part, quantised into the memory of the part's owner.
 
     Args:
-        end: of the exchange, whose last epoch is over on this rank's stream. In poisoned memory nothing is done.
+        end: of the exchange, whose last leg is over on this rank's stream. In poisoned memory nothing is done.
         job: of op ALL_REDUCE or REDUCE_SCATTER.
         x: [elements] of `job.dtype`, contiguous, the whole tensor.
         chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
@@ -252,7 +253,7 @@ def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: 
 
 
 def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Begins an epoch: a chunk of this rank's own rows, each encoded once and stored at every rank; the first flag.
+    """Sends a leg: a chunk of this rank's own rows, each encoded once and stored at every rank.
 
     Args:
         end, chunk, num_programs: see `scatter`.
@@ -279,14 +280,14 @@ def reduce(
     grace: float,
     num_programs: int | None = None,
 ) -> None:
-    """Waits for everyone's first flag and sums a chunk of the own part's rows over all ranks, in float32.
+    """Waits for everyone's rows of a chunk of the own part and sums them over all ranks, in float32.
 
     Args:
-        end, chunk: see `scatter`, which opened the epoch.
+        end, chunk: see `scatter`, which sent the leg.
         job: of op REDUCE_SCATTER where `out` is a tensor, ALL_REDUCE where it is None.
         out: [elements of the own part] of `job.dtype`, contiguous: sums rounded once, saturating at the largest finite
             value unless `job.wire` is `none`; NaN in poisoned memory. None: each row of sums is encoded once
-            in `job.gather_wire` (`none` rounds it as above), stored at every rank, and the second flag follows.
+            in `job.gather_wire` (`none` rounds it as above), stored at every rank, in the next leg.
         timeout: seconds until the exchange is given up.
         grace: seconds that peers then get to report that they are stuck too.
         num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.
@@ -317,7 +318,7 @@ def gather_recv(
 
     Args:
         end, chunk, timeout, grace, num_programs: see `reduce`.
-        job: of op ALL_REDUCE, after `reduce`: waits for second flags; or ALL_GATHER, after `send_to_all`: for first.
+        job: of op ALL_REDUCE, after `reduce`; or ALL_GATHER, after `send_to_all`.
         out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN in poisoned memory.
     """
     layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
@@ -326,7 +327,7 @@ def gather_recv(
     _wait(end, job, leg, timeout, grace)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         gather_recv_kernel[(programs,)](
-            out, job.parts, end.buffer.view(torch.int8), end.control, end.rank, chunk, rows, LEG=leg, LAYOUT=layout,
+            out, job.parts, end.buffer.view(torch.int8), end.control, end.rank, chunk, rows, LAYOUT=layout,
             **_options(end, job, layout.num_warps),
             **register_limit(out.device, layout.num_warps),
         )  # fmt: skip

@@ -16,13 +16,10 @@ from thinwire.triton_kernels.codec import (
     store_record_tail,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import half_offset, slot_offset
-from thinwire.triton_kernels.exchange_layout import FIRST_LEG
+from thinwire.triton_kernels.exchange import half_offset
 from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, store_float32, widened
 from thinwire.triton_kernels.record import NONE
 from thinwire.triton_kernels.rows import load_row_tile, row_length, store_row_tile, tile_columns
-
-_FIRST_LEG = tl.constexpr(FIRST_LEG)
 
 
 @triton.jit
@@ -59,13 +56,9 @@ def length_and_start(parts_ptr, part, row, WORLD: tl.constexpr, HIDDEN: tl.const
 
 
 @triton.jit
-def record_offset(LEG: tl.constexpr, epoch, source, row, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+def record_offset(leg, source, row, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
     """Where in a rank's buffer a row of the chunk lies that rank `source` sends in a leg."""
-    if LEG == _FIRST_LEG:
-        offset = half_offset(epoch, source, EXCHANGE)
-    else:
-        offset = slot_offset(epoch & 1, source, EXCHANGE)
-    return offset + row.to(tl.int64) * LAYOUT.ROW_BYTES
+    return half_offset(leg, source, EXCHANGE) + row.to(tl.int64) * LAYOUT.ROW_BYTES
 
 
 @triton.jit

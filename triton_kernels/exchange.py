@@ -1,7 +1,7 @@
 """What all-to-all-v, all-reduce, reduce-scatter and all-gather do alike: headers, and how a leg is waited for.
 
-`docs/protocol.md`, "The exchange", has the argument. The epoch lives in device memory and is advanced by the last
-program of the kernel that opens it, so that CUDA graphs of a call can be replayed.
+`docs/protocol.md`, "The exchange", has the argument. The number of the leg lives in device memory and is advanced by
+the last program of the kernel that sends it, so that CUDA graphs of a call can be replayed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from thinwire.triton_kernels.signal import (
     publish,
     signal_words,
     store_signal_number,
-    store_signal_words,
     wait_or_give_up,
 )
 
@@ -25,15 +24,21 @@ _FIRST_LEG, _SIGNATURE_WORDS = tl.constexpr(FIRST_LEG), tl.constexpr(SIGNATURE_W
 
 
 @triton.jit
-def header_lines(epoch, EXCHANGE: tl.constexpr):
-    """Byte offset of the headers of an epoch's half."""
-    return EXCHANGE.HEADERS + (epoch & 1).to(tl.int64) * (EXCHANGE.WORLD * EXCHANGE.LINE_BYTES)
+def header_lines(leg, EXCHANGE: tl.constexpr):
+    """Byte offset of the headers of a leg's half."""
+    return EXCHANGE.HEADERS + (leg & 1).to(tl.int64) * (EXCHANGE.WORLD * EXCHANGE.LINE_BYTES)
 
 
 @triton.jit
-def half_offset(epoch, source, EXCHANGE: tl.constexpr):
-    """Byte offset of what a source stores into the half of an epoch."""
-    return EXCHANGE.HALVES + ((epoch & 1).to(tl.int64) * EXCHANGE.WORLD + source) * EXCHANGE.SLOT_BYTES
+def header_line(leg, rank, EXCHANGE: tl.constexpr):
+    """Which of all headers is that of a rank in a leg; the two halves' lie one behind the other."""
+    return (leg & 1) * EXCHANGE.WORLD + rank
+
+
+@triton.jit
+def half_offset(leg, source, EXCHANGE: tl.constexpr):
+    """Byte offset of what a source stores into the half of a leg."""
+    return EXCHANGE.HALVES + ((leg & 1).to(tl.int64) * EXCHANGE.WORLD + source) * EXCHANGE.SLOT_BYTES
 
 
 @triton.jit
@@ -47,13 +52,13 @@ def slot_offset(number, source, EXCHANGE: tl.constexpr):
 
 
 @triton.jit
-def publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
-    """Tells all ranks that what this rank stores into the half of an epoch is there, and what it is doing."""
-    line = (epoch & 1) * EXCHANGE.WORLD + rank  # the two halves' lines lie one behind the other
+def publish_header(buffer_ptrs, rank, leg, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr):
+    """Tells all ranks that what this rank stores into the half of a leg is there, and what it is doing."""
+    line = header_line(leg, rank, EXCHANGE)
     for word in tl.static_range(_SIGNATURE_WORDS):
         place = EXCHANGE.HEADER_SIGNATURE + 2 * word
         store_signal_number(buffer_ptrs, line, EXCHANGE.HEADERS, place, signature[word], EXCHANGE, LAUNCH)
-    publish(buffer_ptrs, line, EXCHANGE.HEADERS, epoch, EXCHANGE, LAUNCH)
+    publish(buffer_ptrs, line, EXCHANGE.HEADERS, leg, EXCHANGE, LAUNCH)
 
 
 @triton.jit
@@ -90,22 +95,7 @@ def differing_signatures(headers, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Epochs of one leg or two
-
-
-@triton.jit
-def begin_epoch(
-    buffer_ptrs, control_ptr, rank, epoch, signature, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr
-):  # fmt: skip
-    """Tells all ranks that the rows of the first leg are there, and what this rank does. The last program to arrive."""
-    tl.store(control_ptr + EXCHANGE.EPOCH, epoch)
-    # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
-    # `docs/protocol.md`.
-    own = tl.load(signal_words(tl.load(buffer_ptrs + rank), EXCHANGE.TAILS, 0, rank, EXCHANGE))
-    tl.debug_barrier()  # a late warp would load what is about to be stored, and go another way
-    if own != epoch - 1:
-        store_signal_words(buffer_ptrs, rank, EXCHANGE.TAILS, 0, epoch - 1, EXCHANGE, LAUNCH)
-    publish_header(buffer_ptrs, rank, epoch, signature, EXCHANGE, LAUNCH)
+# Waits
 
 
 @triton.jit
@@ -113,18 +103,15 @@ def wait_leg(
     buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
     LEG: tl.constexpr, EXCHANGE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Until every rank has signalled a leg of the open epoch, or it is given up; in poisoned memory not at all.
+    """Until every rank has signalled the leg that this one has, or it is given up; in poisoned memory not at all.
 
-    After the first leg it compares what the ranks are doing. One program of one warp.
+    After the first leg of a chunk it compares what the ranks are doing. One program of one warp.
     """
     if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-        base, epoch = tl.load(buffer_ptrs + rank), tl.load(control_ptr + EXCHANGE.EPOCH)
-        if LEG == _FIRST_LEG:
-            lines = header_lines(epoch, EXCHANGE)
-        else:
-            lines = tl.full((), EXCHANGE.TAILS, tl.int64)
+        base, leg = tl.load(buffer_ptrs + rank), tl.load(control_ptr + EXCHANGE.EPOCH)
+        lines = header_lines(leg, EXCHANGE)
         status = wait_or_give_up(
-            base, buffer_ptrs, report_ptr, rank, lines, epoch, epoch, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
+            base, buffer_ptrs, report_ptr, rank, lines, leg, leg, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH
         )
         if LEG == _FIRST_LEG:
             if status == EXCHANGE.RUNNING:
@@ -135,4 +122,4 @@ def wait_leg(
                     tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=peers < EXCHANGE.WORLD)
                     status = status * 0 + EXCHANGE.MISMATCHED
         if status != EXCHANGE.RUNNING:
-            poison(control_ptr, report_ptr, status, epoch, LEG, EXCHANGE, LAUNCH)
+            poison(control_ptr, report_ptr, status, leg, LEG, EXCHANGE, LAUNCH)

@@ -3,20 +3,22 @@
 Every rank has one symmetric buffer with the same offsets everywhere::
 
     stuck   [source]                       a line: a peer gives up, see thinwire.triton_kernels.signal
-    headers [half][source]                 a line: flag = epoch; pieces, count, and what the source is doing
+    headers [half][source]                 a line: flag = leg; pieces, count, and what the source is doing
+    halves  [half][source][slot_bytes]     rows of a leg, in the half of its parity
+
+and, in the memory of all-to-all-v, of what does not fit into a half::
+
     tails   [source]                       a line: flag = pieces that the source has ever put into its ring here
     heads   [destination]                  a line: flag = pieces that the destination has ever taken from its ring there
-    halves  [half][source][slot_bytes]     the first of the rows, in the half of the epoch's parity
-    rings   [source][slots][slot_bytes]    what follows
+    rings   [source][slots][slot_bytes]    pieces behind the first
 
 A *line* is 64 bytes that one peer writes. What a peer writes lies at that peer's own place, so no two ranks ever write
-the same byte. In all-to-all-v rings carry the pieces behind the first. Of the others one chunk is one epoch: what the
-first leg brings lies in a half, and what the second brings in the ring of two slots, epoch e in slot e % 2; the tail
-then holds an epoch, and heads are not used. `docs/protocol.md`, "The exchange" and "The ring", has the rules.
+the same byte. Legs are counted for the life of the memory. An all-reduce takes two for each chunk, everything else one.
+`docs/protocol.md`, "The exchange" and "The ring", has the rules.
 
->>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=2)
+>>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=0)
 >>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
-(512, 2560, 33556992)
+(512, 1536, 16778752)
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from thinwire.wire import WireFormat
 # What a rank can be doing.
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = 0, 1, 2
 
-# Legs of an epoch, in the order in which they are signalled; a report calls them phases.
+# Legs of a chunk, in the order in which they are signalled; a report calls them phases.
 FIRST_LEG, SECOND_LEG = 0, 1
 
 # How far one launch for a whole chunk came: what is sent is sent; the first leg was taken in, too; or all is done.
@@ -55,7 +57,7 @@ class ExchangeLayout(SignalLayout):
     """Sizes and byte offsets of a rank's symmetric buffer; kernels get it whole, as one compile-time constant."""
 
     SLOT_BYTES: int
-    SLOTS: int  # of a ring
+    SLOTS: int  # of a ring; 0: there are none
     HEADERS: int  # byte offsets from here on
     TAILS: int
     HEADS: int
@@ -74,25 +76,25 @@ class ExchangeLayout(SignalLayout):
 
         Args:
             world: ranks.
-            slot_bytes: of a half, and of a slot of a ring; a multiple of 128.
-            slots: of a ring.
+            slot_bytes: of a source's part of a half, and of a slot of a ring; a multiple of 128.
+            slots: of a ring; 0: without rings.
 
         Raises:
             CapacityError: a number is not accepted.
         """
-        if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT or slots < 1:
+        if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT or slots < 0:
             raise CapacityError(
-                f"{slots} slots of {slot_bytes} bytes: expected at least 1, of a multiple of {_ALIGNMENT} bytes"
+                f"{slots} slots of {slot_bytes} bytes: expected at least 0, of a multiple of {_ALIGNMENT} bytes"
             )
         row = world * SIGNAL_LINE_BYTES
-        halves = -(-5 * row // _ALIGNMENT) * _ALIGNMENT
+        halves = -(-(5 if slots else 3) * row // _ALIGNMENT) * _ALIGNMENT
         rings = halves + 2 * world * slot_bytes
         return cls(
             WORLD=world,
             SLOT_BYTES=slot_bytes,
             SLOTS=slots,
             STUCK=0,
-            MOST_AHEAD=slots,
+            MOST_AHEAD=max(1, slots),
             HEADERS=row,
             TAILS=3 * row,
             HEADS=4 * row,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from thinwire.triton_kernels.collective_rows import recv_row, send_row
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import half_offset, publish_header, slot_offset
+from thinwire.triton_kernels.exchange import half_offset, header_line, publish_header, slot_offset
 from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import advance, arrive, publish, store_signal_number, store_signal_words
 
@@ -121,7 +121,7 @@ def publish_pieces(
         world: tl.constexpr = EXCHANGE.WORLD
         peers = tl.arange(0, LAUNCH.BLOCK)
         epoch = advance(control_ptr + EXCHANGE.EPOCH, 1)
-        line = (epoch & 1) * world + rank  # the two halves' lines lie one behind the other
+        line = header_line(epoch, rank, EXCHANGE)
         pieces = tl.load(table_ptr + SEND_PIECES * world + peers, mask=peers < world, other=0)
         rest = (pieces - 1).to(tl.int32)
         counts = tl.load(table_ptr + SEND_COUNT * world + peers, mask=peers < world, other=0)

@@ -24,7 +24,6 @@ from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
-    load_int32,
     load_int64,
     stack_buffer,
     store_int32,
@@ -64,7 +63,7 @@ numbers_at = reader_of(
     "buffer_ptrs", "control", "report", "parts",  # addresses of these tensors,
     "seen",  # of an int64 for each peer, see `peer_stores`,
     "ranks",  # and of the ranks 0 ... world - 1
-    "world", "rank", "slot_bytes", "stuck", "headers", "tails", "halves", "rings", "row", "dtype", "rows_per_chunk",
+    "world", "rank", "slot_bytes", "stuck", "headers", "halves", "row", "dtype", "rows_per_chunk",
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
     *codec.LAYOUT_FIELDS, *(f"gather_{name}" for name in codec.LAYOUT_FIELDS),
@@ -81,8 +80,8 @@ def _memory(end: Endpoint, job: Job) -> tuple[int, int]:
         ranks = np.arange(layout.WORLD, dtype=np.int64)
         numbers, address = in_memory(
             *addresses(end, "buffer_ptrs", "control", "report"), job.parts.data_ptr(), seen.ctypes.data,
-            ranks.ctypes.data, layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS, layout.TAILS,
-            layout.HALVES, layout.RINGS, row, codec.dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
+            ranks.ctypes.data, layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS,
+            layout.HALVES, row, codec.dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
             *codec.record_layout(job.wire, row, job.dtype), *codec.record_layout(job.gather_wire, row, job.dtype),
         )  # fmt: skip
         kept = end.kept[job] = address, num_bytes, (numbers, seen, ranks)
@@ -107,17 +106,15 @@ def gathered_layout(job):
 
 
 @device
-def slot_of(job, peer, leg, epoch, source):
-    """Address, at `peer`, of what `source` sends in a leg of an epoch: in a half, or in the ring of two slots."""
-    half = job.halves + ((epoch & 1) * job.world + source) * job.slot_bytes
-    slot = job.rings + (source * 2 + (epoch & 1)) * job.slot_bytes
-    return load_int64(job.buffer_ptrs + 8 * peer) + (half if leg == FIRST_LEG else slot)
+def slot_of(job, peer, leg, source):
+    """Address, at `peer`, of what `source` sends in a leg."""
+    return load_int64(job.buffer_ptrs + 8 * peer) + job.halves + ((leg & 1) * job.world + source) * job.slot_bytes
 
 
 @device
-def header_lines(job, epoch):
-    """Offset of the headers of an epoch's half."""
-    return job.headers + (epoch & 1) * job.world * SIGNAL_LINE_BYTES
+def header_lines(job, leg):
+    """Offset of the headers of a leg's half."""
+    return job.headers + (leg & 1) * job.world * SIGNAL_LINE_BYTES
 
 
 @device
@@ -147,17 +144,13 @@ def pack_row(x, job, elements, record, layout, padded):
 
 
 @device
-def begin_epoch(job, epoch):
-    """Says what this rank is doing, and signals the first leg."""
-    # An epoch of one leg leaves the tail behind, which shall never be half of all numbers behind: see
-    # `docs/protocol.md`.
-    if np.int32(load_int32(signal.own_line(job, job.tails, job.rank))) != np.int32(epoch - 1):
-        signal.publish(job, job.tails, epoch - 1)
-    store_int32(job.control + 4 * CONTROL_EPOCH, epoch)
+def publish_first(job, leg):
+    """Signals a chunk's first leg, and says what this rank is doing."""
+    store_int32(job.control + 4 * CONTROL_EPOCH, leg)
     for step in range(1, job.world + 1):
         # The right-hand neighbour first, so that not everyone's first store goes to rank 0.
-        line = signal.signal_line(job.buffer_ptrs, (job.rank + step) % job.world, header_lines(job, epoch), job.rank)
-        publish_header(line, epoch, job, 0, 0)
+        line = signal.signal_line(job.buffer_ptrs, (job.rank + step) % job.world, header_lines(job, leg), job.rank)
+        publish_header(line, leg, job, 0, 0)
 
 
 @device
@@ -178,11 +171,11 @@ def store_at(job, peer, target, source, count):
 
 
 @device
-def copy_to_peers(job, leg, epoch, record, place):
+def copy_to_peers(job, leg, record, place):
     """A record of what this rank sends itself in a leg, `place` bytes from its beginning, to the peers."""
     for step in range(1, job.world):
         peer = (job.rank + step) % job.world
-        slot = slot_of(job, peer, leg, epoch, job.rank)
+        slot = slot_of(job, peer, leg, job.rank)
         store_at(job, peer, slot + place, record, job.gather_row_bytes)
 
 
@@ -192,14 +185,14 @@ def copy_to_peers(job, leg, epoch, record, place):
 
 @kernel
 def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT):
-    """Rows of every part to its owner, or if it `sends_to_all` those of the own part to everyone; then the first flag.
+    """Rows of every part to its owner, or if it `sends_to_all` those of the own part to everyone; then the header.
 
     The whole tensor begins at `x`, or the own part. One kernel for both, as each would take its time to compile.
     """
     job = numbers_at(numbers)
     if not signal.is_running(job):
         return
-    epoch = signal.epoch_of(job) + 1
+    leg = signal.epoch_of(job) + 1
     layout = gathered_layout(job) if sends_to_all else scattered_layout(job)
     row_bytes = job.gather_row_bytes if sends_to_all else job.row_bytes
     size = codec.element_bytes(job.dtype)
@@ -209,7 +202,7 @@ def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT
         peer = (job.rank + step) % job.world
         count, start = part_of(job, peer)
         first, last = row_span(job, count, chunk)
-        slot = slot_of(job, peer, FIRST_LEG, epoch, job.rank)
+        slot = slot_of(job, peer, leg, job.rank)
         if sends_to_all:
             start = 0
         aside = row_bytes <= _SCRATCH_RECORD and goes_aside(row_bytes, load_int64(job.seen + 8 * peer))
@@ -220,29 +213,29 @@ def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT
             record = made if aside else slot + place
             pack_row(x + (start + done) * size, job, min(count - done, job.row), record, layout, padded)
             if sends_to_all:
-                copy_to_peers(job, FIRST_LEG, epoch, record, place)
+                copy_to_peers(job, leg, record, place)
             if aside:
                 store_at(job, peer, slot + place, made, row_bytes)
-    begin_epoch(job, epoch)
+    publish_first(job, leg)
 
 
 @kernel
 def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGERPRINT):
-    """Sums of the own part into `out`, or if it `sends_to_all` to everyone, with the second flag.
+    """Sums of the own part into `out`, or if it `sends_to_all` to everyone, in the next leg.
 
     Returns whether it did: not if the memory is poisoned.
     """
     job = numbers_at(numbers)
     if not signal.is_running(job):
         return False
-    epoch = signal.epoch_of(job)
+    leg = signal.epoch_of(job)
     layout, gather = scattered_layout(job), gathered_layout(job)
     saturate = 0 if job.kind == NONE else 1
     size = codec.element_bytes(job.dtype)
     count, start = part_of(job, job.rank)
     first, last = row_span(job, count, chunk)
-    records = slot_of(job, job.rank, FIRST_LEG, epoch, 0)
-    own = slot_of(job, job.rank, SECOND_LEG, epoch, job.rank)
+    records = slot_of(job, job.rank, leg, 0)
+    own = slot_of(job, job.rank, leg + 1, job.rank)
     for row in range(first, last):
         total = record_sum(records, job.slot_bytes, job.ranks, job.world, job.dtype, layout, scratch)
         records += job.row_bytes
@@ -260,25 +253,26 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGER
             zero_bytes(own + place + job.row * size, job.gather_row_bytes - job.row * size)
         else:
             codec.quantize_row(total, FLOAT32, own + place, gather)
-        copy_to_peers(job, SECOND_LEG, epoch, own + place, place)
+        copy_to_peers(job, leg + 1, own + place, place)
     if sends_to_all != 0:
-        signal.publish(job, job.tails, epoch)
+        store_int32(job.control + 4 * CONTROL_EPOCH, leg + 1)
+        signal.publish(job, header_lines(job, leg + 1), leg + 1)
     return True
 
 
 @kernel
-def gather_recv_kernel(numbers, padded, out, leg, chunk, fingerprint=FINGERPRINT):
-    """Rows of all parts out of the own memory. Returns whether it did: not if the memory is poisoned."""
+def gather_recv_kernel(numbers, padded, out, chunk, fingerprint=FINGERPRINT):
+    """Rows of all parts, as they came in the last leg. Returns whether it did: not if the memory is poisoned."""
     job = numbers_at(numbers)
     if not signal.is_running(job):
         return False
-    epoch = signal.epoch_of(job)
+    leg = signal.epoch_of(job)
     layout = gathered_layout(job)
     size = codec.element_bytes(job.dtype)
     for source in range(job.world):
         count, start = part_of(job, source)
         first, last = row_span(job, count, chunk)
-        record = slot_of(job, job.rank, leg, epoch, source)
+        record = slot_of(job, job.rank, leg, source)
         for row in range(first, last):
             done = row * job.row
             target = out + (start + done) * size
@@ -291,29 +285,30 @@ def gather_recv_kernel(numbers, padded, out, leg, chunk, fingerprint=FINGERPRINT
 
 
 @kernel
-def wait_kernel(numbers, leg, deadline, limit, fingerprint=FINGERPRINT):
-    """Waits for the flags of one leg; times are in nanoseconds. Returns ARRIVED only if all ranks do the same."""
+def wait_kernel(numbers, phase, deadline, limit, fingerprint=FINGERPRINT):
+    """Waits for the flags of the leg that this rank has sent; times are in nanoseconds.
+
+    Returns ARRIVED only if all ranks do the same, which a chunk's first leg says.
+    """
     job = numbers_at(numbers)
     if not signal.is_running(job):
         return signal.GAVE_UP
-    epoch = signal.epoch_of(job)
-    lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
-    ended = signal.wait_or_give_up(job, lines, epoch, leg, deadline, limit)
+    leg = signal.epoch_of(job)
+    lines = header_lines(job, leg)
+    ended = signal.wait_or_give_up(job, lines, leg, phase, deadline, limit)
     status = TIMED_OUT if ended == signal.GAVE_UP else RUNNING
-    if ended == signal.ARRIVED and leg == FIRST_LEG and not all_do_the_same(job, lines):
+    if ended == signal.ARRIVED and phase == FIRST_LEG and not all_do_the_same(job, lines):
         status, ended = MISMATCHED, signal.GAVE_UP
     if status != RUNNING:
-        signal.poison(job, status, epoch, leg)
+        signal.poison(job, status, leg, phase)
     return ended
 
 
 @device
-def came_soon(job, leg):
-    """Whether all flags of a leg come within a moment. Nobody is told if they do not."""
-    epoch = signal.epoch_of(job)
-    lines = header_lines(job, epoch) if leg == FIRST_LEG else job.tails
-    until = monotonic_ns() + _PATIENCE_NS
-    return signal.wait_for_all(job, lines, epoch, until) == signal.ARRIVED
+def came_soon(job):
+    """Whether all flags of the leg come within a moment. Nobody is told if they do not."""
+    leg = signal.epoch_of(job)
+    return signal.wait_for_all(job, header_lines(job, leg), leg, monotonic_ns() + _PATIENCE_NS) == signal.ARRIVED
 
 
 @kernel
@@ -325,23 +320,21 @@ def whole_kernel(numbers, scratch, op, x, out, chunk, fingerprint=FINGERPRINT):
     if not signal.is_running(job):
         return SENT
     # The wait is over when it begins: all that it does otherwise needs the host, too.
-    if not came_soon(job, FIRST_LEG):
+    if not came_soon(job):
         return SENT
     if wait_kernel(numbers, FIRST_LEG, _LONGEST_NS, 0) != signal.ARRIVED:
         return SENT
-    leg = FIRST_LEG
     if op != ALL_GATHER:
         on = 1 if op == ALL_REDUCE else 0
         if not reduce_kernel(numbers, scratch, out, on, chunk):
             return SENT
         if op != ALL_REDUCE:
             return DONE
-        leg = SECOND_LEG
-        if not came_soon(job, leg):
+        if not came_soon(job):
             return TAKEN
-        if wait_kernel(numbers, leg, _LONGEST_NS, 0) != signal.ARRIVED:
+        if wait_kernel(numbers, SECOND_LEG, _LONGEST_NS, 0) != signal.ARRIVED:
             return TAKEN
-    if not gather_recv_kernel(numbers, scratch, out, leg, chunk):
+    if not gather_recv_kernel(numbers, scratch, out, chunk):
         return SENT if op == ALL_GATHER else TAKEN
     return DONE
 
@@ -408,5 +401,5 @@ def gather_recv(
     if not _wait(end, job, leg, timeout, grace):
         out.fill_(float("nan"))
         return
-    if not gather_recv_kernel(*_memory(end, job), out.data_ptr(), leg, chunk):
+    if not gather_recv_kernel(*_memory(end, job), out.data_ptr(), chunk):
         out.fill_(float("nan"))

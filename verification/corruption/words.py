@@ -177,7 +177,7 @@ def collective(rng: random.Random, triton: bool) -> None:
         call(rank)
     buffer = ends[0].memory.local
     for peer in (0, 1, 2):  # as if they had sent their sums
-        buffer[layout.TAILS + 64 * peer :][:4].view(torch.int32)[0] = 1 if peer else 0
+        buffer[layout.HEADERS + 64 * peer :][:4].view(torch.int32)[0] = 2 if peer else 0
     if rng.random() < 0.5:
         scribble(rng, buffer[: layout.HALVES], rng.choice((1, 2, 20)))
     if rng.random() < 0.7:

@@ -107,20 +107,19 @@ _EXCHANGE = [
 ]
 
 _COLLECTIVE = [
-    _holds("exchange", "3 ranks, 4 epochs, any collectives", "COLLECTIVE", 350_000),
-    _holds("exchange", "2 ranks, 8 epochs, any collectives", "COLLECTIVE RANKS=2 EPOCHS=8", 30_000),
-    _holds("exchange", "one rank calls what it likes, 3 epochs", "COLLECTIVE ODD_RANK EPOCHS=3", 2_000_000),
+    _holds("exchange", "3 ranks, 4 calls of any collectives", "COLLECTIVE", 300_000),
+    _holds("exchange", "2 ranks, 8 calls of any collectives", "COLLECTIVE RANKS=2 EPOCHS=8", 30_000),
+    _holds("exchange", "one rank calls what it likes, 3 times", "COLLECTIVE ODD_RANK EPOCHS=3", 1_200_000),
     Case("exchange", "goal: the end, after collectives of every kind", "COLLECTIVE GOAL_END", GOAL),
     Case("exchange", "goal: the end, after ranks disagreed", "COLLECTIVE ODD_RANK GOAL_END", GOAL),
     Case("exchange", "goal: signals before a peer has ended the last", "COLLECTIVE GOAL_AHEAD", GOAL),
     Case("exchange", "collectives, one half", "COLLECTIVE BROKEN_ONE_HALF", "half_first["),
-    Case("exchange", "collectives, one slot", "COLLECTIVE SLOTS=1", "slot_first["),
-    Case("exchange", "a tail before the sums are there", "COLLECTIVE BROKEN_EARLY_TAIL", "slot_first["),
-    Case("exchange", "tails stand still between all-reduces", "COLLECTIVE BROKEN_TAIL_LEFT_BEHIND", "slot_first["),
+    Case("exchange", "sums in the half of their rows", "COLLECTIVE BROKEN_SAME_HALF", "half_first["),
+    Case("exchange", "a flag before the sums are there", "COLLECTIVE BROKEN_EARLY_SUMS", "half_first["),
     Case("exchange", "who has no part does not wait", "COLLECTIVE BROKEN_EMPTY_PART_DOES_NOT_WAIT", "half_first["),
     Case("exchange", "only the left neighbour is compared", "COLLECTIVE ODD_RANK BROKEN_LEFT_ONLY", "differs=="),
     Case("exchange", "the first header that differs is enough", "COLLECTIVE ODD_RANK BROKEN_LEAVES_EARLY",
-         "slot_first["),
+         "half_first["),
 ]  # fmt: skip
 
 _TWO = "RANKS=2 EPOCHS=2"

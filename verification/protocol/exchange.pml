@@ -1,13 +1,12 @@
 /* The exchange: all one-way traffic over peers' memory, all-to-all-v, all-reduce, reduce-scatter and all-gather.
  *
- * In every epoch a rank stores rows for its peers into the half of the epoch's parity, publishes a header to everyone,
- * with rows or without, waits for everyone's header, takes in what came, and only then begins the next epoch.
+ * In every epoch, which the kernels call a leg, a rank stores rows for its peers into the half of the epoch's parity,
+ * publishes a header to everyone, with rows or without, waits for everyone's header, takes in what came, and only then
+ * begins the next epoch.
  *
  * Without one of these macros that is all, and a pair has rows in an epoch or none:
- * COLLECTIVE: in each epoch any of three collectives. The header says which one, and all compare. An all-reduce then
- * stores its sums into the slot of the epoch's parity, publishes its tail, and waits for everyone's. The rows of an
- * all-gather lie in a slot here, which asks for more than the kernels do: there they lie in a half, and an all-gather is
- * what this model calls a reduce-scatter.
+ * COLLECTIVE: any of three collectives, one after the other. The header says which one, and all compare. An all-reduce
+ * takes a second epoch for its sums, whose header says nothing.
  * RING_STEPS, RING_TURNS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
  * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how
  * many were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a
@@ -24,9 +23,9 @@
  *
  * Flags have two bits of an epoch in collectives and three elsewhere; numbers of pieces have four. All of them wrap.
  *
- * Parameters: RANKS (2 or 3), EPOCHS, SLOTS, and PIECES, the most that a pair has in the ring in an epoch. SLOTS must
+ * Parameters: RANKS (2 or 3), EPOCHS (of COLLECTIVE calls), SLOTS, and PIECES, the most that a pair has in the ring in an epoch. SLOTS must
  * divide the range of numbers, or a slot be chosen by a number that does not wrap, as the kernels do. ALL_OR_NONE: a
- * pair has all pieces or no rows. ALL: all pieces. ODD_RANK: in every epoch rank 0 calls what it likes, and all must
+ * pair has all pieces or no rows. ALL: all pieces. ODD_RANK: each time rank 0 calls what it likes, and all must
  * find out if that is not what the others call. BROKEN_...: the protocol with one rule broken; the search must find an
  * error. GOAL_...: a state that the search must reach, written as an assertion that it does not.
  */
@@ -70,7 +69,11 @@
 #ifdef BROKEN_ONE_HALF
 #define HALF(epoch) 0
 #else
+#ifdef BROKEN_SAME_HALF /* by the parity of the call */
+#define HALF(epoch) (rounds & 1)
+#else
 #define HALF(epoch) ((epoch) & 1)
+#endif
 #endif
 #ifdef BROKEN_ONE_HEADER
 #define HEADER_HALF(epoch) 0
@@ -87,14 +90,12 @@ byte header_epoch[2 * RANKS * RANKS] = NOTHING; /* when the words behind the fla
 byte header_says[2 * RANKS * RANKS];          /* and what they say: which collective, or how many pieces */
 byte half_first[2 * RANKS * RANKS] = NOTHING;
 byte half_second[2 * RANKS * RANKS] = NOTHING;
+#ifdef RING
 byte slot_first[RANKS * RANKS * SLOTS] = NOTHING;
 byte slot_second[RANKS * RANKS * SLOTS] = NOTHING;
-#ifdef RING
 byte tail[RANKS * RANKS] = FIRST_NUMBER; /* pieces that the source has stored */
 byte head[RANKS * RANKS] = FIRST_NUMBER; /* [AT(source, destination)]: pieces that the destination has taken */
 #define TAG(number) (16 * (epoch - BEFORE_FIRST) + (number))
-#else
-byte tail[RANKS * RANKS] = FLAG(BEFORE_FIRST); /* the epoch whose second leg the source has published */
 #endif
 
 #define RIGHT ((rank + 1) % RANKS)
@@ -123,8 +124,8 @@ byte epochs_read[RANKS];
 #define ALL_GATHER 2
 #define UNDECIDED 3
 
-byte op_of[3 * RANKS] = UNDECIDED; /* what a rank calls in an epoch, for the choice and for assertions alone */
-#define OP(epoch, rank) op_of[((epoch) % 3) * RANKS + (rank)]
+byte op_of[4 * RANKS] = UNDECIDED; /* what a rank calls from an epoch on, for the choice and for assertions alone */
+#define OP(epoch, rank) op_of[((epoch) % 4) * RANKS + (rank)]
 
 #ifdef ODD_RANK
 #define FOLLOWS(peer) (rank != 0 && (peer) != 0 && OP(epoch, peer) != UNDECIDED)
@@ -144,11 +145,11 @@ inline choose() { /* any collective; the same as whoever has chosen for this epo
         fi
     fi;
     OP(epoch, rank) = op;
-    OP(epoch + 1, rank) = UNDECIDED /* nobody is two epochs behind */
+    OP(epoch + 1, rank) = UNDECIDED;
+    OP(epoch + 2, rank) = UNDECIDED /* nobody is two epochs behind */
 }
 #define SAYS(peer) op
-#define ROWS_IN_HALF(peer) ((peer) != rank && op != ALL_GATHER)
-#define ROWS_IN_SLOT(peer) ((peer) != rank && op == ALL_GATHER)
+#define ROWS_IN_HALF(peer) ((peer) != rank)
 #else
 inline choose() { /* any number of pieces for each peer */
     peer = 0;
@@ -187,15 +188,11 @@ inline choose() { /* any number of pieces for each peer */
 #else
 #define PART_SECOND 4
 #endif
-#define TAIL 8
 
-inline store_part(cell_of_half, cell_of_slot) { /* in collectives the first part stands for all */
+inline store_part(cell) { /* in collectives the first part stands for all */
     for (peer : 0 .. RANKS - 1) {
         if
-        :: ROWS_IN_HALF(peer) -> cell_of_half = epoch
-#ifdef COLLECTIVE
-        :: ROWS_IN_SLOT(peer) -> cell_of_slot = epoch
-#endif
+        :: ROWS_IN_HALF(peer) -> cell = epoch
         :: else
         fi
     };
@@ -230,15 +227,9 @@ inline store_first_leg() { /* and the header's words */
 #ifdef BROKEN_EARLY_HEADER
         publish_header();
 #endif
-#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
-        if
-        :: tail[AT(rank, rank)] != FLAG(epoch - 1) -> todo = todo | TAIL
-        :: else
-        fi
-#endif
     }
     do
-    :: d_step { /* triton_kernels/exchange.py publish_header; triton_kernels/exchange.py begin_epoch */
+    :: d_step { /* triton_kernels/exchange.py publish_header */
         (todo & HEADER) -> todo = todo & ~HEADER;
         for (peer : 0 .. RANKS - 1) {
             header_epoch[IN(HEADER_HALF(epoch), peer, rank)] = epoch;
@@ -247,19 +238,11 @@ inline store_first_leg() { /* and the header's words */
         peer = 0 }
     :: d_step { /* triton_kernels/collective.py send_kernel */
         (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
-        store_part(half_first[IN(HALF(epoch), peer, rank)], slot_first[SLOT(peer, rank, epoch)]) }
+        store_part(half_first[IN(HALF(epoch), peer, rank)]) }
 #ifndef COLLECTIVE
     :: d_step { /* triton_kernels/pieces.py send_rows_kernel; triton_kernels/cpu/all_to_all_v.py send_next */
         (todo & PART_SECOND) -> todo = todo & ~PART_SECOND;
-        store_part(half_second[IN(HALF(epoch), peer, rank)], slot_second[SLOT(peer, rank, epoch)]) }
-#endif
-#if defined(COLLECTIVE) && !defined(BROKEN_TAIL_LEFT_BEHIND)
-    :: d_step { /* triton_kernels/exchange.py begin_epoch: if the epoch before had no second leg */
-        (todo & TAIL) -> todo = todo & ~TAIL;
-        for (peer : 0 .. RANKS - 1) {
-            tail[AT(peer, rank)] = FLAG(epoch - 1)
-        };
-        peer = 0 }
+        store_part(half_second[IN(HALF(epoch), peer, rank)]) }
 #endif
     :: todo == 0 -> break
     od
@@ -320,7 +303,7 @@ inline compare() {
     }
 }
 
-inline sum_rows() { /* triton_kernels/collective_rows.py sum_tile */
+inline take_rows() { /* triton_kernels/collective_rows.py sum_tile; triton_kernels/collective.py gather_recv_kernel */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if
@@ -333,68 +316,40 @@ inline sum_rows() { /* triton_kernels/collective_rows.py sum_tile */
     }
 }
 
-inline take_gathered() { /* triton_kernels/collective.py gather_recv_kernel */
-    d_step {
-        for (peer : 0 .. RANKS - 1) {
-            if
-            :: peer == rank
-            :: else ->
-                take(slot_first[SLOT(rank, peer, epoch)], epoch)
-            fi
-        };
-        peer = 0
-    }
-}
-
 inline drop_rows() { /* nothing is taken in, and the next epoch begins */
     d_step {
         for (peer : 0 .. RANKS - 1) {
-            half_first[IN(HALF(epoch), rank, peer)] = NOTHING;
-            slot_first[SLOT(rank, peer, epoch)] = NOTHING
+            half_first[IN(HALF(epoch), rank, peer)] = NOTHING
         };
         peer = 0;
         differs = false
     }
 }
 
-inline store_sums() { /* triton_kernels/collective.py reduce_kernel */
+inline store_sums() { /* triton_kernels/collective.py reduce_kernel; of an epoch that has begun */
     d_step {
         for (peer : 0 .. RANKS - 1) {
             if
             :: peer == rank
-            :: else -> slot_first[SLOT(peer, rank, epoch)] = epoch
+            :: else -> half_first[IN(HALF(epoch), peer, rank)] = epoch
             fi
         };
         peer = 0
     }
 }
 
-inline publish_epochs_tail() { /* triton_kernels/signal.py publish */
-    tail[AT(RIGHT, rank)] = FLAG(epoch);
-#if RANKS > 2
-    tail[AT(LEFT, rank)] = FLAG(epoch);
-#endif
-    tail[AT(rank, rank)] = FLAG(epoch)
-}
-
-inline wait_tails() { /* triton_kernels/exchange.py wait_leg */
-    REACHED(tail[AT(rank, RIGHT)], epoch);
-#if RANKS > 2
-    REACHED(tail[AT(rank, LEFT)], epoch)
-#endif
-}
-
 inline all_reduce() {
-    sum_rows();
-#ifdef BROKEN_EARLY_TAIL
-    publish_epochs_tail();
+    take_rows();
+    epoch++;
+#ifdef BROKEN_EARLY_SUMS
+    publish_header();
 #endif
     store_sums();
-#ifndef BROKEN_EARLY_TAIL
-    publish_epochs_tail();
+#ifndef BROKEN_EARLY_SUMS
+    publish_header();
 #endif
-    wait_tails();
-    take_gathered()
+    wait_headers(); /* triton_kernels/exchange.py wait_leg */
+    take_rows()
 }
 
 active [RANKS] proctype stream() {
@@ -427,8 +382,7 @@ active [RANKS] proctype stream() {
         compare();
         if
         :: !differs && op == ALL_REDUCE -> all_reduce()
-        :: !differs && op == REDUCE_SCATTER -> sum_rows() /* triton_kernels/collective.py reduce_kernel */
-        :: !differs && op == ALL_GATHER -> take_gathered()
+        :: !differs && op != ALL_REDUCE -> take_rows() /* triton_kernels/collective.py reduce_kernel */
 #ifdef ODD_RANK
         :: differs -> drop_rows()
 #endif

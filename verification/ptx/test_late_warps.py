@@ -13,14 +13,10 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
 import torch
 
-from tests.helpers.collective_calls import Call
 from tests.helpers.speeds import exhaustive_but
-from thinwire.triton_kernels.collective import scatter
 from thinwire.triton_kernels.dispatch import send_tokens
-from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
-from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 from verification.ptx.channels import Channels
-from verification.ptx.collectives import Collectives
 from verification.ptx.device import Device
 from verification.ptx.mutations import mutations_of
 from verification.ptx.rounds import Rounds
@@ -49,25 +45,15 @@ def _first_pieces(device: Device, world: int) -> list[int]:
     return _flags(buffers, channels.channels[0].layout.HEADERS + world * SIGNAL_LINE_BYTES)
 
 
-def _tails(device: Device, world: int) -> list[int]:
-    """An epoch sets the tails to the one before, where they are not there yet."""
-    collectives = Collectives.of(device, world, slot_bytes=6144)
-    call = Call(ALL_REDUCE, (1536,) * world, row=1536, rows_per_chunk=1, wire="none")
-    end = collectives.ends[0]
-    end.control[CONTROL_EPOCH] = 6
-    scatter(end, call.job(), call.inputs()[0], 0, num_programs=1)
-    return _flags([end.buffer for end in collectives.ends], end.layout.TAILS)
-
-
 CASES = pytest.mark.parametrize(
-    ("publish", "flag"), exhaustive_but([(_dispatch, 1)], [(_dispatch, 1), (_first_pieces, 1), (_tails, 6)], True)
+    ("publish", "flag"), exhaustive_but([(_dispatch, 1)], [(_dispatch, 1), (_first_pieces, 1)], True)
 )
 
 
 def _without_barrier(name: str, ptx: str) -> str:
     """Nothing stands between the load of a word and its store."""
     for mutation in mutations_of(ptx):
-        if mutation.was.startswith("bar.sync") and mutation.place.startswith(("advance", "begin_epoch")):
+        if mutation.was.startswith("bar.sync") and mutation.place.startswith("advance"):
             return mutation.apply(ptx)
     return ptx
 
