@@ -25,7 +25,7 @@ from thinwire.fused.partition import gathered_parts
 from thinwire.fused.prepared import check_out, named_wires, overlap, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER
+from thinwire.triton_kernels.leg_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 
 

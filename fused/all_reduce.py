@@ -20,7 +20,7 @@ from thinwire.fused.partition import split_parts
 from thinwire.fused.prepared import named_op, named_wires, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
-from thinwire.triton_kernels.exchange_layout import ALL_REDUCE
+from thinwire.triton_kernels.leg_layout import ALL_REDUCE
 from thinwire.wire import WireFormat
 
 

@@ -1,8 +1,8 @@
 """The direct all-to-all-v: the forms in which rows travel, calls under way, and what channels of every backend share.
 
-`docs/protocol.md`, "The exchange" and "The ring", says why it works, and `thinwire.triton_kernels.exchange_layout` what
-lies where. One call is one epoch, and only one call may be outstanding. A row of quantised bytes is made in the peer's
-memory by the quantising kernel and read there by the dequantising one.
+`docs/protocol.md`, "Legs" and "The ring", says why it works, and `thinwire.triton_kernels.leg_layout` what lies where.
+One call is one leg, and only one call may be outstanding. A row of quantised bytes is made in the peer's memory by the
+quantising kernel and read there by the dequantising one.
 
 *Ranks that disagree stay in step*: who expected another count, dtype, row or wire takes in and drops what that peer
 sends in this epoch, and raises `CountsError` at the end.
@@ -25,10 +25,10 @@ from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.errors import CapacityError, ThinwireError
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.counts import Segments, dense_segments, new_rows
-from thinwire.fused.direct_transport import CLOSED, ExchangeTransport
+from thinwire.fused.direct_transport import CLOSED, LegTransport
 from thinwire.fused.prepared import in_memory
 from thinwire.fused.row_signature import describe_difference
-from thinwire.triton_kernels.exchange_layout import ExchangeLayout
+from thinwire.triton_kernels.leg_layout import LegLayout
 from thinwire.wire import WireFormat
 
 #: Elements to a row when a 1-D tensor is quantised.
@@ -41,9 +41,7 @@ _PIECE_BYTES, _MOST_BYTES = 1 << 18, 64 << 20
 _GPU_PIECE_BYTES, _GPU_MOST_BYTES = 4 << 20, 256 << 20
 
 
-def channel_layout(
-    world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False
-) -> ExchangeLayout:
+def channel_layout(world: int, piece_bytes: int | None = None, pieces: int = PIECES, on_gpu: bool = False) -> LegLayout:
     """The layout of a channel's memory, before anything is allocated. Pieces are of a multiple of 128 bytes.
 
     >>> channel_layout(8).NUM_BYTES, channel_layout(72).SLOT_BYTES
@@ -55,8 +53,8 @@ def channel_layout(
         raise CapacityError(f"rings of {pieces} pieces: expected at least 1")
     if piece_bytes is None:
         wanted, memory = (_GPU_PIECE_BYTES, _GPU_MOST_BYTES) if on_gpu else (_PIECE_BYTES, _MOST_BYTES)
-        piece_bytes = ExchangeLayout.slot_bytes_within(memory, world, pieces, wanted)
-    return ExchangeLayout.of(world, piece_bytes, pieces)
+        piece_bytes = LegLayout.slot_bytes_within(memory, world, pieces, wanted)
+    return LegLayout.of(world, piece_bytes, pieces)
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,8 @@ class Transfer:
         return self.result
 
 
-class Channel(ExchangeTransport):
-    """The memory and the state of one communicator's direct all-to-all-v, at one rank; see `ExchangeTransport`."""
+class Channel(LegTransport):
+    """The memory and the state of one communicator's direct all-to-all-v, at one rank; see `LegTransport`."""
 
     phases = ("headers", "pieces")
     slots = "pieces"
@@ -177,7 +175,7 @@ class Channel(ExchangeTransport):
     def __init__(
         self,
         memory: SymmetricMemory,
-        layout: ExchangeLayout,
+        layout: LegLayout,
         rank: int,
         timeout: float,
         voters: Exchange | None = None,

@@ -1,7 +1,7 @@
 """The direct transport of all-reduce, reduce-scatter and all-gather: memory, jobs, and what is launched when.
 
-Memory and legs are described in `thinwire.triton_kernels.exchange_layout`. Numba's kernels and Triton's have
-the same launchers, so this file serves both. A call longer than a slot goes in chunks.
+Memory and legs are described in `thinwire.triton_kernels.leg_layout`. Numba's kernels and Triton's have the same
+launchers, so this file serves both. A call longer than a slot goes in chunks.
 
 *Ranks that disagree* all learn it in the same leg. On the CPU all raise `ConfigMismatch` and may go on. On CUDA
 outputs are filled with NaN, the next call or `check` raises it, and the memory is of no more use.
@@ -23,20 +23,20 @@ from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
-from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, ExchangeTransport
+from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
 from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
 from thinwire.fused.transport import open_direct, uses_triton
-from thinwire.triton_kernels.exchange_layout import (
+from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     DONE,
     REDUCE_SCATTER,
     TAKEN,
     Endpoint,
-    ExchangeLayout,
     Job,
+    LegLayout,
 )
 from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
@@ -100,7 +100,7 @@ def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
             select_backend(device, wire)
 
 
-def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> ExchangeLayout:
+def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = False) -> LegLayout:
     """The layout of the collectives' memory, before anything is allocated. Slots are of a multiple of 128 bytes.
 
     Raises:
@@ -113,11 +113,11 @@ def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = 
         raise CapacityError(f"a group of {world} ranks; the direct collectives take 1 to {MAX_WORLD}")
     if slot_bytes is None:
         wanted, memory = (_GPU_SLOT_BYTES, _GPU_MOST_BYTES) if on_gpu else (_SLOT_BYTES, _MOST_BYTES)
-        slot_bytes = ExchangeLayout.slot_bytes_within(memory, world, 0, wanted)
-    return ExchangeLayout.of(world, slot_bytes, slots=0)
+        slot_bytes = LegLayout.slot_bytes_within(memory, world, 0, wanted)
+    return LegLayout.of(world, slot_bytes, slots=0)
 
 
-class DirectCollectives(ExchangeTransport):
+class DirectCollectives(LegTransport):
     """The memory, the kernels and the state of one communicator's direct collectives, at one rank.
 
     Args:
@@ -125,12 +125,12 @@ class DirectCollectives(ExchangeTransport):
         recorder: whose traces are told of phases.
     """
 
-    phases, counted = ("first leg", "second leg"), "leg"
+    phases, counted = ("rows", "sums"), "leg"
 
     def __init__(
         self,
         memory: SymmetricMemory,
-        layout: ExchangeLayout,
+        layout: LegLayout,
         rank: int,
         timeout: float,
         kernels: ModuleType,

@@ -32,7 +32,7 @@ from thinwire.fused.direct_transport import BEFORE_CAPTURE
 from thinwire.fused.row_signature import describe_difference, signature_of
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
-from thinwire.triton_kernels.exchange_layout import MOST_ROWS, ExchangeLayout
+from thinwire.triton_kernels.leg_layout import MOST_ROWS, LegLayout
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS
 from thinwire.wire import WireFormat
@@ -76,7 +76,7 @@ class DeviceChannel(Channel):
     def __init__(
         self,
         memory: SymmetricMemory,
-        layout: ExchangeLayout,
+        layout: LegLayout,
         rank: int,
         timeout: float,
         voters: Exchange | None = None,
@@ -244,7 +244,7 @@ class DeviceChannel(Channel):
         self.load_kernels(key, launch)
 
     def mismatch(self) -> CountsError:
-        """What the device found. Nothing has been noted since, and no peer has gone on to this half's next epoch."""
+        """What the device found. Nothing has been noted since, and no peer has gone on to this half's next leg."""
         world, table = self.world, self._end.table.tolist()
         wrong = self.report[REPORT_PEERS : REPORT_PEERS + world]
         found = self.differences(wrong, table[3 * world : 4 * world], table[6 * world :])

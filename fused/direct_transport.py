@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from thinwire.comm.exchange import Exchange, name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import without_traceback
 from thinwire.errors import PeerTimeout, ThinwireError
-from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint, ExchangeLayout
+from thinwire.triton_kernels.leg_layout import SIGNATURE_WORDS, Endpoint, LegLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
@@ -27,6 +27,8 @@ from thinwire.triton_kernels.signal import (
     REPORT_STATUS,
     RUNNING,
     SAID_LEFT,
+    SAID_STUCK,
+    SAID_STUCK_ON_YOU,
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
     grace_of,
@@ -218,7 +220,7 @@ class DirectTransport(Attachment):
         """Raises what a kernel reported, if one did: PeerTimeout, or `mismatch`."""
         status = self.report[REPORT_STATUS]
         if status == TIMED_OUT:
-            self.fail(self.timed_out())
+            self.fail(self.timed_out(self.report))
         if status == MISMATCHED:
             self.fail(self.mismatch())
 
@@ -228,32 +230,43 @@ class DirectTransport(Attachment):
         self.failure = without_traceback(error)
         raise error
 
-    def peers_in(self, report: np.ndarray) -> np.ndarray:
-        """Of each peer, int32 [3, world]: whether it is to blame, whether it was missing, what it said of itself."""
-        peers: np.ndarray = report[REPORT_PEERS:].reshape(3, self.world)
-        return peers
+    def timed_out(
+        self, report: np.ndarray, lane: int | None = None, stuck: Collection[int] = (), advice: str = ""
+    ) -> PeerTimeout:
+        """What a report says of a wait that ended.
 
-    def timed_out(self) -> PeerTimeout:
-        """What the report, int32 [REPORT_PEERS + 3 * world], says of a wait that ended."""
-        peers = self.peers_in(self.report)
-        blamed, missing, said = (np.flatnonzero(row).tolist() for row in peers)
-        left = [peer for peer in said if peers[2, peer] == SAID_LEFT]
-        stuck = [peer for peer in said if peer != self.rank and peer not in left]
-        silent = [peer for peer in blamed if peer not in left]
-        epoch = int(self.report[REPORT_EPOCH])
+        Args:
+            report: int32 [REPORT_PEERS + 3 * world].
+            lane: whose report it is.
+            stuck: ranks that have said elsewhere that they are stuck, too, and are not to blame.
+            advice: what else there is to say.
+        """
+        epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
+        to_blame, missing, said = report[REPORT_PEERS:].reshape(3, self.world).tolist()
+        ranks = range(self.world)
+        blamed = [rank for rank in ranks if to_blame[rank] and rank not in stuck]
+        left = [rank for rank in ranks if said[rank] == SAID_LEFT]
+        silent = [rank for rank in blamed if rank not in left]
+        on_us = [rank for rank in ranks if said[rank] == SAID_STUCK_ON_YOU]
+        gave_up = {*stuck, *(rank for rank in ranks if said[rank] == SAID_STUCK)} - {self.rank, *on_us, *left}
+        waited_for = [rank for rank in ranks if missing[rank]]
+        late = [rank for rank in waited_for if rank not in {*blamed, *on_us, *gave_up}]
         found = []
         if silent:
-            limit = f"{self.wait_seconds():g} s"
+            limit = f"{self.wait_seconds(lane or 0):g} s"
             found.append(f"no answer from {name_ranks(silent)} within {limit}: stuck, gone, or not in this call")
-        elif not left:
-            found.append("nobody is silent any more")
         if left:
             found.append(f"{name_ranks(left)} closed the communicator in the middle of a call")
-        if stuck:
-            found.append(f"{name_ranks(stuck)} gave up too")
-        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(missing)} in {self.counted} {epoch}"
-        ranks, text = self.agree(blamed, f"{text}: {'; '.join(found)}")
-        return PeerTimeout(text, ranks=ranks, epoch=epoch, phase=self.phases[self.report[REPORT_PHASE]])
+        if on_us:
+            found.append(f"{name_ranks(on_us)} waited for this rank for too long and gave up")
+        if late and not found:
+            found.append(f"{name_ranks(late)} answered too late")
+        if gave_up:
+            found.append(f"{name_ranks(sorted(gave_up))} gave up too")
+        where = f"{self.counted} {epoch}" + ("" if lane is None else f" on lane {lane}")
+        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(waited_for)} in {where}, {phase}"
+        lost, text = self.agree(blamed, f"{text}: {'; '.join(found)}{advice}")
+        return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
 
     def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
         """Who is lost, by this rank's kernels and then as all agree, and the text with what there is to say of it.
@@ -300,8 +313,8 @@ def _with_text(error: ThinwireError, text: str) -> ThinwireError:
     return type(error)(text)
 
 
-class ExchangeTransport(DirectTransport):
-    """One rank's end of an exchange: `docs/protocol.md`, "The exchange". `layout` is that of each buffer."""
+class LegTransport(DirectTransport):
+    """One rank's end of the memory of an all-to-all-v or of the collectives. `layout` is that of each buffer."""
 
     #: What a slot is called, and what else is worth telling of it.
     slots, remark = "slots", ""
@@ -310,7 +323,7 @@ class ExchangeTransport(DirectTransport):
         self,
         operation: str,
         memory: SymmetricMemory,
-        layout: ExchangeLayout,
+        layout: LegLayout,
         rank: int,
         timeout: float,
         voters: Exchange | None = None,

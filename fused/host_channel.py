@@ -20,7 +20,7 @@ from thinwire.fused.channel import FLAT_ROW, Channel, Route, RowFormat, Transfer
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED
 from thinwire.fused.row_signature import signature_of
-from thinwire.triton_kernels.exchange_layout import ExchangeLayout
+from thinwire.triton_kernels.leg_layout import LegLayout
 from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
 from thinwire.wire import WireFormat
 
@@ -35,7 +35,7 @@ class HostChannel(Channel):
     def __init__(
         self,
         memory: SymmetricMemory,
-        layout: ExchangeLayout,
+        layout: LegLayout,
         rank: int,
         timeout: float,
         voters: Exchange | None = None,
@@ -208,7 +208,7 @@ class HostChannel(Channel):
         """Takes in what is still to come in this call, and keeps none of it."""
         self._call[self._kernels.SCALARS.index("discard")] = 1
         if self._run(self._kernels.DRAIN) == TIMED_OUT:
-            self.failure = self.timed_out()
+            self.failure = self.timed_out(self.report)
 
     def _run(self, todo: int, num_bytes: int = 0) -> int:
         transfer = self.under_way

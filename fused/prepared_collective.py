@@ -18,7 +18,7 @@ from thinwire.fused.partition import traffic_of
 from thinwire.fused.prepared import PreparedCall, check_out
 from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, Job
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, Job
 from thinwire.wire import WireFormat
 
 

@@ -22,7 +22,7 @@ from thinwire.fused.partition import gathered_parts
 from thinwire.fused.prepared import named_op, named_wires, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import ScatterLeg
-from thinwire.triton_kernels.exchange_layout import REDUCE_SCATTER
+from thinwire.triton_kernels.leg_layout import REDUCE_SCATTER
 from thinwire.wire import WireFormat
 
 

@@ -19,7 +19,7 @@ from thinwire.fused.partition import split_parts
 from thinwire.fused.prepared import flat
 from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Staged
-from thinwire.triton_kernels.exchange_layout import Job
+from thinwire.triton_kernels.leg_layout import Job
 from thinwire.wire import WireFormat
 
 

@@ -56,7 +56,7 @@ class DirectLanes(DirectTransport, Rounds):
     """
 
     name = "direct"
-    phases = ("dispatch", "combine")  # by DISPATCH and COMBINE
+    phases, counted = ("dispatch", "combine"), "round"  # by DISPATCH and COMBINE
     tagged_by = "layer"
 
     def __init__(
@@ -178,23 +178,9 @@ class DirectLanes(DirectTransport, Rounds):
         self._told_all = True
 
     def _timeout(self, lane: int) -> PeerTimeout:
-        report, everyone = self._reports[lane], range(self.world)
-        blamed, missing, said = self.peers_in(report)
-        ranks = [rank for rank in everyone if blamed[rank] and not self._stuck[rank]]
-        stuck_on_us = [rank for rank in everyone if said[rank] == 2]
-        epoch, phase = int(report[signal.REPORT_EPOCH]), self.phases[report[signal.REPORT_PHASE]]
-        if ranks:
-            reason = f"no answer from {name_ranks(ranks)} within {self.wait_seconds(lane):g} s"
-        elif stuck_on_us:
-            reason = f"{name_ranks(stuck_on_us)} waited for this rank for too long and gave up"
-        else:
-            reason = f"{name_ranks(missing.nonzero()[0])} answered too late, or gave up as well"
-        lost, text = self.agree(
-            ranks,
-            f"rank {self.rank} of {self.world}, lane {lane}, round {epoch}, {phase}: {reason}; no lane can be used "
-            "any more, rebuild() makes new ones",
-        )
-        return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
+        stuck = [rank for rank, known in enumerate(self._stuck) if known]
+        advice = "; no lane can be used any more, rebuild() makes new ones"
+        return self.timed_out(self._reports[lane], lane, stuck, advice)
 
     def _mismatch(self, lane: int) -> RoutingError:
         layout = self.lanes[lane].layout

@@ -122,6 +122,12 @@ def test_the_picture_of_the_house_is_what_the_sources_say() -> None:
     assert subprocess.run(command, cwd=ROOT).returncode == 0, "draw it anew: python docs/draw_house.py"
 
 
+def test_triton_kernels_find_a_ranks_memory_in_one_place() -> None:
+    sources = [path for path in (ROOT / "triton_kernels").glob("*.py") if path.name != "put.py"]
+    assert len(sources) > 10
+    assert [path.name for path in sources if "load(buffer_ptrs" in path.read_text()] == []
+
+
 def test_importing_thinwire_loads_no_room() -> None:
     code = "import sys, thinwire; print([name for name in sys.modules if name.startswith('thinwire.')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 """The direct all-to-all-v on GPUs: rows straight into the peers' memory, whole or in pieces.
 
-Memory is that of `thinwire.triton_kernels.exchange_layout`; ranks with these kernels and ranks with the CPU's can share
+Memory is that of `thinwire.triton_kernels.leg_layout`; ranks with these kernels and ranks with the CPU's can share
 a group. A rank's own rows take the way of all others, through its own memory.
 
 *A call is steps*, each of them kernels on one stream; `docs/protocol.md`, "The ring", has them, and says why no step
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import differing_signatures, header_lines, load_headers
-from thinwire.triton_kernels.exchange_layout import SIGNATURE_WORDS, Endpoint
+from thinwire.triton_kernels.leg_layout import SIGNATURE_WORDS, Endpoint
+from thinwire.triton_kernels.legs import differing_signatures, header_lines, load_headers
 from thinwire.triton_kernels.pieces import (
     EXPECTED,
     RECEIVED,
@@ -40,6 +40,7 @@ from thinwire.triton_kernels.pieces import (
     send_bytes_kernel,
     send_rows_kernel,
 )
+from thinwire.triton_kernels.put import base_of
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import (
     Launch,
@@ -99,23 +100,23 @@ def note_kernel(
     a5: tl.int64, b5: tl.int64, c5: tl.int64, d5: tl.int64,
     a6: tl.int64, b6: tl.int64, c6: tl.int64, d6: tl.int64,
     a7: tl.int64, b7: tl.int64, c7: tl.int64, d7: tl.int64,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
 ):  # fmt: skip
     """Writes eight peers' columns of the table. One program.
 
     The numbers are arguments, since a copy from the host would need memory there that lasts for as long as a graph.
     """
     # What made the rank give up is left to be read.
-    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
+    if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
         wide_unit, wide_piece = unit.to(tl.int64), per_piece.to(tl.int64)
-        note_peer(table_ptr, first, a0, b0, c0, d0, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 1, a1, b1, c1, d1, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 2, a2, b2, c2, d2, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 3, a3, b3, c3, d3, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 4, a4, b4, c4, d4, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 5, a5, b5, c5, d5, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 6, a6, b6, c6, d6, wide_unit, wide_piece, EXCHANGE.WORLD)
-        note_peer(table_ptr, first + 7, a7, b7, c7, d7, wide_unit, wide_piece, EXCHANGE.WORLD)
+        note_peer(table_ptr, first, a0, b0, c0, d0, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 1, a1, b1, c1, d1, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 2, a2, b2, c2, d2, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 3, a3, b3, c3, d3, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 4, a4, b4, c4, d4, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 5, a5, b5, c5, d5, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 6, a6, b6, c6, d6, wide_unit, wide_piece, LEGS.WORLD)
+        note_peer(table_ptr, first + 7, a7, b7, c7, d7, wide_unit, wide_piece, LEGS.WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "number", "timeout_ns", "grace_ns"])
@@ -132,50 +133,50 @@ def wait_kernel(
     grace_ns: tl.int64,
     FOR: tl.constexpr,
     CHECK: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Until every peer has done what this rank needs for step `number`. One program of one warp."""
-    world: tl.constexpr = EXCHANGE.WORLD
+    world: tl.constexpr = LEGS.WORLD
     phase: tl.constexpr = 0 if FOR == _HEADERS else 1
-    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-        base = tl.load(buffer_ptrs + rank)
-        epoch = tl.load(control_ptr + EXCHANGE.EPOCH)
+    if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
+        base = base_of(buffer_ptrs, rank)
+        epoch = tl.load(control_ptr + LEGS.EPOCH)
         peers = tl.arange(0, LAUNCH.BLOCK)
         known = peers < world
         # Of peers that nothing is missing from the flag is never behind its target.
         if FOR == _HEADERS:
-            lines = header_lines(epoch, EXCHANGE)
+            lines = header_lines(epoch, LEGS)
             targets = epoch + tl.zeros_like(peers)
         elif FOR == _ROOM:
-            lines = tl.full((), EXCHANGE.HEADS, tl.int64)
+            lines = tl.full((), LEGS.HEADS, tl.int64)
             more = tl.load(table_ptr + SEND_PIECES * world + peers, mask=known, other=0) > number
             sent = tl.load(counters_ptr + SENT * world + peers, mask=known, other=0)
-            targets = (sent - EXCHANGE.SLOTS + tl.where(more, 1, 0)).to(tl.int32)
+            targets = (sent - LEGS.SLOTS + tl.where(more, 1, 0)).to(tl.int32)
         else:
-            lines = tl.full((), EXCHANGE.TAILS, tl.int64)
+            lines = tl.full((), LEGS.TAILS, tl.int64)
             more = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=0) > number
             received = tl.load(counters_ptr + RECEIVED * world + peers, mask=known, other=0)
             targets = (received + tl.where(more, 1, 0)).to(tl.int32)
-        late = wait_for_all(base, rank, lines, targets, timeout_ns, EXCHANGE, LAUNCH)
+        late = wait_for_all(base, rank, lines, targets, timeout_ns, LEGS, LAUNCH)
         if late > 0:
-            give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, EXCHANGE, LAUNCH)
-            poison(control_ptr, report_ptr, EXCHANGE.TIMED_OUT, epoch, phase, EXCHANGE, LAUNCH)
+            give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, LEGS, LAUNCH)
+            poison(control_ptr, report_ptr, LEGS.TIMED_OUT, epoch, phase, LEGS, LAUNCH)
         elif CHECK:
-            headers, signature = load_headers(base, lines, EXCHANGE, LAUNCH), load_signature(signature_ptr)
-            wrong = differing_signatures(headers, signature, EXCHANGE, LAUNCH)
+            headers, signature = load_headers(base, lines, LEGS, LAUNCH), load_signature(signature_ptr)
+            wrong = differing_signatures(headers, signature, LEGS, LAUNCH)
             expected = tl.load(table_ptr + RECV_COUNT * world + peers, mask=known, other=0)
             wrong = tl.where(headers[1] != expected, 1, wrong)
             expected = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=1)
             wrong = tl.where(headers[0] + 1 != expected, 1, wrong)
             if tl.sum(wrong) > 0:
-                tl.store(report_ptr + EXCHANGE.REPORT_PEERS + peers, wrong, mask=known)
+                tl.store(report_ptr + LEGS.REPORT_PEERS + peers, wrong, mask=known)
                 for word in tl.static_range(_SIGNATURE_WORDS):
                     tl.store(table_ptr + EXPECTED * world + word, signature[word])
                 # This rank takes part no more; nobody shall wait for it until time is up.
-                store_signal_words(buffer_ptrs, rank, EXCHANGE.STUCK, EXCHANGE.STUCK_EPOCH, epoch, EXCHANGE, LAUNCH)
-                publish(buffer_ptrs, rank, EXCHANGE.STUCK, 1, EXCHANGE, LAUNCH)
-                poison(control_ptr, report_ptr, EXCHANGE.MISMATCHED, epoch, phase, EXCHANGE, LAUNCH)
+                store_signal_words(buffer_ptrs, rank, LEGS.STUCK, LEGS.STUCK_EPOCH, epoch, LEGS, LAUNCH)
+                publish(buffer_ptrs, rank, LEGS.STUCK, 1, LEGS, LAUNCH)
+                poison(control_ptr, report_ptr, LEGS.MISMATCHED, epoch, phase, LEGS, LAUNCH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,9 +203,7 @@ def note(
         chosen = columns[first : first + _NOTED_PEERS]
         numbers = [number for column in chosen for number in column] + [0] * (4 * (_NOTED_PEERS - len(chosen)))
         with torch.cuda.device_of(end.table):  # Triton launches on the current device
-            note_kernel[(1,)](
-                end.table, end.control, first, unit, per_piece, *numbers, EXCHANGE=end.layout, num_warps=1
-            )
+            note_kernel[(1,)](end.table, end.control, first, unit, per_piece, *numbers, LEGS=end.layout, num_warps=1)
 
 
 def _launch(
@@ -230,7 +229,7 @@ def _launch(
     with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         kernel[(programs,)](
             tensor, step, end.buffer_ptrs, end.control, end.counters, end.table, *signature, end.rank, number, items,
-            FIRST=number == 0, EXCHANGE=end.layout, LAUNCH=Launch.of(end.layout, device), **options,
+            FIRST=number == 0, LEGS=end.layout, LAUNCH=Launch.of(end.layout, device), **options,
         )  # fmt: skip
 
 
@@ -267,7 +266,7 @@ def wait(
         reason: HEADERS, ROOM or PIECES.
         signature: see `send`.
         check: compare headers with `note`'s counts, and poison the memory if they differ.
-        timeout: seconds until the exchange is given up.
+        timeout: seconds until the memory is given up.
         grace: seconds that peers then get to report that they are stuck too.
     """
     if reason not in (HEADERS, ROOM, PIECES):
@@ -275,7 +274,7 @@ def wait(
     with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
         wait_kernel[(1,)](
             end.buffer_ptrs, end.control, end.counters, end.table, signature, end.report, end.rank, number,
-            int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, EXCHANGE=end.layout,
+            int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, LEGS=end.layout,
             LAUNCH=Launch.of(end.layout, end.buffer_ptrs.device), num_warps=1,
         )  # fmt: skip
 

@@ -33,9 +33,11 @@ from thinwire.triton_kernels.floats import (
     decode_e4m3,
     encode_e4m3,
     load_float32,
+    rounded,
     store_float32,
     widened,
 )
+from thinwire.triton_kernels.put import put
 from thinwire.triton_kernels.record import FP8, INT4, NONE
 from thinwire.triton_kernels.rows import tile_columns
 from thinwire.wire import WireFormat
@@ -114,22 +116,28 @@ def decode_tile(payload, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def payload_offsets(tile, LAYOUT: tl.constexpr):
+    """Where in a record the bytes of one tile's payload lie, in the shape of the payload."""
+    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+    return groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+
+
+@triton.jit
 def store_encoded_tile(base, payload, scale_bits, tile, LAYOUT: tl.constexpr):
     """Stores what `encode_tile` gave for one tile of a row into its record.
 
     `base` points, as int8, to where the record begins, on a 16-byte boundary. Pad bytes among what the tile covers are
     written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
     """
-    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
-    tl.store(base + offsets, payload, mask=offsets < LAYOUT.SCALES_OFFSET)
+    offsets, groups = payload_offsets(tile, LAYOUT), tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
+    put(base + offsets, payload, offsets < LAYOUT.SCALES_OFFSET)
     if LAYOUT.ROW_SCALE:
         scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-        tl.store(scales + groups, scale_bits, mask=groups < 1)
+        put(scales + groups, scale_bits, groups < 1)
     else:
         scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
         room: tl.constexpr = (LAYOUT.ROW_BYTES - LAYOUT.SCALES_OFFSET) // 2
-        tl.store(scales + groups, scale_bits.to(tl.int16), mask=groups < room)
+        put(scales + groups, scale_bits.to(tl.int16), groups < room)
 
 
 @triton.jit
@@ -142,7 +150,7 @@ def store_record_tile(base, x, amax_bits, tile, LAYOUT: tl.constexpr):
     if LAYOUT.KIND == NONE:
         columns = tile_columns(tile, LAYOUT)
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
-        store_float32(elements + columns, x, columns < LAYOUT.ELEMENTS, False)
+        put(elements + columns, rounded(x, LAYOUT.DTYPE), columns < LAYOUT.ELEMENTS)
     else:
         payload, scale_bits = encode_tile(x, amax_bits, LAYOUT)
         store_encoded_tile(base, payload, scale_bits, tile, LAYOUT)
@@ -155,7 +163,7 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
         block: tl.constexpr = LAYOUT.TAIL_BLOCK
         words = tl.arange(0, block)
         tail = (base + (LAYOUT.ROW_BYTES - 2 * LAYOUT.TAIL_WORDS)).to(tl.pointer_type(tl.int16))
-        tl.store(tail + words, tl.zeros((block,), tl.int16), mask=words < LAYOUT.TAIL_WORDS)
+        put(tail + words, tl.zeros((block,), tl.int16), words < LAYOUT.TAIL_WORDS)
 
 
 @triton.jit
@@ -170,8 +178,7 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, there=True):
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
         return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), 0
     else:
-        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+        offsets, groups = payload_offsets(tile, LAYOUT), tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         payload = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.SCALES_OFFSET, False), other=0)
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))

@@ -1,6 +1,6 @@
 """All-reduce, reduce-scatter and all-gather over peers' memory: the kernels, which quantise, move and sum rows.
 
-Memory is that of `thinwire.triton_kernels.exchange_layout`. An all-reduce of one chunk is five launches::
+Memory is that of `thinwire.triton_kernels.leg_layout`. An all-reduce of one chunk is five launches::
 
     scatter      row i of part p -> the owner of p, as a record           flags of a leg
     reduce       wait; then sum over ranks of the dequantised rows of
@@ -35,8 +35,8 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import header_line, publish_header, wait_leg
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
+from thinwire.triton_kernels.legs import header_line, publish_header, wait_leg
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.rows import row_length
 from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
@@ -67,17 +67,17 @@ def send_kernel(
     TO_ALL: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the leg's header.
 
     The whole tensor begins at `x_ptr`, or the own part.
     """
-    world: tl.constexpr = EXCHANGE.WORLD
+    world: tl.constexpr = LEGS.WORLD
     signature = (signature_0, signature_1, signature_2, signature_3)
-    if tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING:
-        leg = tl.load(control_ptr + EXCHANGE.EPOCH) + 1
+    if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
+        leg = tl.load(control_ptr + LEGS.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         item = tl.program_id(0)
         while item < rows * (1 if TO_ALL else world):
@@ -87,7 +87,7 @@ def send_kernel(
                 row, part = row_and_part(item, rank, world)
             length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
             if length > 0:
-                offset = record_offset(leg, rank, row, EXCHANGE, LAYOUT)
+                offset = record_offset(leg, rank, row, LEGS, LAYOUT)
                 peers: tl.constexpr = world if TO_ALL else 1
                 if TO_ALL:
                     x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
@@ -95,9 +95,9 @@ def send_kernel(
                     x_row, peer = x_ptr + start, part
                 send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT)
             item += tl.num_programs(0)
-        if arrive(control_ptr, EXCHANGE, LAUNCH):
-            tl.store(control_ptr + EXCHANGE.EPOCH, leg)
-            publish_header(buffer_ptrs, rank, leg, signature, EXCHANGE, LAUNCH)
+        if arrive(control_ptr, LEGS, LAUNCH):
+            tl.store(control_ptr + LEGS.EPOCH, leg)
+            publish_header(buffer_ptrs, rank, leg, signature, LEGS, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -113,12 +113,12 @@ def wait_kernel(
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     LEG: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Until every rank has signalled a leg, or the memory is poisoned. One program of one warp."""
     signature = (signature_0, signature_1, signature_2, signature_3)
-    wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, EXCHANGE, LAUNCH)
+    wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, LEGS, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
@@ -134,38 +134,38 @@ def reduce_kernel(
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Sums of the own part's rows into the tensor at `out_ptr`.
 
     Or, where there is a GATHER, as such records to everyone in the next leg, and then its flag.
     """
-    world: tl.constexpr = EXCHANGE.WORLD
-    running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
+    world: tl.constexpr = LEGS.WORLD
+    running = tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING
     if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
-        leg = tl.load(control_ptr + EXCHANGE.EPOCH)
+        leg = tl.load(control_ptr + LEGS.EPOCH)
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
         row = tl.program_id(0)
         while row < rows:
             left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
             if left > 0:
-                record = buffer_ptr + record_offset(leg, 0, row, EXCHANGE, LAYOUT)
+                record = buffer_ptr + record_offset(leg, 0, row, LEGS, LAYOUT)
                 if GATHER is None:
                     length = row_length(left, LAYOUT)
                     if running:
-                        recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, EXCHANGE, LAYOUT)
+                        recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, LEGS, LAYOUT)
                     else:
                         fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
                 else:
-                    offset = record_offset(leg + 1, rank, row, EXCHANGE, GATHER)
-                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, EXCHANGE, LAYOUT, GATHER)
+                    offset = record_offset(leg + 1, rank, row, LEGS, GATHER)
+                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, LEGS, LAYOUT, GATHER)
             row += tl.num_programs(0)
         if GATHER is not None:
-            if arrive(control_ptr, EXCHANGE, LAUNCH):
-                tl.store(control_ptr + EXCHANGE.EPOCH, leg + 1)
-                line = header_line(leg + 1, rank, EXCHANGE)
-                publish(buffer_ptrs, line, EXCHANGE.HEADERS, leg + 1, EXCHANGE, LAUNCH)
+            if arrive(control_ptr, LEGS, LAUNCH):
+                tl.store(control_ptr + LEGS.EPOCH, leg + 1)
+                line = header_line(leg + 1, rank, LEGS)
+                publish(buffer_ptrs, line, LEGS.HEADERS, leg + 1, LEGS, LAUNCH)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
@@ -179,19 +179,19 @@ def gather_recv_kernel(
     rows,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    LEGS: tl.constexpr,
 ):
     """Rows of all parts, as they came in the last leg, into the tensor at `out_ptr`."""
-    world: tl.constexpr = EXCHANGE.WORLD
-    running = tl.load(control_ptr + EXCHANGE.STATUS) == EXCHANGE.RUNNING
-    leg = tl.load(control_ptr + EXCHANGE.EPOCH)
+    world: tl.constexpr = LEGS.WORLD
+    running = tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING
+    leg = tl.load(control_ptr + LEGS.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
     item = tl.program_id(0)
     while item < rows * world:
         row, part = row_and_part(item, rank, world)
         length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
         if length > 0:
-            address = buffer_ptr.to(tl.int64) + record_offset(leg, part, row, EXCHANGE, LAYOUT)
+            address = buffer_ptr.to(tl.int64) + record_offset(leg, part, row, LEGS, LAYOUT)
             recv_row(address, out_ptr + start, row_length(length, LAYOUT), running, LAYOUT)
         item += tl.num_programs(0)
 
@@ -220,7 +220,7 @@ def _options(end: Endpoint, job: Job, num_warps: int) -> dict[str, Any]:
     """What all launches have by name."""
     return {
         "ROWS_PER_CHUNK": job.rows_per_chunk,
-        "EXCHANGE": end.layout,
+        "LEGS": end.layout,
         "num_warps": num_warps,
         "enable_fp_fusion": False,
     }
@@ -243,7 +243,7 @@ def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: 
     """Sends a leg: a chunk of rows of every part, quantised into the memory of the part's owner.
 
     Args:
-        end: of the exchange, whose last leg is over on this rank's stream. In poisoned memory nothing is done.
+        end: of the memory, whose last leg is over on this rank's stream. In poisoned memory nothing is done.
         job: of op ALL_REDUCE or REDUCE_SCATTER.
         x: [elements] of `job.dtype`, contiguous, the whole tensor.
         chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
@@ -267,7 +267,7 @@ def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> No
     with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
         wait_kernel[(1,)](
             end.buffer_ptrs, end.control, end.report, end.rank, *job.signature, int(timeout * 1e9), int(grace * 1e9),
-            LEG=leg, EXCHANGE=end.layout, LAUNCH=Launch.of(end.layout, end.buffer.device), num_warps=1,
+            LEG=leg, LEGS=end.layout, LAUNCH=Launch.of(end.layout, end.buffer.device), num_warps=1,
         )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def reduce(
         out: [elements of the own part] of `job.dtype`, contiguous: sums rounded once, saturating at the largest finite
             value unless `job.wire` is `none`; NaN in poisoned memory. None: each row of sums is encoded once
             in `job.gather_wire` (`none` rounds it as above), stored at every rank, in the next leg.
-        timeout: seconds until the exchange is given up.
+        timeout: seconds until the memory is given up.
         grace: seconds that peers then get to report that they are stuck too.
         num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.
     """

@@ -16,8 +16,9 @@ from thinwire.triton_kernels.codec import (
     store_record_tail,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.exchange import half_offset
-from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, store_float32, widened
+from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, widened
+from thinwire.triton_kernels.legs import half_offset
+from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE
 from thinwire.triton_kernels.rows import load_row_tile, row_length, store_row_tile, tile_columns
 
@@ -56,15 +57,9 @@ def length_and_start(parts_ptr, part, row, WORLD: tl.constexpr, HIDDEN: tl.const
 
 
 @triton.jit
-def record_offset(leg, source, row, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+def record_offset(leg, source, row, LEGS: tl.constexpr, LAYOUT: tl.constexpr):
     """Where in a rank's buffer a row of the chunk lies that rank `source` sends in a leg."""
-    return half_offset(leg, source, EXCHANGE) + row.to(tl.int64) * LAYOUT.ROW_BYTES
-
-
-@triton.jit
-def record_at(buffer_ptrs, peer, offset):
-    """The record at `offset` of a rank's buffer, as int8."""
-    return tl.multiple_of((tl.load(buffer_ptrs + peer) + offset).to(tl.pointer_type(tl.int8)), 16)
+    return half_offset(leg, source, LEGS) + row.to(tl.int64) * LAYOUT.ROW_BYTES
 
 
 @triton.jit
@@ -87,30 +82,30 @@ def send_row(
             columns = tile_columns(tile, LAYOUT)
             target = peer
             for _ in range(PEERS):
-                record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(LAYOUT.DTYPE))
-                tl.store(record + columns, elements, mask=columns < LAYOUT.ELEMENTS)
+                record = record_at(base_of(buffer_ptrs, target) + offset).to(tl.pointer_type(LAYOUT.DTYPE))
+                put(record + columns, elements, columns < LAYOUT.ELEMENTS)
                 target = next_peer(target, WORLD)
         else:
             x = widened(elements)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
             target = peer
             for _ in range(PEERS):
-                store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, LAYOUT)
+                store_encoded_tile(record_at(base_of(buffer_ptrs, target) + offset), payload, scale_bits, tile, LAYOUT)
                 target = next_peer(target, WORLD)
     if LAYOUT.TAIL_WORDS > 0:
         target = peer
         for _ in range(PEERS):
-            store_record_tail(record_at(buffer_ptrs, target, offset), LAYOUT)
+            store_record_tail(record_at(base_of(buffer_ptrs, target) + offset), LAYOUT)
             target = next_peer(target, WORLD)
 
 
 @triton.jit
-def sum_tile(first_record, tile, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+def sum_tile(first_record, tile, LEGS: tl.constexpr, LAYOUT: tl.constexpr):
     """One tile of the sum of a row over all ranks, float32; `first_record` is the one from rank 0."""
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
-    for source in tl.range(EXCHANGE.WORLD, loop_unroll_factor=4):
-        record = tl.multiple_of(first_record + tl.full((), EXCHANGE.SLOT_BYTES, tl.int64) * source, 16)
+    for source in tl.range(LEGS.WORLD, loop_unroll_factor=4):
+        record = tl.multiple_of(first_record + tl.full((), LEGS.SLOT_BYTES, tl.int64) * source, 16)
         total = total + load_record_tile(record, tile, LAYOUT)
     if LAYOUT.KIND != NONE:
         # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
@@ -123,46 +118,47 @@ def sum_tile(first_record, tile, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def send_sum(
-    first_record, buffer_ptrs, peer, offset, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
+    first_record, buffer_ptrs, peer, offset, LEGS: tl.constexpr, LAYOUT: tl.constexpr, GATHER: tl.constexpr
 ):  # fmt: skip
     """The sum of a row over all ranks into the record at `offset` of all ranks from `peer` on.
 
     It is encoded once, as GATHER.
     """
-    world: tl.constexpr = EXCHANGE.WORLD
+    world: tl.constexpr = LEGS.WORLD
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:
         for tile in range(GATHER.NUM_TILES):
             columns = tile_columns(tile, GATHER)
-            total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
+            total = tl.reshape(sum_tile(first_record, tile, LEGS, LAYOUT), columns.shape)
             row_amax = tl.maximum(row_amax, group_amax(total))
     for tile in range(GATHER.NUM_TILES):
         columns = tile_columns(tile, GATHER)
-        total = tl.reshape(sum_tile(first_record, tile, EXCHANGE, LAYOUT), columns.shape)
+        total = tl.reshape(sum_tile(first_record, tile, LEGS, LAYOUT), columns.shape)
         if GATHER.KIND == NONE:
             target = peer
             for _ in range(world):
-                record = record_at(buffer_ptrs, target, offset).to(tl.pointer_type(GATHER.DTYPE))
-                store_float32(record + columns, total, columns < GATHER.ELEMENTS, LAYOUT.KIND != NONE)
+                record = record_at(base_of(buffer_ptrs, target) + offset).to(tl.pointer_type(GATHER.DTYPE))
+                elements = rounded(total, GATHER.DTYPE, LAYOUT.KIND != NONE)
+                put(record + columns, elements, columns < GATHER.ELEMENTS)
                 target = next_peer(target, world)
         else:
             payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
             target = peer
             for _ in range(world):
-                store_encoded_tile(record_at(buffer_ptrs, target, offset), payload, scale_bits, tile, GATHER)
+                store_encoded_tile(record_at(base_of(buffer_ptrs, target) + offset), payload, scale_bits, tile, GATHER)
                 target = next_peer(target, world)
     if GATHER.TAIL_WORDS > 0:
         target = peer
         for _ in range(world):
-            store_record_tail(record_at(buffer_ptrs, target, offset), GATHER)
+            store_record_tail(record_at(base_of(buffer_ptrs, target) + offset), GATHER)
             target = next_peer(target, world)
 
 
 @triton.jit
-def recv_sum(first_record, out_row, length, EXCHANGE: tl.constexpr, LAYOUT: tl.constexpr):
+def recv_sum(first_record, out_row, length, LEGS: tl.constexpr, LAYOUT: tl.constexpr):
     """The sum of a row over all ranks into a row of `length` elements."""
     for tile in range(LAYOUT.NUM_TILES):
-        total = sum_tile(first_record, tile, EXCHANGE, LAYOUT)
+        total = sum_tile(first_record, tile, LEGS, LAYOUT)
         row = rounded(total, out_row.dtype.element_ty, LAYOUT.KIND != NONE)
         store_row_tile(out_row, row, length, tile, LAYOUT)
 
@@ -170,7 +166,7 @@ def recv_sum(first_record, out_row, length, EXCHANGE: tl.constexpr, LAYOUT: tl.c
 @triton.jit
 def recv_row(address, out_row, length, running, LAYOUT: tl.constexpr):
     """The record at an address into a row of `length` elements; NaN in poisoned memory."""
-    record = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16)
+    record = record_at(address)
     if running:
         for tile in range(LAYOUT.NUM_TILES):
             payload, scale_bits = load_encoded_tile(record, tile, LAYOUT)

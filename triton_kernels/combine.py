@@ -21,6 +21,7 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import owner_of
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.launch import Launcher, kept
+from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
@@ -101,9 +102,8 @@ def send_sums_kernel(
                 ordinal = ranks_below(owners_of(base, slot, ROUND, K_BLOCK), rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 place = token.to(tl.int64) * ROUND.SLOTS + ordinal
-                home = tl.load(buffer_ptrs + source)
-                record = (home + (ROUND.SUMS + place * ROUND.SUM_BYTES)).to(tl.pointer_type(tl.int8))
-                record = tl.multiple_of(record, 16)
+                home = base_of(buffer_ptrs, source)
+                record = record_at(home + (ROUND.SUMS + place * ROUND.SUM_BYTES))
                 weights = weights_ptr + slot * ROUND.TOP_K
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
                 if AS_THEY_ARE:
@@ -115,7 +115,7 @@ def send_sums_kernel(
                     mine = owners_of(base, slot, ROUND, K_BLOCK) == rank
                     grads = tl.load(weight_grads_ptr + slot * ROUND.TOP_K + ks, mask=mine, other=0.0)
                     target = home + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
-                    tl.store(target.to(tl.pointer_type(tl.float32)) + ks, grads, mask=mine)
+                    put(target.to(tl.pointer_type(tl.float32)) + ks, grads, mine)
             item += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)

@@ -22,6 +22,7 @@ from thinwire.triton_kernels.codec import (
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import widened
 from thinwire.triton_kernels.launch import Launcher, kept
+from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE, RecordLayout
 from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import (
@@ -108,9 +109,9 @@ def send_plane(
     total = tl.where(kept, total, 0.0)
     offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
     for peer in range(ROUND.WORLD):
-        base = tl.load(buffer_ptrs + peer)
-        tl.store((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask=mask)
-        tl.store((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask=mask)
+        base = base_of(buffer_ptrs, peer)
+        put((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask)
+        put((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask)
 
 
 @triton.jit
@@ -127,11 +128,9 @@ def send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND: tl.constexpr, LAY
         for _ in range(ROUND.SLOTS):
             turn, peer = next_destination(owners, turn, rank, ROUND)
             if turn < ROUND.WORLD:
-                record = tl.load(buffer_ptrs + peer) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES
-                record = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 16)
+                record = record_at(base_of(buffer_ptrs, peer) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES)
                 if LAYOUT.KIND == NONE:
-                    pointers = record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns
-                    tl.store(pointers, elements, mask=columns < LAYOUT.ELEMENTS)
+                    put(record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, columns < LAYOUT.ELEMENTS)
                 else:
                     store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
                 if tile == LAYOUT.NUM_TILES - 1:

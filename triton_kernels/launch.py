@@ -20,28 +20,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from thinwire.triton_kernels.compat import triton
+from thinwire.triton_kernels.end import End
 
 _T = TypeVar("_T")
+_K = TypeVar("_K", bound=End)
 
 
-class _Keeper(Protocol):
-    @property
-    def kept(self) -> dict[object, Any]: ...
-
-
-_K = TypeVar("_K", bound=_Keeper)
-
-
-def kept(keeper: _K, make: Callable[..., _T], *arguments: object) -> _T:
-    """What `make(keeper, *arguments)` gave the first time, for as long as the lane or endpoint is in use."""
-    key, known = (make, *arguments), keeper.kept
+def kept(end: _K, make: Callable[..., _T], *arguments: object) -> _T:
+    """What `make(end, *arguments)` gave the first time, for as long as the end is in use."""
+    key, known = (make, *arguments), end.kept
     if key not in known:
-        known[key] = make(keeper, *arguments)
+        known[key] = make(end, *arguments)
     found: _T = known[key]
     return found
 

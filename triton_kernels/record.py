@@ -10,8 +10,8 @@ import torch
 from thinwire.triton_kernels.compat import tl
 from thinwire.wire import FORMATS, WireFormat
 
-# What the kernels call a wire format.
-NONE, INT8, INT4, FP8 = (tl.constexpr(each.kind) for each in FORMATS.values())
+#: What the kernels call a wire format.
+NONE, INT4, FP8 = (tl.constexpr(FORMATS[name].kind) for name in ("none", "int4", "fp8"))
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
 _MAX_TILE = 8192

@@ -13,13 +13,13 @@ that peer's own place, so no two ranks ever write the same byte. `docs/protocol.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.end import End, new_words, report_words
+from thinwire.triton_kernels.signal import CONTROL_WORDS, SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 _ALIGNMENT = 128
@@ -154,18 +154,12 @@ class RoundLayout(SignalLayout):
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The tensors of one lane at one rank. Owned by whoever made them; kernels only read and write them.
+class Lane(End):
+    """One rank's end of a lane.
 
     Attributes:
-        layout: of the symmetric buffer.
         wire, combine_wire: formats of the two legs.
-        rank: this rank.
         align: every expert's rows begin at a multiple of this.
-        buffer: uint8 [NUM_BYTES], this rank's symmetric buffer, zero at first.
-        buffer_ptrs: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
-        control: int32 [CONTROL_WORDS], zero at first, on the device.
-        report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
         index: int64 [num_rows], the record of each expert-sorted row, -1 for padding and behind the last row.
         expert_counts: int64 [local experts], rows of each expert, without padding.
         expert_offsets: int64 [local experts + 1], where each expert's rows begin, with padding.
@@ -173,18 +167,12 @@ class Lane:
         weights: float32 [world * max_tokens, top_k], their router weights.
         scratch: int32 [chunks, local experts], what routing notes for itself.
         seen: int64 [world], zero at first, what the CPU's kernels found out about storing at each rank.
-        kept: what launchers look up once, for as long as the lane is in use.
     """
 
     layout: RoundLayout
     wire: WireFormat
     combine_wire: WireFormat
-    rank: int
     align: int
-    buffer: torch.Tensor
-    buffer_ptrs: torch.Tensor
-    control: torch.Tensor
-    report: torch.Tensor
     index: torch.Tensor
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
@@ -192,7 +180,6 @@ class Lane:
     weights: torch.Tensor
     scratch: torch.Tensor
     seen: torch.Tensor
-    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     #: Records, of one source, that one program routes.
     CHUNK = 64
@@ -214,8 +201,17 @@ class Lane:
             name: torch.full(shape, value, dtype=dtype, device=device)
             for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
         }
-        report = torch.zeros(_report_words(layout), dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
-        return cls(layout, wire, combine_wire, rank, align, buffer, buffer_ptrs, report=report, **beside)
+        return cls(
+            layout=layout,
+            wire=wire,
+            combine_wire=combine_wire,
+            rank=rank,
+            align=align,
+            buffer=buffer,
+            buffer_ptrs=buffer_ptrs,
+            **new_words(layout.WORLD, device),
+            **beside,
+        )
 
     @classmethod
     def _tensors_beside(
@@ -225,7 +221,6 @@ class Lane:
         local = layout.first_expert(rank + 1) - layout.first_expert(rank)
         slots = layout.WORLD * layout.MAX_TOKENS
         return {
-            "control": ((CONTROL_WORDS,), torch.int32, 0),
             "index": ((layout.num_rows(rank, align),), torch.int64, -1),
             "expert_counts": ((local,), torch.int64, 0),
             "expert_offsets": ((local + 1,), torch.int64, 0),
@@ -247,7 +242,8 @@ class Lane:
         166728
         """
         tensors = cls._tensors_beside(layout, rank, align).values()
-        given = _report_words(layout) * torch.int32.itemsize + layout.WORLD * torch.int64.itemsize
+        given = (CONTROL_WORDS + report_words(layout.WORLD)) * torch.int32.itemsize
+        given += layout.WORLD * torch.int64.itemsize
         return given + sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors)
 
     @property
@@ -269,10 +265,6 @@ class Lane:
     def memory_bytes(self) -> int:
         """All that the lane holds; what launchers set aside for kernels in `kept` is not among it."""
         return sum(value.numel() * value.itemsize for value in vars(self).values() if isinstance(value, torch.Tensor))
-
-
-def _report_words(layout: RoundLayout) -> int:
-    return REPORT_PEERS + 3 * layout.WORLD
 
 
 def check_weight_grads(lane: Lane, weight_grads: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.put import base_of, put
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -35,11 +36,10 @@ CONTROL_WORDS = 16
 RUNNING, TIMED_OUT, MISMATCHED = 0, 1, 2
 
 # int32 words of a report, which the host reads without asking the device. Behind them, from REPORT_PEERS, three words a
-# peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0 nothing, 1
-# that it is stuck too, 2 that it is stuck on this rank, 3 that it has left).
+# peer: whether it is to blame, whether it had not signalled when time was up, and what it said of itself (0: nothing).
 REPORT_STATUS, REPORT_EPOCH, REPORT_PHASE = 0, 1, 2
 REPORT_PEERS = 8
-SAID_LEFT = 3
+SAID_STUCK, SAID_STUCK_ON_YOU, SAID_LEFT = 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def signal_words(base, lines, WORD: tl.constexpr, peers, LAYOUT: tl.constexpr):
 def peers_words(buffer_ptrs, rank, LINES: tl.constexpr, WORD: tl.constexpr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
     """Pointers [BLOCK] to a word of this rank's line at each peer."""
     peers = tl.arange(0, LAUNCH.BLOCK)
-    bases = tl.load(buffer_ptrs + peers, mask=peers < LAYOUT.WORLD, other=0)
+    bases = base_of(buffer_ptrs, peers, peers < LAYOUT.WORLD)
     return signal_words(bases, LINES, WORD, rank, LAYOUT)
 
 
@@ -152,7 +152,7 @@ def store_signal_words(
     """Stores `values` [BLOCK] (or one value for all) as a word of this rank's line at each peer."""
     peers = tl.arange(0, LAUNCH.BLOCK)
     words = peers_words(buffer_ptrs, rank, LINES, WORD, LAYOUT, LAUNCH)
-    tl.store(words, values + tl.zeros_like(peers), mask=peers < LAYOUT.WORLD)
+    put(words, values + tl.zeros_like(peers), peers < LAYOUT.WORLD)
 
 
 @triton.jit

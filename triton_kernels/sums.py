@@ -25,6 +25,7 @@ from thinwire.triton_kernels.codec import (
     group_amax,
     load_encoded_tile,
     load_record_tile,
+    payload_offsets,
     quantize_reference,
     round_reference,
     scaled_reference,
@@ -74,10 +75,9 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
     base = tl.multiple_of(rows_ptr + position * row_stride, 16)
     octets: tl.constexpr = (LAYOUT.HIDDEN * LAYOUT.GROUP_BYTES + LAYOUT.GROUP - 1) // LAYOUT.GROUP
     for tile in range(LAYOUT.NUM_TILES):
-        groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-        offsets = groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+        offsets = payload_offsets(tile, LAYOUT)
         payload = tl.zeros(offsets.shape, tl.int8)
-        scale_bits = tl.zeros(groups.shape, tl.int32)
+        scale_bits = tl.zeros((LAYOUT.TILE_GROUPS,), tl.int32)
         if there:
             payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
             payload = tl.where(offsets < octets, payload, 0).to(tl.int8)

@@ -76,8 +76,8 @@ class PeerTimeout(ThinwireError, TimeoutError):
             on all ranks that raise it, unless the group was still being made; on the direct transport on CUDA, unless
             several died at once, or ranks called operations whose memories differ.
         lane: the lane of the round that ended, if it was a round.
-        epoch: that round's number on its lane.
-        phase: the phase whose wait ended, such as "dispatch".
+        epoch: the number of that round on its lane; of all-to-all-v's calls, or of the collectives' legs.
+        phase: the phase whose wait ended: "dispatch" or "combine", "headers" or "pieces", "rows" or "sums".
     """
 
     def __init__(

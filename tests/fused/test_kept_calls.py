@@ -32,7 +32,7 @@ from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.exchange_layout import DONE, SENT, TAKEN
+from thinwire.triton_kernels.leg_layout import DONE, SENT, TAKEN
 from thinwire.wire import WireFormat
 
 WORLD = 2

@@ -14,7 +14,7 @@ from thinwire.triton_kernels.codec import (
     scaled_reference,
 )
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, REDUCE_SCATTER, Endpoint, Job
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, REDUCE_SCATTER, Endpoint, Job
 from thinwire.wire import WireFormat
 
 ROW = 128

@@ -26,7 +26,7 @@ from thinwire.triton_kernels.codec import (
     quantize_reference,
 )
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
-from thinwire.triton_kernels.exchange_layout import (
+from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     FIRST_LEG,

@@ -1,8 +1,8 @@
 """The direct all-to-all-v on the CPU: rows straight from one rank's memory into another's.
 
-`move` is the only entry. What it must know of the exchange and of a call lies in `call` and `peers` (see `pieces`),
+`move` is the only entry. What it must know of the memory and of a call lies in `call` and `peers` (see `pieces`),
 and so does what it notes for itself: it may return to the host half-way (for instance, once all counts have come in)
-and go on later. `docs/protocol.md` has the argument, "The exchange" and "The ring".
+and go on later. `docs/protocol.md` has the argument, "Legs" and "The ring".
 
 One thread sends and receives by turns, a piece at a time, and never waits for one peer alone: whatever the order in
 which ranks reach their calls and fill each other's memory, someone can always go on. In a large call others share the
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu import exchange, signal, straight
+from thinwire.triton_kernels.cpu import legs, signal, straight
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
 from thinwire.triton_kernels.cpu.ir.fields import int64_rows
 from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
 from thinwire.triton_kernels.cpu.pieces import PEERS, SCALARS, P, call_at, pieces_of
 from thinwire.triton_kernels.cpu.team import dismiss, run_standing_team, team_at
-from thinwire.triton_kernels.exchange_layout import MOST_ROWS
+from thinwire.triton_kernels.leg_layout import MOST_ROWS
 from thinwire.triton_kernels.signal import LEFT_FLAG, MISMATCHED, RUNNING, TIMED_OUT
 
 # What `move` is to do, added up: send the parity part, wait for every header, wait for everything; go on with a wait,
@@ -98,7 +98,7 @@ def send_next(call, peers, peer, draining):
         if number + 1 == peers[P.END_OUT, peer]:
             straight.mark_straight(peers, peer, sent + 1)
             peers[P.SENT, peer] = sent + 1
-            exchange.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
+            legs.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
         return True
     elif ring_has_room(call, peers, peer):
         target = peers[P.RING_THERE, peer] + sent % call.slots * call.slot_bytes
@@ -111,11 +111,11 @@ def send_next(call, peers, peer, draining):
         return True
     if number > 0:
         peers[P.SENT, peer] = sent + 1
-        exchange.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
+        legs.publish_tail(peers[P.TAIL_THERE, peer], np.int32(sent + 1))
         return True
     line = peers[P.HEADER_THERE, peer] + half * call.half_lines
     pieces = np.int32(peers[P.END_OUT, peer] - 1)
-    exchange.publish_header(line, np.int32(call.epoch), call, pieces, peers[P.SEND_COUNT, peer])
+    legs.publish_header(line, np.int32(call.epoch), call, pieces, peers[P.SEND_COUNT, peer])
     return True
 
 
@@ -140,8 +140,8 @@ def read_header(call, peers, peer, fingerprint=FINGERPRINT):
     if not signal.signalled(line, call.epoch):
         return False
     # Each word is read once: what follows from it shall not change with it.
-    pieces, count = exchange.header_pieces(line) + 1, exchange.header_count(line)
-    answer = AGREES if exchange.same_signature(line, call) and believable(call, count, pieces) else DIFFERS
+    pieces, count = legs.header_pieces(line) + 1, legs.header_count(line)
+    answer = AGREES if legs.same_signature(line, call) and believable(call, count, pieces) else DIFFERS
     if answer == AGREES and peers[P.RECV_COUNT, peer] < 0:
         peers[P.RECV_COUNT, peer] = count
     # The number of pieces follows from the rest; it is told for the sake of those that expect something else.
@@ -180,7 +180,7 @@ def recv_next(call, peers, peer):
     peers[P.NEXT_IN, peer] = number + 1
     if number > 0 and not own:
         peers[P.RECEIVED, peer] = received + 1
-        exchange.publish_head(peers[P.HEAD_THERE, peer], np.int32(received + 1))
+        legs.publish_head(peers[P.HEAD_THERE, peer], np.int32(received + 1))
     return True
 
 

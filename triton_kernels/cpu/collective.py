@@ -1,6 +1,6 @@
 """All-reduce, reduce-scatter and all-gather on the CPU: rows into the peers' memory, and sums out of one's own.
 
-The memory of `thinwire.triton_kernels.exchange_layout`, with the contracts of `thinwire.triton_kernels.collective` and
+The memory of `thinwire.triton_kernels.leg_layout`, with the contracts of `thinwire.triton_kernels.collective` and
 the same bits. A kernel of the CPU is one thread, as other ranks want the other cores, so `num_programs` is not looked
 at; and a leg waits in a kernel of its own, which Python can interrupt. Launchers raise `TransportUnavailable` without
 numba.
@@ -19,7 +19,6 @@ import torch
 
 from thinwire.triton_kernels.cpu import codec, signal
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
-from thinwire.triton_kernels.cpu.exchange import publish_header, same_signature
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
@@ -32,9 +31,10 @@ from thinwire.triton_kernels.cpu.ir.intrinsics import (
 )
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.cpu.launch import addresses, scratch_of
+from thinwire.triton_kernels.cpu.legs import publish_header, same_signature
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store
 from thinwire.triton_kernels.cpu.sums import record_sum, scratch_bytes
-from thinwire.triton_kernels.exchange_layout import (
+from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     DONE,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import checksum_seed, exchange_layout, round_layout, signal, silu
+from thinwire.triton_kernels import checksum_seed, leg_layout, round_layout, signal, silu
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 
@@ -22,9 +22,7 @@ def _hash_sources() -> int:
     digest = hashlib.sha256()
     # Their words are compiled into kernels too.
     words = [
-        Path(module.__file__)
-        for module in (checksum_seed, signal, round_layout, exchange_layout, silu)
-        if module.__file__
+        Path(module.__file__) for module in (checksum_seed, signal, round_layout, leg_layout, silu) if module.__file__
     ]
     for path in [*sorted(Path(__file__).parent.rglob("*.py")), *words]:
         digest.update(path.read_bytes())

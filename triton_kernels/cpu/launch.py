@@ -1,17 +1,16 @@
 """What launchers look up once: a small call is over in microseconds, and asking torch takes one for each few questions.
 
-A lane and an endpoint have `kept` for it, which ends with them.
+An end has `kept` for it, which ends with it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.exchange_layout import Endpoint
-from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.end import End
 
 
-def addresses(owner: Lane | Endpoint, *names: str) -> tuple[int, ...]:
+def addresses(owner: End, *names: str) -> tuple[int, ...]:
     """Where its tensors of these names lie."""
     found: tuple[int, ...] | None = owner.kept.get(names)
     if found is None:
@@ -19,7 +18,7 @@ def addresses(owner: Lane | Endpoint, *names: str) -> tuple[int, ...]:
     return found
 
 
-def scratch_of(owner: Lane | Endpoint, num_bytes: int) -> int:
+def scratch_of(owner: End, num_bytes: int) -> int:
     """The address of so many bytes, for one kernel at a time; what they hold is not known."""
     found: tuple[int, int, torch.Tensor] | None = owner.kept.get("scratch")
     if found is None or found[1] < num_bytes:

@@ -1,6 +1,6 @@
 """Pieces of an all-to-all-v on the CPU: rows into a slot and out of it, and what the kernel knows of a call.
 
-What it must know of the exchange and of a call lies in int64 words: a struct, `call`, and behind it a matrix, `peers`.
+What it must know of the memory and of a call lies in int64 words: a struct, `call`, and behind it a matrix, `peers`.
 So does what it notes for itself.
 """
 

@@ -32,6 +32,8 @@ from thinwire.triton_kernels.signal import (
     REPORT_STATUS,
     RUNNING,
     SAID_LEFT,
+    SAID_STUCK,
+    SAID_STUCK_ON_YOU,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,
     SIGNAL_STUCK_ON_YOU,
@@ -204,7 +206,8 @@ def give_up(own, owes, where, limit):
             if flag == LEFT_FLAG:
                 said = SAID_LEFT
             elif flag != 0:
-                said = 2 if peer != own.rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0 else 1
+                on_us = peer != own.rank and load_int32(line + 4 * SIGNAL_STUCK_ON_YOU) != 0
+                said = SAID_STUCK_ON_YOU if on_us else SAID_STUCK
             blamed = 1 if (said == 0 or said == SAID_LEFT) and owes(where, peer) else 0
             store_int32(words + 4 * peer, blamed)
             store_int32(words + 4 * (2 * world + peer), said)

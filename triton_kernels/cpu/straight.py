@@ -1,7 +1,7 @@
 """Exact rows of an all-to-all-v straight into the receivers' outputs, where these lie in memory of `thinwire.empty`.
 
 A *region* is one symmetric allocation of that function; its number is the same on all ranks. `docs/protocol.md`,
-"Straight into the output", has the argument. What it takes lies in lines of the exchange, behind their flags:
+"Straight into the output", has the argument. What it takes lies in lines of all-to-all-v, behind their flags:
 
     head of p at q    int64 words 1 to 3: where the rows that q sends to p may be stored, as a region, an offset in p's
                       memory of it, and bytes; region 0: nowhere

@@ -21,7 +21,9 @@ from thinwire.errors import TransportUnavailable
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
 from thinwire.triton_kernels import all_to_all_v, checksum, collective, combine, dispatch, pack, permute, sums
-from thinwire.triton_kernels.exchange_layout import (
+from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
+from thinwire.triton_kernels.int8_weights import Int8Weights
+from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -29,8 +31,6 @@ from thinwire.triton_kernels.exchange_layout import (
     Endpoint,
     Job,
 )
-from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
-from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.support import require_wire_support

@@ -27,10 +27,10 @@ def test_a_number_past_32_bits_is_no_kernel_of_its_own(kernel: str) -> None:
     assert wide and {parameter.annotation_type for parameter in wide} == {"i64"}
 
 
-def test_a_ring_of_more_than_2_gib_is_addressed_in_64_bits() -> None:
+def test_a_half_of_more_than_2_gib_is_addressed_in_64_bits() -> None:
     launch = launch_of(Case("reduce", "int8", COLLECTIVE_ROWS[-1], "sm_90"))
     slot_bytes = 1 << 29
-    launch.arguments["EXCHANGE"] = collective_layout(8, slot_bytes)
+    launch.arguments["LEGS"] = collective_layout(8, slot_bytes)
     text = compile_launch(launch, "sm_90").asm["ttir"]
     assert f"{slot_bytes} : i64" in text
     assert not re.findall(rf"\b{slot_bytes} : i32", text)

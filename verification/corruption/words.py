@@ -147,7 +147,7 @@ def collective(rng: random.Random, triton: bool) -> None:
     from thinwire.fused.partition import gathered_parts, split_parts
     from thinwire.triton_kernels import collective as of_triton
     from thinwire.triton_kernels.cpu import collective as of_numba
-    from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+    from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
     kernels: Any = of_triton if triton else of_numba
     layout = collective_layout(WORLD, 1 << 15)

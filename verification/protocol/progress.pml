@@ -66,7 +66,7 @@ active proctype sender() {
 #endif
         :: piece == PIECES -> break
         od;
-        tail = true; /* triton_kernels/cpu/exchange.py publish_tail */
+        tail = true; /* triton_kernels/cpu/legs.py publish_tail */
 stopped:
         skip
     } unless { dead }

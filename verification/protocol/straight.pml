@@ -5,7 +5,7 @@
  * sender's, and takes the piece of the ring that follows, if one does. Where it expected something else than what comes,
  * it takes that piece and drops it. The sender publishes its header, waits for the receiver's, reads the place, and puts
  * what follows there or into the ring: it may do without the place, as it may not know the region. Headers and their
- * halves are those of exchange.pml; here the receiver's has only the flag, and the sender's says whether a piece follows.
+ * halves are those of legs.pml; here the receiver's has only the flag, and the sender's says whether a piece follows.
  *
  * A memory cell holds the epoch in which it was last written, the region that of the last store by the sender, or USER.
  * The region has two parts, and the place two words. Flags, numbers of pieces and marks do not wrap here.
@@ -161,7 +161,7 @@ active proctype sender() {
                 out_second = epoch;
 #ifndef BROKEN_EARLY_TAIL
                 mark = sent + 1; /* triton_kernels/cpu/straight.py mark_straight */
-                tail = sent + 1; /* triton_kernels/cpu/exchange.py publish_tail */
+                tail = sent + 1; /* triton_kernels/cpu/legs.py publish_tail */
 #endif
                 sent++
             :: !takes ->

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.collective_calls import Call
 from tests.helpers.wires import assert_same_bits
 from thinwire.fused.collective import collective_layout
-from thinwire.triton_kernels.exchange_layout import Endpoint
+from thinwire.triton_kernels.leg_layout import Endpoint
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from verification.ptx.device import Device
 
@@ -61,7 +61,7 @@ class Collectives:
 
 
 def register_ends(device: Device, ends: list[Endpoint]) -> None:
-    """Names all memory of an exchange to the device."""
+    """Names all memory of the ends to the device."""
     for end in ends:
         for name, value in vars(end).items():
             if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ import torch
 import triton
 
 from tests.helpers.collective_calls import Call
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE
 from thinwire.triton_kernels.pack import pack_rows
 from thinwire.triton_kernels.signal import REPORT_STATUS, TIMED_OUT
 from thinwire.wire import WireFormat
@@ -46,7 +46,7 @@ REDUNDANT = {
     ),
     r"^store_released < publish < wait_kernel.* becomes st\.relaxed": "kernels read nothing behind this flag",
     r"\bpoison < ": "the host reads it, which is not seen here, or a later kernel",
-    r"^(?:store_encoded_tile|store_float32|group_amax|max|sum) .*bar\.": "Triton's own, of shared memory used once",
+    r"^(?:put|store_encoded_tile|store_float32|group_amax|max|sum) .*bar\.": "Triton's own, of shared memory used once",
 }
 
 _TIMEOUT, _GRACE = 60e-6, 30e-6

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.collective_calls import Call
 from tests.helpers.speeds import exhaustive_but
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from verification.ptx.collectives import Collectives
 from verification.ptx.device import Device
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 import torch
 
 from tests.helpers.collective_calls import Call
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE
 from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
     MISMATCHED,
@@ -83,7 +83,7 @@ def test_survivors_of_a_collective_name_the_rank_that_never_came() -> None:
         device.run_queued()
     assert not device.races.found
     for end in collectives.ends[:GONE]:
-        _assert_blamed(end.report, end.control, 2, 0)
+        _assert_blamed(end.report, end.control, 3, 0)
         assert all(outs[end.rank].isnan().all() for outs in late)
 
 

@@ -19,7 +19,6 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     BITS,
     FLOAT16,
     FLOAT32,
-    INT4,
     INT8,
     QUANTIZED,
     ROW_ELEMENTS,
@@ -71,9 +70,10 @@ def _blocks(builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], N
 
 def _at(builder: Any, address: Any, number: Any, element: int) -> Any:
     """The address of one column's element."""
-    if element == INT4:
-        return builder.add(address, builder.lshr(number, constant(1)))
-    return builder.add(address, builder.mul(number, constant(BITS[element] // 8)))
+    bits = BITS[element]
+    if bits % 8:
+        return builder.add(address, builder.lshr(builder.mul(number, constant(bits)), constant(3)))
+    return builder.add(address, builder.mul(number, constant(bits // 8)))
 
 
 def _largest_lane(builder: Any, vector: Any) -> Any:

@@ -5,9 +5,8 @@ one at a time; portable vector IR becomes packed instructions on every ISA, of t
 compiles sooner, as there is nothing to search for. No operation carries a fast-math flag, so that none is fused or
 reordered.
 
-An element is one of the codes below: `FLOAT32`, `FLOAT16`, `BFLOAT16` in a row, `INT8`, `INT4`, `FP8` in a record's
-payload (with `NONE`, the kinds of `thinwire.wire.FORMATS`). The arithmetic is that of
-`thinwire.triton_kernels.codec`, whose docstring has the reasons.
+An element is one of the codes below: `FLOAT32`, `FLOAT16`, `BFLOAT16` in a row, or a kind of `thinwire.wire.FORMATS` in
+a record's payload. The arithmetic is that of `thinwire.triton_kernels.codec`, whose docstring has the reasons.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, i
 from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
 from thinwire.wire import FORMATS
 
-NONE, INT8, INT4, FP8, FLOAT32, FLOAT16, BFLOAT16 = range(7)  # the first are those of FORMATS
+NONE, INT8, INT4, FP8 = (FORMATS[name].kind for name in ("none", "int8", "int4", "fp8"))
+FLOAT32, FLOAT16, BFLOAT16 = range(len(FORMATS), len(FORMATS) + 3)  # behind all kinds
 
 #: Of each code: 0 for NONE.
 BITS = (*(each.bits for each in FORMATS.values()), 32, 16, 16)

@@ -15,13 +15,13 @@ from thinwire.fused.partition import LONG_ROW, SHORT_ROW
 from thinwire.octets import as_bytes
 from thinwire.tools.warmup.rounds import META
 from thinwire.triton_kernels import collective
-from thinwire.triton_kernels.exchange_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ExchangeLayout
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, LegLayout
 from thinwire.wire import WireFormat
 
 _TIMEOUT = 1.0  # seconds; no kernel knows it before it runs
 
 
-def _memory(layout: ExchangeLayout) -> SymmetricMemory:
+def _memory(layout: LegLayout) -> SymmetricMemory:
     buffer = torch.empty(layout.NUM_BYTES, dtype=torch.uint8, device=META)
     return SymmetricMemory("cuda", 0, buffer, [0] * layout.WORLD, [])
 

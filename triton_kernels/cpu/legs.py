@@ -1,4 +1,4 @@
-"""Headers of an exchange on the CPU: what all-to-all-v, all-reduce, reduce-scatter and all-gather do alike."""
+"""Headers of legs on the CPU: what all-to-all-v, all-reduce, reduce-scatter and all-gather do alike."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import numpy as np
 from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.atomics import store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int32, store_int64
-from thinwire.triton_kernels.exchange_layout import HEADER_COUNT, HEADER_PIECES, HEADER_SIGNATURE, SIGNATURE_WORDS
+from thinwire.triton_kernels.leg_layout import HEADER_COUNT, HEADER_PIECES, HEADER_SIGNATURE, SIGNATURE_WORDS
 
 
 @device
-def signature_of(exchange):
-    """The four numbers that say what this rank is doing; `exchange` is a call's words or a job's numbers."""
-    return exchange.signature0, exchange.signature1, exchange.signature2, exchange.signature3
+def signature_of(own):
+    """The four numbers that say what this rank is doing; `own` is a call's words or a job's numbers."""
+    return own.signature0, own.signature1, own.signature2, own.signature3
 
 
 @device
-def publish_header(line, epoch, exchange, pieces, count):
+def publish_header(line, leg, own, pieces, count):
     """Writes a header: ring pieces, rows, the four numbers that say what the source is doing, and the flag."""
     store_int32(line + 4 * HEADER_PIECES, pieces)
     store_int64(line + 4 * HEADER_COUNT, count)
-    signature = signature_of(exchange)
+    signature = signature_of(own)
     for word in range(SIGNATURE_WORDS):
         store_int64(line + 4 * HEADER_SIGNATURE + 8 * word, signature[word])
-    store_release(line, epoch)
+    store_release(line, leg)
 
 
 @device
@@ -52,9 +52,9 @@ def header_count(line):
 
 
 @device
-def same_signature(line, exchange):
+def same_signature(line, own):
     """Whether a header's source is doing what this rank does."""
-    same, signature = True, signature_of(exchange)
+    same, signature = True, signature_of(own)
     for word in range(SIGNATURE_WORDS):
         same &= load_int64(line + 4 * HEADER_SIGNATURE + 8 * word) == signature[word]
     return same

@@ -1,4 +1,4 @@
-/* The exchange: all one-way traffic over peers' memory, all-to-all-v, all-reduce, reduce-scatter and all-gather.
+/* Legs: all one-way traffic over peers' memory, all-to-all-v, all-reduce, reduce-scatter and all-gather.
  *
  * In every epoch, which the kernels call a leg, a rank stores rows for its peers into the half of the epoch's parity,
  * publishes a header to everyone, with rows or without, waits for everyone's header, takes in what came, and only then
@@ -6,7 +6,7 @@
  *
  * Without one of these macros that is all, and a pair has rows in an epoch or none:
  * COLLECTIVE: any of three collectives, one after the other. The header says which one, and all compare. An all-reduce
- * takes a second epoch for its sums, whose header says nothing.
+ * takes a second epoch for its sums, which has a flag and no words.
  * RING_STEPS, RING_TURNS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
  * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how
  * many were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a
@@ -23,11 +23,12 @@
  *
  * Flags have two bits of an epoch in collectives and three elsewhere; numbers of pieces have four. All of them wrap.
  *
- * Parameters: RANKS (2 or 3), EPOCHS (of COLLECTIVE calls), SLOTS, and PIECES, the most that a pair has in the ring in an epoch. SLOTS must
- * divide the range of numbers, or a slot be chosen by a number that does not wrap, as the kernels do. ALL_OR_NONE: a
- * pair has all pieces or no rows. ALL: all pieces. ODD_RANK: each time rank 0 calls what it likes, and all must
- * find out if that is not what the others call. BROKEN_...: the protocol with one rule broken; the search must find an
- * error. GOAL_...: a state that the search must reach, written as an assertion that it does not.
+ * Parameters: RANKS (2 or 3), EPOCHS (of COLLECTIVE calls), SLOTS, and PIECES, the most that a pair has in the ring in
+ * an epoch. SLOTS must divide the range of numbers, or a slot be chosen by a number that does not wrap, as the
+ * kernels do. ALL_OR_NONE: a pair has all pieces or no rows. ALL: all pieces. ODD_RANK: each time rank 0 calls what
+ * it likes, and all must find out if that is not what the others call. BROKEN_...: the protocol with one rule broken;
+ * the search must find an error. GOAL_...: a state that the search must reach, written as an assertion that it does
+ * not.
  */
 
 #ifndef RANKS
@@ -229,7 +230,7 @@ inline store_first_leg() { /* and the header's words */
 #endif
     }
     do
-    :: d_step { /* triton_kernels/exchange.py publish_header */
+    :: d_step { /* triton_kernels/legs.py publish_header */
         (todo & HEADER) -> todo = todo & ~HEADER;
         for (peer : 0 .. RANKS - 1) {
             header_epoch[IN(HEADER_HALF(epoch), peer, rank)] = epoch;
@@ -283,7 +284,7 @@ inline epoch_is_read() {
 /* Collectives. */
 
 #ifdef COLLECTIVE
-inline compare_with(source) { /* triton_kernels/exchange.py differing_signatures */
+inline compare_with(source) { /* triton_kernels/legs.py differing_signatures */
     take(header_epoch[IN(HEADER_HALF(epoch), rank, source)], epoch);
     differs = differs || header_says[IN(HEADER_HALF(epoch), rank, source)] != op;
     header_says[IN(HEADER_HALF(epoch), rank, source)] = 0
@@ -348,7 +349,7 @@ inline all_reduce() {
 #ifndef BROKEN_EARLY_SUMS
     publish_header();
 #endif
-    wait_headers(); /* triton_kernels/exchange.py wait_leg */
+    wait_headers(); /* triton_kernels/legs.py wait_leg */
     take_rows()
 }
 

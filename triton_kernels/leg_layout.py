@@ -1,4 +1,4 @@
-"""What lies where in the memory of an exchange: of all-to-all-v, and of all-reduce, reduce-scatter and all-gather.
+"""What lies where in the memory of legs: of all-to-all-v, and of all-reduce, reduce-scatter and all-gather.
 
 Every rank has one symmetric buffer with the same offsets everywhere::
 
@@ -14,22 +14,22 @@ and, in the memory of all-to-all-v, of what does not fit into a half::
 
 A *line* is 64 bytes that one peer writes. What a peer writes lies at that peer's own place, so no two ranks ever write
 the same byte. Legs are counted for the life of the memory. An all-reduce takes two for each chunk, everything else one.
-`docs/protocol.md`, "The exchange" and "The ring", has the rules.
+`docs/protocol.md`, "Legs" and "The ring", has the rules.
 
->>> layout = ExchangeLayout.of(8, slot_bytes=1 << 20, slots=0)
+>>> layout = LegLayout.of(8, slot_bytes=1 << 20, slots=0)
 >>> layout.HEADERS, layout.HALVES, layout.NUM_BYTES
 (512, 1536, 16778752)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from thinwire.errors import CapacityError
-from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SIGNAL_LINE_BYTES, SignalLayout
+from thinwire.triton_kernels.end import End, new_words
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES, SignalLayout
 from thinwire.wire import WireFormat
 
 # What a rank can be doing.
@@ -53,14 +53,14 @@ MOST_ROWS = 1 << 48
 
 
 @dataclass(frozen=True)
-class ExchangeLayout(SignalLayout):
+class LegLayout(SignalLayout):
     """Sizes and byte offsets of a rank's symmetric buffer; kernels get it whole, as one compile-time constant."""
 
     SLOT_BYTES: int
     SLOTS: int  # of a ring; 0: there are none
     HEADERS: int  # byte offsets from here on
-    TAILS: int
-    HEADS: int
+    TAILS: int  # of rings
+    HEADS: int  # of rings
     HALVES: int
     RINGS: int
     NUM_BYTES: int
@@ -71,7 +71,7 @@ class ExchangeLayout(SignalLayout):
     __hash__ = SignalLayout.__hash__
 
     @classmethod
-    def of(cls, world: int, slot_bytes: int, slots: int) -> ExchangeLayout:
+    def of(cls, world: int, slot_bytes: int, slots: int) -> LegLayout:
         """The layout, before anything is allocated.
 
         Args:
@@ -84,7 +84,7 @@ class ExchangeLayout(SignalLayout):
         """
         if slot_bytes < _ALIGNMENT or slot_bytes % _ALIGNMENT or slots < 0:
             raise CapacityError(
-                f"{slots} slots of {slot_bytes} bytes: expected at least 0, of a multiple of {_ALIGNMENT} bytes"
+                f"{slots} slots of {slot_bytes} bytes: expected slots of a positive multiple of {_ALIGNMENT} bytes"
             )
         row = world * SIGNAL_LINE_BYTES
         halves = -(-(5 if slots else 3) * row // _ALIGNMENT) * _ALIGNMENT
@@ -114,35 +114,22 @@ class ExchangeLayout(SignalLayout):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """One rank's end of an exchange. Its tensors are owned by whoever made them; kernels only read and write them.
+class Endpoint(End):
+    """One rank's end of the memory of an all-to-all-v or of the collectives.
 
     Attributes:
-        layout: of every rank's symmetric buffer.
-        rank: this rank.
-        buffer: uint8 [NUM_BYTES], this rank's symmetric buffer, zero at first.
-        buffer_ptrs: int64 [world], the address of every rank's buffer, this rank's own included, on the device.
-        control: int32 [CONTROL_WORDS], zero at first, on the device.
-        report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
         counters: int64 [2, world], pieces ever put into the ring at each peer, and ever taken from each peer's ring.
         table: int64 [6 * world + SIGNATURE_WORDS], what `thinwire.triton_kernels.all_to_all_v.note` wrote: for each
             rank rows to send, the first of them, pieces to send, rows to receive, the first of them, pieces to receive;
             then, where the memory is poisoned, what this rank expected a row to be.
-        kept: what launchers look up once, for as long as the end is in use.
     """
 
-    layout: ExchangeLayout
-    rank: int
-    buffer: torch.Tensor
-    buffer_ptrs: torch.Tensor
-    control: torch.Tensor
-    report: torch.Tensor
+    layout: LegLayout
     counters: torch.Tensor
     table: torch.Tensor
-    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, layout: ExchangeLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> Endpoint:
+    def of(cls, layout: LegLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> Endpoint:
         """An end over a symmetric buffer that has not sent anything; all else is allocated on the buffer's device."""
         device, world = buffer_ptrs.device, layout.WORLD
         with torch.inference_mode(False):  # the caller's mode may end, and what was made in it cannot be written then
@@ -151,12 +138,9 @@ class Endpoint:
                 rank=rank,
                 buffer=buffer,
                 buffer_ptrs=buffer_ptrs,
-                control=torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),
-                report=torch.zeros(
-                    REPORT_PEERS + 3 * world, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
-                ),
                 counters=torch.zeros(2 * world, dtype=torch.int64, device=device),
                 table=torch.zeros(6 * world + SIGNATURE_WORDS, dtype=torch.int64, device=device),
+                **new_words(world, device),
             )
 
 
@@ -174,7 +158,7 @@ class Job:
         wire: the format of the scattered rows.
         gather_wire: the format of the gathered rows.
         dtype: of the tensors.
-        rows_per_chunk: rows of a part that one epoch moves.
+        rows_per_chunk: rows of a part that one chunk has.
     """
 
     op: int
@@ -189,7 +173,7 @@ class Job:
 
     @property
     def num_chunks(self) -> int:
-        """Epochs of the call: at least one, as everyone must hear from everyone."""
+        """Chunks of the call: at least one, as everyone must hear from everyone."""
         return max(1, -(-self.most_rows // self.rows_per_chunk))
 
     def rows_in_chunk(self, chunk: int) -> int:
