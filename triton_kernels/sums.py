@@ -77,7 +77,7 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
     for tile in range(LAYOUT.NUM_TILES):
         offsets = payload_offsets(tile, LAYOUT)
         payload = tl.zeros(offsets.shape, tl.int8)
-        scale_bits = tl.zeros((LAYOUT.TILE_GROUPS,), tl.int32)
+        scale_bits = tl.arange(0, LAYOUT.TILE_GROUPS) * 0
         if there:
             payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
             payload = tl.where(offsets < octets, payload, 0).to(tl.int8)
