@@ -184,10 +184,13 @@ def main() -> None:
     require_queues(max(options.threads, default=0))  # before CUDA starts
     described = timing.machine(timing.check_device("cuda"))
     timing.print_machine(described)
+    sizes = {"ranks": RANKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN}
     figures = []
     for tokens in options.tokens:
         for wire in options.wires:
-            figures += bench(tokens, wire, options.repeats)
+            of_kernels = bench(tokens, wire, options.repeats)
+            figures += of_kernels
+            timing.print_table(of_kernels, COLUMNS)
             torch.cuda.empty_cache()
             for size in options.threads:
                 call = (at_once, size, tokens, wire, options.repeats)
@@ -195,8 +198,10 @@ def main() -> None:
                 entry = {"tokens": tokens, "wire": wire, "what": f"{size} threads", "GB/s": 0.0, "share": 0.0, **found}
                 figures.append(entry)
                 print(entry, flush=True)
-    sizes = {"ranks": RANKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN}
-    timing.finish(options, "gpu_kernels", described, (figures, COLUMNS), figures, sizes=sizes)
+            if options.json:  # as it goes: the time on a GPU may be over at any moment
+                found = {"benchmark": "gpu_kernels", "machine": described, "sizes": sizes, "figures": figures}
+                timing.write_json(options.json, **found)
+    timing.print_table(figures, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _HEAD = """\
 # Performance
 
 Every figure on this page comes from a file in `benchmarks/results`, which names its command, commit and machine. All
-measurements are on CPUs, except those of a round's kernels on [one GPU](#kernels-on-one-h200). **Nothing has been
+measurements are on CPUs, except those of kernels on [one GPU](#kernels-on-one-h200). **Nothing has been
 measured between GPUs yet**; [the speed of light](#the-speed-of-light) is calculated. Contenders ran in the same
 processes, in turn, round after round. A ratio is the median of the ratios within rounds; above 1, thinwire was faster.
 All ranks, their memory and, over links, the network share two cores: read the ratios, not the times.
@@ -407,6 +407,29 @@ def _one_gpu() -> str:
             _table(["", *(f"{number} tokens, {wire}" for number in tokens for wire in ("int8", "none"))], rows),
             f"*Source: `python -m benchmarks.gpu_kernels`, {machine['gpu']}, torch {machine['torch']}, Triton "
             f"{machine['triton']}: [kernels.json](../benchmarks/results/h200/kernels.json).*\n",
+            _codec_on_a_gpu(),
+        )
+    )
+
+
+def _codec_on_a_gpu() -> str:
+    found = json.loads((RESULTS.parent / "h100" / "codec.json").read_text())
+    rows = [
+        [f"{figure['rows']} x {figure['hidden']}", f"`{figure['wire']}`"]
+        + [f"{figure[name] * 1e6:.1f} ({figure[f'{name} share']:.2f})" for name in ("quantise", "dequantise")]
+        for figure in found["figures"]
+        if figure["dtype"] == "bfloat16"
+    ]
+    return "\n".join(
+        (
+            _wrapped(
+                "Quantising alone, on one H100 that ran tests at the same time: us, and the speed relative to a plain "
+                "copy of the same bfloat16 tensor in the same run."
+            ),
+            _table(["rows", "wire", "quantise", "dequantise"], rows),
+            f"*Source: `python -m benchmarks.bench_codec --device cuda`, commit {found['commit']}, "
+            f"{found['machine']['gpu']}, torch {found['machine']['torch']}, Triton {found['machine']['triton']}: "
+            "[codec.json](../benchmarks/results/h100/codec.json).*\n",
         )
     )
 

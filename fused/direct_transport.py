@@ -77,7 +77,8 @@ class DirectTransport(Attachment):
 
     Attributes:
         report: int32, what kernels say of a wait; set by who has it.
-        calls: how many have loaded their kernels on each lane, where peers are threads that share the device.
+        calls: how far this rank has come on each lane, where peers are threads that share the device: two steps a call,
+            see `load_kernels`.
         peers_calls: all ranks' `calls`, in that case.
     """
 
@@ -137,10 +138,13 @@ class DirectTransport(Attachment):
     def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         """Compiles and loads the kernels of a call, once for each key, before any of them waits for a peer.
 
-        Loading a kernel waits for all that the device was given to do. Where ranks are threads that share it, that
-        includes kernels which wait for this rank. So a rank that has loaded some lets its peers come as far before its
-        own begin to wait. The host waits for no stream in here: the call ahead of it may wait for a rank that waits for
-        this lock. Each call comes here once, before it launches anything.
+        Loading a kernel waits for all that the device was given to do, and what it is given meanwhile waits for the
+        load. Where ranks are threads that share it, some of that may be kernels that wait for each other. So a rank
+        that has to load a call's kernels waits for its peers twice: before, until they have launched all calls up to
+        this one, whose kernels then end by themselves; and afterwards, until they have loaded theirs, too, before its
+        own begin to wait. That needs ranks to load in the same calls, as they do where shapes and dtypes are alike. It
+        waits for peers and not for its stream: a call ahead of it may wait for a rank that waits for the lock here.
+        Each call comes here once, before it launches anything.
 
         Args:
             launch: launches them on memory that is marked as given up, where kernels do nothing; on the current stream.
@@ -153,31 +157,37 @@ class DirectTransport(Attachment):
             return
         self._loading.discard(lane)
         anew = key not in self._loaded
+        self._take_step(lane)
         if anew:
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
             self._loading.add(lane)
+            self._let_peers_come(lane)
             with _load_lock:
                 launch()
             self._loaded.add(key)
-        self.count_call(lane)
+        self._take_step(lane)
         if anew:
-            self._let_peers_load(lane)
+            self._let_peers_come(lane)
 
     def count_call(self, lane: int) -> None:
-        """This rank has come as far as one more call on the lane: what it launches next waits for no kernel to load."""
+        """Counts a call that has no kernels to load."""
+        for _ in range(2):
+            self._take_step(lane)
+
+    def _take_step(self, lane: int) -> None:
         if self.peers_calls and not self.capturing:
             self.calls[lane] = self.calls.get(lane, 0) + 1
 
-    def _let_peers_load(self, lane: int) -> None:
-        """Waits for peers to come to as many calls; one that does not come in time is for the kernels to name.
+    def _let_peers_come(self, lane: int) -> None:
+        """Waits for peers to come as far; one that does not come in time is for the kernels to name.
 
         Not in backward on CUDA: autograd has one thread a device, on which the peers' backward waits for this one's.
         """
         if not self.peers_calls or threading.get_ident() != self._thread:
             return
-        number, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
-        while any(calls.get(lane, 0) < number and _CLOSED not in calls for calls in self.peers_calls):
+        steps, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
+        while any(calls.get(lane, 0) < steps and _CLOSED not in calls for calls in self.peers_calls):
             if time.monotonic() > limit:
                 return
             time.sleep(_GLANCE_SECONDS)
@@ -185,8 +195,8 @@ class DirectTransport(Attachment):
     def finish_stream(self) -> None:
         """Waits for what was launched on the current stream.
 
-        To be called before what is there is read: a copy to the host that has to wait keeps all threads of the process
-        from launching anything, among them ranks that share the device, for which the stream may wait.
+        To be called before what is there is read: where ranks are threads that share the device, one that waits in a
+        copy to the host may keep the others from launching, see docs/launch.md.
         """
         if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()

@@ -49,7 +49,10 @@ class Int8Weights:
         channels = rearrange(both.detach().float(), "experts inward channels -> experts channels inward")
         if not channels.isfinite().all():
             raise WireFormatError("weights that are not finite have no int8 form")
-        scales = channels.abs().amax(2) / 127 if channels.numel() else channels.new_zeros(channels.shape[:2])
+        scales = channels.new_zeros(channels.shape[:2])
+        if channels.numel():
+            # By a tensor: on CUDA torch multiplies by the reciprocal of a number, and scales would have other bits.
+            scales = channels.abs().amax(2) / channels.new_full((), 127.0)
         inverses = torch.where(scales > 0, 1 / scales, 0).nan_to_num(posinf=0)
         payload = (channels * inverses.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
         padding = -channels.shape[2] % _ALIGNMENT

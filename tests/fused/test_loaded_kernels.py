@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -305,16 +307,93 @@ def test_a_rank_that_loaded_kernels_lets_threads_that_share_the_device_come_as_f
     seen: list[tuple[int, int]] = []
 
     def come() -> None:
-        seen.append((len(device.prepared), len(device.launched)))
-        theirs[0] = 1 << 30
+        for steps in (1, 1 << 30):  # as far as the call, and with their kernels loaded, to the end
+            time.sleep(0.2)
+            seen.append((len(device.prepared), len(device.launched)))
+            theirs[0] = steps
 
-    peer = threading.Timer(0.3, come)
+    peer = threading.Thread(target=come)
     peer.start()
     call(torch.bfloat16, 0)
     peer.join()
-    assert seen[0][0] > 0 and seen[0][1] == 0 and device.launched
+    assert seen[0] == (0, 0) and seen[1][0] > 0 and seen[1][1] == 0 and device.launched
     theirs.clear()
     call(torch.bfloat16, 0)  # with kernels that were loaded before
+
+
+class _SharedDevice:
+    """A GPU of ranks that are threads: a call's kernels end once every rank's have begun, and a load waits for them.
+
+    As on an H100: loading waits for all that was launched before it, and what is launched meanwhile begins after it.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._changed = threading.Condition()
+        self._begun: list[set[int]] = []  # ranks, of each call
+        self._launched: list[tuple[int, int]] = []  # that have not begun
+        self._ranks, self._loading = ranks, False
+
+    def launch(self, rank: int, call: int) -> None:
+        with self._changed:
+            self._launched.append((rank, call))
+            self._begin()
+
+    def load(self) -> None:
+        with self._changed:
+            self._loading = True
+            ended = self._changed.wait_for(lambda: all(len(ranks) == self._ranks for ranks in self._begun), 2.0)
+            self._loading = False
+            self._begin()
+        assert ended, "a load waited for kernels that wait for one which was launched during the load"
+
+    def _begin(self) -> None:
+        if self._loading:
+            return
+        for rank, call in self._launched:
+            while len(self._begun) <= call:
+                self._begun.append(set())
+            self._begun[call].add(rank)
+        self._launched.clear()
+        self._changed.notify_all()
+
+
+class _Sharing(DirectTransport):
+    """What `load_kernels` needs of a transport."""
+
+    capturing = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.on_gpu, self._thread = True, threading.get_ident()
+        self.calls, self._loaded, self._loading = {}, set(), set()
+
+    def wait_seconds(self, lane: int = 0) -> float:
+        return 4.0
+
+
+@pytest.mark.parametrize("late", ["before loading", "before launching", "after launching"])
+def test_threads_that_share_a_device_load_while_nothing_waits_there(late: str) -> None:
+    ranks, calls = 3, 6
+    device, meeting = _SharedDevice(ranks), threading.Barrier(ranks)
+    transports: list[_Sharing | None] = [None] * ranks
+
+    def run(rank: int) -> None:
+        def wait_at(place: str) -> None:
+            if rank == 1 and place == late:
+                time.sleep(0.02)
+
+        transport = transports[rank] = _Sharing()
+        meeting.wait()
+        transport.peers_calls = [end.calls for end in transports if end is not None]
+        for call in range(calls):
+            wait_at("before loading")
+            transport.load_kernels(call // 2 * 2 + (call == 5), device.load)
+            wait_at("before launching")
+            device.launch(rank, call)
+            wait_at("after launching")
+
+    with ThreadPoolExecutor(ranks) as threads:
+        for ended in [threads.submit(run, rank) for rank in range(ranks)]:
+            ended.result()
 
 
 def test_in_another_thread_than_the_ranks_own_it_waits_for_nobody(on_a_device: Any) -> None:
@@ -331,7 +410,7 @@ def test_a_round_that_is_closed_counts_as_far_as_one_that_is_combined(lanes_on_a
     rounds.peers_calls = [rounds.calls]
     _begin(rounds, 0, TOKENS)()
     rounds.close_round(0, ABANDONED)
-    assert rounds.calls == {0: 2}
+    assert rounds.calls == {0: 4}
 
 
 @pytest.mark.parametrize("open_end", [open_collectives, lambda comm: open_channel(comm, None), _rounds_of])

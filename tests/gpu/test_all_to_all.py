@@ -32,7 +32,7 @@ PIECE_BYTES = 32768
 
 def _channel(comm: Communicator, piece_bytes: int | None = PIECE_BYTES) -> DeviceChannel:
     channel = open_channel(comm, None, piece_bytes)
-    assert isinstance(channel, DeviceChannel), channel
+    assert isinstance(channel, DeviceChannel), channel.reason
     return channel
 
 

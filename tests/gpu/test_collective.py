@@ -41,7 +41,7 @@ def _collectives(comm: Communicator, slot_bytes: int | None = SLOT_BYTES) -> Dir
     if comm.device.type != "cuda":
         return None
     collectives = open_collectives(comm, slot_bytes)
-    assert isinstance(collectives, DirectCollectives), collectives
+    assert isinstance(collectives, DirectCollectives), collectives.reason
     return collectives
 
 

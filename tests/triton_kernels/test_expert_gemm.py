@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.helpers.expert_rows import CASES, check_products, make_rows, make_weights
 from tests.helpers.speeds import exhaustive_but
@@ -42,6 +45,26 @@ def test_the_reference_is_the_product_of_what_records_and_weights_stand_for(case
         exact = rows[record] @ weights.dequantised()[expert].double()
         bound = rows[record].abs() @ weights.dequantised()[expert].double().abs() * 2**-20
         assert exact.isnan().all() if record == 5 else ((out[row] - exact).abs() <= bound).all()
+
+
+class _DividesAsOnCuda(TorchFunctionMode):
+    """Divides by a number as torch does on CUDA, where it multiplies by its reciprocal."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        divides = function in (torch.Tensor.__truediv__, torch.Tensor.div, torch.div)
+        if divides and isinstance(args[1], float | int):
+            return args[0] * torch.tensor(1.0, dtype=args[0].dtype).div(torch.tensor(args[1], dtype=args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_weights_are_the_same_where_division_by_a_number_is_not_exact() -> None:
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn(2, 40, 300, generator=generator)
+    here = Int8Weights.of(w)
+    with _DividesAsOnCuda():
+        assert not torch.equal(w / 127, w / torch.tensor(127.0)), "the mode changes nothing"
+        there = Int8Weights.of(w)
+    assert torch.equal(here.scales, there.scales) and torch.equal(here.payload, there.payload)
 
 
 def test_weights_are_within_half_a_step() -> None:
