@@ -1,4 +1,4 @@
-"""Measures the host's time for a GPU round trip without a GPU: dispatch, gather and combine, direct transport.
+"""Measures the host's time for calls on a GPU without one: a round trip, and collectives, on the direct transport.
 
     python -m benchmarks.bench_launch --json benchmarks/results/cpu/launch.json
 
@@ -32,13 +32,19 @@ if not __package__:  # run as a file
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
+import thinwire as tw
 from benchmarks import timing
 from tests.helpers.stub_driver import StubDriver, stub_driver
 from thinwire.comm import Communicator
+from thinwire.fused.collective import open_collectives
+from thinwire.fused.device_channel import DeviceChannel
+from thinwire.fused.direct import open_channel
+from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, permute  # compiled, all of them
 from thinwire.triton_kernels.launch import Launcher
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
@@ -50,11 +56,11 @@ COLUMNS = {
 GOAL = 60
 _SAMPLE_US = 300
 # A small capacity, as sizes do not matter and the CPU's allocator asks the system for large tensors.
-RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY = 8, 256, 8, 7168, 128, 16
+RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS, CAPACITY, ROWS = 8, 256, 8, 7168, 128, 16, 8
 WHOLE = "round trip"
 
 
-def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
+def calls(comm: Communicator, ep: ExpertParallel) -> dict[str, Callable[[], object]]:
     """The whole round trip, and its launchers."""
     x, out = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
@@ -66,8 +72,15 @@ def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
         d.gather(CAPACITY)
         ep.combine(rows, d, out=out)
 
+    part = torch.randn(ROWS, HIDDEN).bfloat16()
+    options = {"wire": "int8", "comm": comm, "transport": "direct"}
+    counts = [ROWS] + [0] * (RANKS - 1)
     return {
         WHOLE: whole,
+        "all_reduce": lambda: tw.all_reduce(part, **options),
+        "reduce_scatter": lambda: tw.reduce_scatter(part, **options),
+        "all_gather": lambda: tw.all_gather(part, **options),
+        "all_to_all_v": lambda: tw.all_to_all_v(part, counts, counts, **options),
         "send_tokens": lambda: dispatch.send_tokens(lane, x, ids, weights),
         "wait (dispatch)": lambda: dispatch.wait(lane, DISPATCH, 10.0, 1.0),
         "route": lambda: permute.route(lane),
@@ -81,13 +94,18 @@ def calls(ep: ExpertParallel) -> dict[str, Callable[[], object]]:
 def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str, Any]] | None:
     """Figures of each call, at the first rank; the others are there for the first meeting alone."""
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")
+    ends = ep._assembly.rounds, open_collectives(comm), open_channel(comm, None)
     if comm.rank:
         return None
-    # From here on the host waits for nothing, and for no peer, as these are gone.
-    ep._assembly.rounds.on_gpu, ep._assembly.rounds.peers_calls = True, ()
+    assert not {type(kernels.wait_kernel) for kernels in (all_to_all_v, collective)} & {InterpretedFunction}
+    for end in ends:  # from here on the host waits for nothing, and for no peer, as these are gone
+        assert isinstance(end, DirectTransport)
+        end.on_gpu, end.peers_calls = True, ()
+        if isinstance(end, DeviceChannel):
+            end.always_looks = False
     by_triton = mock.patch.object(Launcher, "__call__", _ask_triton)
     figures = []
-    for name, call in calls(ep).items():
+    for name, call in calls(comm, ep).items():
         samples: dict[str, list[float]] = {"ours": [], "Triton's": []}
         for _ in range(3):
             call()
@@ -146,6 +164,7 @@ def main() -> None:
     assert figures is not None
     sizes = {
         "ranks": RANKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "tokens": TOKENS, "capacity": CAPACITY,
+        "rows": ROWS,
     }  # fmt: skip
     timing.finish(options, "launch", described, (figures, COLUMNS), figures, sizes=sizes, goal_us=GOAL)
     whole = figures[0]

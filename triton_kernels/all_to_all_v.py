@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl, triton
+from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.leg_layout import SIGNATURE_WORDS, Endpoint
 from thinwire.triton_kernels.legs import differing_signatures, header_lines, load_headers
 from thinwire.triton_kernels.pieces import (
@@ -43,7 +44,6 @@ from thinwire.triton_kernels.pieces import (
 from thinwire.triton_kernels.put import base_of
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import (
-    Launch,
     give_up,
     num_programs_for,
     poison,
@@ -85,8 +85,6 @@ _NUMBERS = [f"{letter}{peer}" for peer in range(_NOTED_PEERS) for letter in "abc
 
 @triton.jit(do_not_specialize=["first", "unit", "per_piece", *_NUMBERS])
 def note_kernel(
-    table_ptr,
-    control_ptr,
     first,
     unit: tl.int64,
     per_piece: tl.int64,
@@ -100,6 +98,8 @@ def note_kernel(
     a5: tl.int64, b5: tl.int64, c5: tl.int64, d5: tl.int64,
     a6: tl.int64, b6: tl.int64, c6: tl.int64, d6: tl.int64,
     a7: tl.int64, b7: tl.int64, c7: tl.int64, d7: tl.int64,
+    table_ptr,
+    control_ptr,
     LEGS: tl.constexpr,
 ):  # fmt: skip
     """Writes eight peers' columns of the table. One program.
@@ -121,14 +121,14 @@ def note_kernel(
 
 @triton.jit(do_not_specialize=["rank", "number", "timeout_ns", "grace_ns"])
 def wait_kernel(
+    signature_ptr,
+    number,
     buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    signature_ptr,
     report_ptr,
     rank,
-    number,
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     FOR: tl.constexpr,
@@ -202,35 +202,22 @@ def note(
     for first in range(0, world, _NOTED_PEERS):
         chosen = columns[first : first + _NOTED_PEERS]
         numbers = [number for column in chosen for number in column] + [0] * (4 * (_NOTED_PEERS - len(chosen)))
-        with torch.cuda.device_of(end.table):  # Triton launches on the current device
-            note_kernel[(1,)](end.table, end.control, first, unit, per_piece, *numbers, LEGS=end.layout, num_warps=1)
+        kept(end, _noting)(1, 1, (), (), (first, unit, per_piece, *numbers))
 
 
-def _launch(
-    of_bytes: Any,
-    of_rows: Any,
-    end: Endpoint,
-    tensor: torch.Tensor,
-    step: int,
-    layout: RecordLayout | None,
-    flat: bool,
-    number: int,
-    items: int,
-    *signature: torch.Tensor,
-) -> None:
-    device = end.buffer_ptrs.device
-    options: dict[str, Any]
+def _noting(end: Endpoint) -> Launcher:
+    return launcher_of(end, note_kernel, {}, counts=("first", "unit", "per_piece", *_NUMBERS), num_warps=1)
+
+
+def _moving(end: Endpoint, sends: bool, layout: RecordLayout | None, flat: bool, first: bool) -> Launcher:
+    changing = ("x_ptr", "signature_ptr") if sends else ("out_ptr",), ("step",), ("number", "items")
+    constants: dict[str, Any] = {"FIRST": first, "CHUNK": CHUNK_BYTES}
     if layout is None:
-        kernel, options = of_bytes, {"CHUNK": CHUNK_BYTES, "num_warps": _COPY_WARPS}
-    else:
-        kernel = of_rows
-        options = {"FLAT": flat, "LAYOUT": layout, "num_warps": layout.num_warps, "enable_fp_fusion": False}
-    programs = num_programs_for(items * end.layout.WORLD, device, None)
-    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
-        kernel[(programs,)](
-            tensor, step, end.buffer_ptrs, end.control, end.counters, end.table, *signature, end.rank, number, items,
-            FIRST=number == 0, LEGS=end.layout, LAUNCH=Launch.of(end.layout, device), **options,
-        )  # fmt: skip
+        kernel = send_bytes_kernel if sends else recv_bytes_kernel
+        return launcher_of(end, kernel, constants, *changing, num_warps=_COPY_WARPS)
+    kernel = send_rows_kernel if sends else recv_rows_kernel
+    constants |= {"LAYOUT": layout, "FLAT": flat}
+    return launcher_of(end, kernel, constants, *changing, num_warps=layout.num_warps, enable_fp_fusion=False)
 
 
 def send(
@@ -254,7 +241,9 @@ def send(
         number: 0 opens a new epoch.
         items: most rows, or chunks of CHUNK_BYTES, of a piece.
     """
-    _launch(send_bytes_kernel, send_rows_kernel, end, x, step, layout, flat, number, items, signature)
+    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
+    launch = kept(end, _moving, True, layout, flat, number == 0)
+    launch(programs, 1, (x, signature), (step,), (number, items))
 
 
 def wait(
@@ -271,12 +260,13 @@ def wait(
     """
     if reason not in (HEADERS, ROOM, PIECES):
         raise ValueError(f"reason is {reason!r}; accepted: {HEADERS} (headers), {ROOM} (room), {PIECES} (pieces)")
-    with torch.cuda.device_of(end.buffer_ptrs):  # Triton launches on the current device
-        wait_kernel[(1,)](
-            end.buffer_ptrs, end.control, end.counters, end.table, signature, end.report, end.rank, number,
-            int(timeout * 1e9), int(grace * 1e9), FOR=reason, CHECK=check and reason == HEADERS, LEGS=end.layout,
-            LAUNCH=Launch.of(end.layout, end.buffer_ptrs.device), num_warps=1,
-        )  # fmt: skip
+    launch = kept(end, _waiting, reason, check and reason == HEADERS, timeout, grace)
+    launch(1, 1, (signature,), (), (number,))
+
+
+def _waiting(end: Endpoint, reason: int, check: bool, timeout: float, grace: float) -> Launcher:
+    constants = {"timeout_ns": int(timeout * 1e9), "grace_ns": int(grace * 1e9), "FOR": reason, "CHECK": check}
+    return launcher_of(end, wait_kernel, constants, ("signature_ptr",), counts=("number",), num_warps=1)
 
 
 def recv(
@@ -288,4 +278,5 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    _launch(recv_bytes_kernel, recv_rows_kernel, end, out, step, layout, flat, number, items)
+    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
+    kept(end, _moving, False, layout, flat, number == 0)(programs, 1, (out,), (step,), (number, items))

@@ -35,15 +35,25 @@ from thinwire.triton_kernels.collective_rows import (
     send_sum,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, FIRST_LEG, SECOND_LEG, Endpoint, Job
+from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
+from thinwire.triton_kernels.leg_layout import (
+    ALL_GATHER,
+    FIRST_LEG,
+    SECOND_LEG,
+    SIGNATURE_WORDS,
+    Endpoint,
+    Job,
+)
 from thinwire.triton_kernels.legs import header_line, publish_header, wait_leg
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.rows import row_length
-from thinwire.triton_kernels.signal import Launch, arrive, num_programs_for, publish, register_limit
+from thinwire.triton_kernels.signal import arrive, num_programs_for, publish, register_limit
 from thinwire.triton_kernels.sums import sum_warps
+from thinwire.wire import WireFormat
 
 # What the launch knows and the kernel must not be compiled for.
-_DYNAMIC = ["rank", "chunk", "rows", *(f"signature_{word}" for word in range(4)), "timeout_ns", "grace_ns"]
+_SIGNATURE = tuple(f"signature_{word}" for word in range(SIGNATURE_WORDS))
+_DYNAMIC = ["rank", "chunk", "rows", *_SIGNATURE, "timeout_ns", "grace_ns"]
 _ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 
 
@@ -55,15 +65,15 @@ _ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 def send_kernel(
     x_ptr,
     parts_ptr,
-    buffer_ptrs,
-    control_ptr,
-    rank,
     chunk,
     rows,
     signature_0: tl.int64,
     signature_1: tl.int64,
     signature_2: tl.int64,
     signature_3: tl.int64,
+    buffer_ptrs,
+    control_ptr,
+    rank,
     TO_ALL: tl.constexpr,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -102,14 +112,14 @@ def send_kernel(
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def wait_kernel(
-    buffer_ptrs,
-    control_ptr,
-    report_ptr,
-    rank,
     signature_0: tl.int64,
     signature_1: tl.int64,
     signature_2: tl.int64,
     signature_3: tl.int64,
+    buffer_ptrs,
+    control_ptr,
+    report_ptr,
+    rank,
     timeout_ns: tl.int64,
     grace_ns: tl.int64,
     LEG: tl.constexpr,
@@ -125,12 +135,12 @@ def wait_kernel(
 def reduce_kernel(
     out_ptr,
     parts_ptr,
+    chunk,
+    rows,
     buffer_ptr,
     buffer_ptrs,
     control_ptr,
     rank,
-    chunk,
-    rows,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     GATHER: tl.constexpr,
@@ -172,11 +182,11 @@ def reduce_kernel(
 def gather_recv_kernel(
     out_ptr,
     parts_ptr,
+    chunk,
+    rows,
     buffer_ptr,
     control_ptr,
     rank,
-    chunk,
-    rows,
     ROWS_PER_CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
     LEGS: tl.constexpr,
@@ -200,43 +210,23 @@ def gather_recv_kernel(
 # Launchers
 
 
-def _layouts(job: Job) -> tuple[RecordLayout, RecordLayout]:
-    """Of the scattered and the gathered records.
-
-    Raises:
-        ValueError: a row is shorter than one format's group of elements, and the other format's tiles are not as long.
-    """
-    scattered = RecordLayout.of(job.wire, job.row, job.dtype)
-    gathered = RecordLayout.of(job.gather_wire, job.row, job.dtype)
-    if job.op == ALL_REDUCE and scattered.GROUP * scattered.TILE_GROUPS != gathered.GROUP * gathered.TILE_GROUPS:
-        raise ValueError(
-            f"rows of {job.row} elements, of which {job.wire} makes {scattered.GROUP * scattered.TILE_GROUPS} and "
-            f"{job.gather_wire} {gathered.GROUP * gathered.TILE_GROUPS}; expected rows of at least a group of either"
-        )
-    return scattered, gathered
-
-
-def _options(end: Endpoint, job: Job, num_warps: int) -> dict[str, Any]:
-    """What all launches have by name."""
-    return {
-        "ROWS_PER_CHUNK": job.rows_per_chunk,
-        "LEGS": end.layout,
-        "num_warps": num_warps,
-        "enable_fp_fusion": False,
-    }
-
-
 def _send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, to_all: bool, num_programs: int | None) -> None:
-    rows, layout = (
-        job.rows_in_chunk(chunk),
-        RecordLayout.of(job.gather_wire if to_all else job.wire, job.row, job.dtype),
-    )
+    rows = job.rows_in_chunk(chunk)
     programs = num_programs_for(rows * (1 if to_all else end.layout.WORLD), x.device, num_programs)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        send_kernel[(programs,)](
-            x, job.parts, end.buffer_ptrs, end.control, end.rank, chunk, rows, *job.signature, TO_ALL=to_all,
-            LAYOUT=layout, LAUNCH=Launch.of(end.layout, end.buffer.device), **_options(end, job, layout.num_warps),
-        )  # fmt: skip
+    wire = job.gather_wire if to_all else job.wire
+    launch = kept(end, _sending, to_all, wire, job.row, job.dtype, job.rows_per_chunk)
+    launch(programs, 1, (x, job.parts), (), (chunk, rows, *job.signature))
+
+
+def _sending(
+    end: Endpoint, to_all: bool, wire: WireFormat, row: int, dtype: torch.dtype, rows_per_chunk: int
+) -> Launcher:
+    layout = RecordLayout.of(wire, row, dtype)
+    return launcher_of(
+        end, send_kernel, {"LAYOUT": layout, "TO_ALL": to_all, "ROWS_PER_CHUNK": rows_per_chunk},
+        ("x_ptr", "parts_ptr"), (), ("chunk", "rows", *_SIGNATURE),
+        num_warps=layout.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
@@ -264,11 +254,12 @@ def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_progra
 
 
 def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> None:
-    with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
-        wait_kernel[(1,)](
-            end.buffer_ptrs, end.control, end.report, end.rank, *job.signature, int(timeout * 1e9), int(grace * 1e9),
-            LEG=leg, LEGS=end.layout, LAUNCH=Launch.of(end.layout, end.buffer.device), num_warps=1,
-        )  # fmt: skip
+    kept(end, _waiting, leg, timeout, grace)(1, 1, (), (), job.signature)
+
+
+def _waiting(end: Endpoint, leg: int, timeout: float, grace: float) -> Launcher:
+    times = {"timeout_ns": int(timeout * 1e9), "grace_ns": int(grace * 1e9)}
+    return launcher_of(end, wait_kernel, {**times, "LEG": leg}, counts=_SIGNATURE, num_warps=1)
 
 
 def reduce(
@@ -291,18 +282,39 @@ def reduce(
         timeout: seconds until the memory is given up.
         grace: seconds that peers then get to report that they are stuck too.
         num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.
+
+    Raises:
+        ValueError: a row is shorter than one format's group of elements, and the other format's tiles are not as long.
     """
-    rows, device = job.rows_in_chunk(chunk), end.buffer.device
-    programs = num_programs_for(rows, device, num_programs)
-    layout, gathered = _layouts(job)
-    options = _options(end, job, max(sum_warps(job.wire, layout), gathered.num_warps if out is None else 1))
-    options |= register_limit(device, options["num_warps"])
+    rows = job.rows_in_chunk(chunk)
+    programs = num_programs_for(rows, end.buffer.device, num_programs)
+    gather_wire = job.gather_wire if out is None else None
+    launch = kept(end, _reducing, job.wire, gather_wire, job.row, job.dtype, job.rows_per_chunk)
     _wait(end, job, FIRST_LEG, timeout, grace)
-    with torch.cuda.device_of(end.buffer):  # Triton launches on the current device
-        reduce_kernel[(programs,)](
-            out, job.parts, end.buffer.view(torch.int8), end.buffer_ptrs, end.control, end.rank, chunk, rows,
-            LAYOUT=layout, GATHER=gathered if out is None else None, LAUNCH=Launch.of(end.layout, device), **options,
-        )  # fmt: skip
+    launch(programs, 1, (out, job.parts), (), (chunk, rows))
+
+
+def _reducing(
+    end: Endpoint, wire: WireFormat, gather_wire: WireFormat | None, row: int, dtype: torch.dtype, rows_per_chunk: int
+) -> Launcher:
+    layout, gathered = RecordLayout.of(wire, row, dtype), None
+    num_warps = sum_warps(wire, layout)
+    if gather_wire is not None:
+        gathered = RecordLayout.of(gather_wire, row, dtype)
+        num_warps = max(num_warps, gathered.num_warps)
+        if layout.GROUP * layout.TILE_GROUPS != gathered.GROUP * gathered.TILE_GROUPS:
+            raise ValueError(
+                f"rows of {row} elements, of which {wire} makes {layout.GROUP * layout.TILE_GROUPS} and {gather_wire} "
+                f"{gathered.GROUP * gathered.TILE_GROUPS}; expected rows of at least a group of either"
+            )
+    return _receiving(end, reduce_kernel, rows_per_chunk, num_warps, LAYOUT=layout, GATHER=gathered)
+
+
+def _receiving(end: Endpoint, kernel: Any, rows_per_chunk: int, num_warps: int, **constants: Any) -> Launcher:
+    return launcher_of(
+        end, kernel, {**constants, "ROWS_PER_CHUNK": rows_per_chunk}, ("out_ptr", "parts_ptr"), (), ("chunk", "rows"),
+        num_warps=num_warps, enable_fp_fusion=False, **register_limit(end.buffer_ptrs.device, num_warps),
+    )  # fmt: skip
 
 
 def gather_recv(
@@ -321,13 +333,13 @@ def gather_recv(
         job: of op ALL_REDUCE, after `reduce`; or ALL_GATHER, after `send_to_all`.
         out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN in poisoned memory.
     """
-    layout, rows = RecordLayout.of(job.gather_wire, job.row, job.dtype), job.rows_in_chunk(chunk)
+    rows = job.rows_in_chunk(chunk)
     programs = num_programs_for(rows * end.layout.WORLD, out.device, num_programs)
-    leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
-    _wait(end, job, leg, timeout, grace)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        gather_recv_kernel[(programs,)](
-            out, job.parts, end.buffer.view(torch.int8), end.control, end.rank, chunk, rows, LAYOUT=layout,
-            **_options(end, job, layout.num_warps),
-            **register_limit(out.device, layout.num_warps),
-        )  # fmt: skip
+    _wait(end, job, FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG, timeout, grace)
+    launch = kept(end, _gathering, job.gather_wire, job.row, job.dtype, job.rows_per_chunk)
+    launch(programs, 1, (out, job.parts), (), (chunk, rows))
+
+
+def _gathering(end: Endpoint, wire: WireFormat, row: int, dtype: torch.dtype, rows_per_chunk: int) -> Launcher:
+    layout = RecordLayout.of(wire, row, dtype)
+    return _receiving(end, gather_recv_kernel, rows_per_chunk, layout.num_warps, LAYOUT=layout)

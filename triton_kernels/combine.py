@@ -20,10 +20,9 @@ from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_ti
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import owner_of
 from thinwire.triton_kernels.floats import store_float32
-from thinwire.triton_kernels.launch import Launcher, kept
+from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
     arrive,
@@ -225,7 +224,7 @@ def _sum_sending(
     lane: Lane, dtype: torch.dtype, row_dtype: torch.dtype, as_they_are: bool, num_programs: int | None
 ) -> tuple[Launcher, int]:
     layout, device = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype), lane.buffer.device
-    launch = round_launcher(
+    launch = launcher_of(
         lane, send_sums_kernel, {"LAYOUT": layout, "ENCODED": row_dtype == torch.uint8, "AS_THEY_ARE": as_they_are},
         ("expert_out_ptr", "weight_grads_ptr"), ("expert_out_row_stride",), ("num_rows",),
         num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
@@ -253,7 +252,7 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
 
 def _home_summing(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
-    launch = round_launcher(
+    launch = launcher_of(
         lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 4},
         ("out_ptr", "weight_grads_ptr"), ("out_row_stride",), ("num_tokens",),
         num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **_register_limit(lane, dtype),

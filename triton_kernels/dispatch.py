@@ -21,10 +21,9 @@ from thinwire.triton_kernels.codec import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import widened
-from thinwire.triton_kernels.launch import Launcher, kept
+from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE, RecordLayout
-from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import (
     ABANDONED,
     COMBINE,
@@ -296,7 +295,7 @@ def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> 
     layout, device = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype), lane.buffer.device
     # Of int4 a thread has twice the columns, which take more room where they are loaded one by one.
     one_by_one = lane.wire.name == "int4" and lane.layout.HIDDEN * dtype.itemsize % 16 > 0
-    launch = round_launcher(
+    launch = launcher_of(
         lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": _PLANE_TOKENS},
         ("x_ptr", "ids_ptr", "weights_ptr"), ("x_row_stride",), ("num_tokens", "dtype_code"),
         num_warps=layout.num_warps, enable_fp_fusion=False,
@@ -315,7 +314,7 @@ def close_round(lane: Lane, end: int = ABANDONED) -> None:
 
 
 def _closing(lane: Lane) -> Launcher:
-    return round_launcher(lane, close_round_kernel, {}, counts=("end",), num_warps=1)
+    return launcher_of(lane, close_round_kernel, {}, counts=("end",), num_warps=1)
 
 
 def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
@@ -333,4 +332,4 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
 
 def _waiting(lane: Lane, phase: int, timeout: float, grace: float) -> Launcher:
     times = {"timeout_ns": int(timeout * 1e9), "grace_ns": int(grace * 1e9)}
-    return round_launcher(lane, wait_kernel, {**times, "PHASE": phase}, num_warps=1)
+    return launcher_of(lane, wait_kernel, {**times, "PHASE": phase}, num_warps=1)

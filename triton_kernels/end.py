@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, SignalLayout
+from thinwire.triton_kernels.signal import CONTROL_WORDS, REPORT_PEERS, Launch, SignalLayout
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,17 @@ class End:
     control: torch.Tensor
     report: torch.Tensor
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """What Triton's kernels get of it, by the names of their parameters."""
+        return {
+            "buffer_ptr": self.buffer.view(torch.int8),
+            "buffer_ptrs": self.buffer_ptrs,
+            "control_ptr": self.control,
+            "report_ptr": self.report,
+            "rank": self.rank,
+            "LAUNCH": Launch.of(self.layout, self.buffer_ptrs.device),
+        }
 
 
 def report_words(world: int) -> int:

@@ -9,11 +9,11 @@ and options, on types, and on what it specialises on: whether a pointer is a mul
 1, whether it is a multiple of 16, and how many bits it takes. Arguments that stay are the same objects and numbers at
 every launch. Those that change have a kind, which tells apart at least as much: of tensors dtypes and alignments; of
 *strides*, which are the integers that Triton specialises on, their values; of *counts*, on which it is told not to,
-their values, if one of them does not fit into 32 bits. So launches of one kind are launches of one compiled kernel, and
-the first of each kind goes through Triton. So does one where somebody has hooks on launches, or the current device is
-another one; and each on AMD, where Triton looks at the sizes of tensors, too, and under the interpreter. What is
-launched under hooks is not remembered: a profiler that has them compiles kernels of its own, which nobody may launch
-when it is done.
+their values, if one that the kernel gives no type does not fit into 32 bits. So launches of one kind are launches of
+one compiled kernel, and the first of each kind goes through Triton. So does one where somebody has hooks on launches,
+or the current device is another one; and each on AMD, where Triton looks at the sizes of tensors, too, and under the
+interpreter. What is launched under hooks is not remembered: a profiler that has them compiles kernels of its own, which
+nobody may launch when it is done.
 """
 
 from __future__ import annotations
@@ -38,6 +38,21 @@ def kept(end: _K, make: Callable[..., _T], *arguments: object) -> _T:
         known[key] = make(end, *arguments)
     found: _T = known[key]
     return found
+
+
+def launcher_of(
+    end: End,
+    kernel: Any,
+    staying: Mapping[str, Any],
+    tensors: Sequence[str] = (),
+    strides: Sequence[str] = (),
+    counts: Sequence[str] = (),
+    **options: Any,
+) -> Launcher:
+    """The `Launcher` of a kernel that gets what `End.arguments` has, by the names of its parameters, and `staying`."""
+    of_end = end.arguments()
+    direct = of_end["LAUNCH"].PLATFORM == "cuda"
+    return Launcher(kernel, tensors, strides, counts, of_end | {**staying}, end.buffer_ptrs, direct, **options)
 
 
 class Launcher:
@@ -75,6 +90,7 @@ class Launcher:
         if direct and not {*counts} <= {*(kernel.do_not_specialize or ())}:
             raise ValueError(f"{kernel.__name__} specialises on one of {counts}: name them in do_not_specialize")
         self._kernel, self._tensor, self.direct = kernel, tensor, direct
+        self._untyped = [name not in kernel.fn.__annotations__ for name in counts]
         self._staying = {name: staying[name] for name in names[number:]}
         self._options = options
         self._last_arguments = tuple(map(_address, self._staying.values()))
@@ -104,8 +120,8 @@ class Launcher:
                 address = tensor.data_ptr()
                 kind += tensor.dtype, address & 15 == 0
                 addresses.append(address)
-        for count in counts:
-            if not -(2**31) <= count < 2**31:
+        for count, untyped in zip(counts, self._untyped, strict=True):
+            if untyped and not -(2**31) <= count < 2**31:
                 kind += counts
                 break
         device, stream, hooks = now or _current()

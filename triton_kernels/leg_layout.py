@@ -24,6 +24,7 @@ the same byte. Legs are counted for the life of the memory. An all-reduce takes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -127,6 +128,11 @@ class Endpoint(End):
     layout: LegLayout
     counters: torch.Tensor
     table: torch.Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """See `End`."""
+        of_legs = {"counters_ptr": self.counters, "table_ptr": self.table, "LEGS": self.layout}
+        return super().arguments() | of_legs
 
     @classmethod
     def of(cls, layout: LegLayout, rank: int, buffer: torch.Tensor, buffer_ptrs: torch.Tensor) -> Endpoint:

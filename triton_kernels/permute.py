@@ -23,9 +23,8 @@ import torch
 
 from thinwire.triton_kernels.codec import dequantize_row, fill_row
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn
+from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn, launcher_of
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.round_launch import round_launcher
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
 
@@ -299,7 +298,7 @@ def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
     if chunks:
         launches.insert(0, (count_kernel, many, programs, blocks))
     return [
-        (round_launcher(lane, kernel, constants, **options), programs, blocks)
+        (launcher_of(lane, kernel, constants, **options), programs, blocks)
         for kernel, options, programs, blocks in launches
     ]
 
@@ -319,7 +318,7 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
 
 def _gathering(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype)
-    launch = round_launcher(
+    launch = launcher_of(
         lane, gather_kernel, {"LAYOUT": layout}, ("out_ptr", "overflow_ptr"), ("out_row_stride",), ("capacity",),
         num_warps=layout.num_warps, enable_fp_fusion=False,
     )  # fmt: skip

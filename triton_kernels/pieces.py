@@ -151,15 +151,15 @@ def publish_head(buffer_ptrs, counters_ptr, table_ptr, rank, number, LEGS: tl.co
 @triton.jit(do_not_specialize=["rank", "number", "items"])
 def send_rows_kernel(
     x_ptr,
-    x_row_stride,
+    signature_ptr,
+    step,
+    number,
+    items,
     buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    signature_ptr,
     rank,
-    number,
-    items,
     FLAT: tl.constexpr,
     FIRST: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -184,7 +184,7 @@ def send_rows_kernel(
                 if FLAT:
                     x_row, length = x_ptr + (first + row * LAYOUT.HIDDEN), count - row * LAYOUT.HIDDEN
                 else:
-                    x_row, length = x_ptr + (first + row) * x_row_stride, LAYOUT.HIDDEN
+                    x_row, length = x_ptr + (first + row) * step, LAYOUT.HIDDEN
                 send_row(x_row, length, buffer_ptrs, peer, offset, 1, LEGS.WORLD, LAYOUT)
             item += tl.num_programs(0)
         if arrive(control_ptr, LEGS, LAUNCH):
@@ -196,14 +196,14 @@ def send_rows_kernel(
 @triton.jit(do_not_specialize=["rank", "number", "items"])
 def recv_rows_kernel(
     out_ptr,
-    out_row_stride,
+    step,
+    number,
+    items,
     buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
     rank,
-    number,
-    items,
     FLAT: tl.constexpr,
     FIRST: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -229,7 +229,7 @@ def recv_rows_kernel(
                 out_row = out_ptr + (first + row * LAYOUT.HIDDEN)
             else:
                 length = LAYOUT.HIDDEN
-                out_row = out_ptr + (first + row) * out_row_stride
+                out_row = out_ptr + (first + row) * step
             recv_row(slot + unit.to(tl.int64) * LAYOUT.ROW_BYTES, out_row, length, running, LAYOUT)
         item += tl.num_programs(0)
     if not FIRST:
@@ -241,15 +241,15 @@ def recv_rows_kernel(
 @triton.jit(do_not_specialize=["x_ptr", "step", "rank", "number", "items"])
 def send_bytes_kernel(
     x_ptr,
+    signature_ptr,
     step,
+    number,
+    items,
     buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
-    signature_ptr,
     rank,
-    number,
-    items,
     FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     LEGS: tl.constexpr,
@@ -281,13 +281,13 @@ def send_bytes_kernel(
 def recv_bytes_kernel(
     out_ptr,
     step,
+    number,
+    items,
     buffer_ptrs,
     control_ptr,
     counters_ptr,
     table_ptr,
     rank,
-    number,
-    items,
     FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     LEGS: tl.constexpr,

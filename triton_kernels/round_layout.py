@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -212,6 +213,24 @@ class Lane(End):
             **new_words(layout.WORLD, device),
             **beside,
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """See `End`."""
+        return super().arguments() | {
+            "index_ptr": self.index,
+            "num_rows": self.index.shape[0],
+            "expert_counts_ptr": self.expert_counts,
+            "expert_offsets_ptr": self.expert_offsets,
+            "first_expert": self.layout.first_expert(self.rank),
+            "num_local": self.expert_counts.shape[0],
+            "positions_ptr": self.positions,
+            "weights_ptr": self.weights,
+            "scratch_ptr": self.scratch,
+            "ROUND": self.layout,
+            "CHUNK": self.CHUNK,
+            "ALIGN": self.align,
+            "K_BLOCK": 1 << max(0, self.layout.TOP_K - 1).bit_length(),  # lanes of a vector of a token's experts
+        }
 
     @classmethod
     def _tensors_beside(

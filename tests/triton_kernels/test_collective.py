@@ -110,8 +110,9 @@ class Ranks:
         assert_same_bits(str(call), expected, out)
         if not call.in_place:
             assert_same_bits("the input", before, x)
-        if poison:  # and all ranks meet before the next call, whose legs may lie where these were
+        if poison:
             self.check_slots(call, job)
+            self.comm.barrier()  # the next call's legs may lie where these were
 
     def check_slots(self, call: Call, job: Job) -> None:
         """That the slots of the last chunk's legs hold the references' records, padding included."""

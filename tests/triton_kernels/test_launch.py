@@ -20,9 +20,20 @@ from tests.helpers.rounds import make_lanes
 from tests.helpers.stub_driver import Launched, StubDriver, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import combine, dispatch, permute
+from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, permute
 from thinwire.triton_kernels.launch import Launcher, _lowest_launch
+from thinwire.triton_kernels.leg_layout import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SIGNATURE_WORDS,
+    Endpoint,
+    Job,
+    LegLayout,
+)
+from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+from thinwire.wire import WireFormat
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
@@ -140,40 +151,125 @@ def test_triton_is_asked_once_and_where_there_are_hooks_and_streams_are_the_curr
     assert [launch.device for launch in launched] == [0] * 6 + [1] * 2
 
 
-def a_round(comm: Communicator) -> tuple[list[Launched], list[Launched], list[Launched]]:
-    """What the driver is told of the kernels of a round: the first time, the second, and by Triton alone."""
-    with stub_driver() as stub:
-        lane = make_lanes(8, 64, 4, 256, 16)[3]
-        x, ids = torch.randn(5, 256).bfloat16(), torch.randint(-1, 64, (5, 4))
-        weights, rows, dropped = torch.rand(5, 4), torch.randn(64, 256).bfloat16(), torch.empty((), dtype=torch.bool)
+def of_a_round() -> Callable[[], None]:
+    """Every kernel of a round."""
+    lane = make_lanes(8, 64, 4, 256, 16)[3]
+    x, ids = torch.randn(5, 256).bfloat16(), torch.randint(-1, 64, (5, 4))
+    weights, rows, dropped = torch.rand(5, 4), torch.randn(64, 256).bfloat16(), torch.empty((), dtype=torch.bool)
+
+    def launch() -> None:
+        dispatch.send_tokens(lane, x, ids, weights, tag=5)
+        dispatch.wait(lane, DISPATCH, 10.0, 1.0)
+        permute.route(lane)
+        permute.gather(lane, rows, dropped)
+        combine.send_sums(lane, rows, torch.bfloat16)
+        dispatch.wait(lane, COMBINE, 10.0, 1.0)
+        combine.sum_home(lane, x)
+        dispatch.close_round(lane)
+
+    return launch
+
+
+def _end() -> Endpoint:
+    layout = LegLayout.of(8, 4096, 2)
+    return Endpoint.of(layout, 3, torch.zeros(layout.NUM_BYTES, dtype=torch.uint8), torch.arange(8) * 2**32)
+
+
+def of_collectives() -> Callable[[], None]:
+    """Every kernel of collectives, with a signature of 64 bits and tensors that begin anywhere."""
+    end, wire = _end(), WireFormat.parse("int8")
+    x, part = torch.zeros(8 * 1024 + 1).bfloat16(), torch.zeros(1025).bfloat16()
+    parts = torch.stack((torch.full((8,), 1024), torch.arange(8) * 1024))
+
+    def launch() -> None:
+        for number, (op, first) in enumerate(((ALL_REDUCE, 0), (REDUCE_SCATTER, 1), (ALL_GATHER, 1))):
+            job = Job(op, (2**62 + number, -1, 1, 16), parts, 1, 1024, wire, wire, torch.bfloat16, 2)
+            if op == ALL_GATHER:
+                collective.send_to_all(end, job, part[first:], 0)
+            else:
+                collective.scatter(end, job, x[first:], 0)
+                collective.reduce(end, job, part[first:] if op == REDUCE_SCATTER else None, 0, 10.0, 1.0)
+            if op != REDUCE_SCATTER:
+                collective.gather_recv(end, job, x[first:], 0, 10.0, 1.0)
+
+    return launch
+
+
+def of_all_to_all_v() -> Callable[[], None]:
+    """Every kernel of all-to-all-v, with counts of 32 and of 64 bits."""
+    end, wire = _end(), WireFormat.parse("int8")
+    rows, exact = torch.zeros(9, 256).bfloat16(), torch.zeros(512, dtype=torch.uint8)
+    layout, signature = RecordLayout.of(wire, 256, torch.bfloat16), torch.arange(SIGNATURE_WORDS)
+
+    def launch() -> None:
+        for count in (1, 16, 2**40, 2**41):
+            all_to_all_v.note(end, ([count] * 8, [0] * 8), ([3] * 8, [count] * 8), 1, 7)
+        for number in (0, 1):
+            for form, moved, step in ((layout, rows, 256), (None, exact, 16), (None, exact[1:], 17)):
+                all_to_all_v.send(end, moved, step, form, False, signature, number, 2)
+                all_to_all_v.recv(end, moved, step, form, False, number, 2)
+            for reason in (all_to_all_v.HEADERS, all_to_all_v.ROOM, all_to_all_v.PIECES):
+                all_to_all_v.wait(end, reason, number, signature, True, 10.0, 1.0)
+
+    return launch
+
+
+def three_times(
+    comm: Communicator, made: Callable[[], Callable[[], None]]
+) -> tuple[list[Launched], list[Launched], list[Launched], int]:
+    """What the driver is told: the first time, the second, and by Triton alone; how often Triton was asked then."""
+    with stub_driver() as stub, pytest.MonkeyPatch.context() as patch:
+        launch, asked_for = made(), []
+        run_kernel = JITFunction.run
+
+        def counted(kernel: Any, *args: Any, **named: Any) -> Any:
+            asked_for.append(kernel)
+            return run_kernel(kernel, *args, **named)
+
+        patch.setattr(JITFunction, "run", counted)
 
         def run() -> list[Launched]:
+            asked_for.clear()
             first = stub.num_launches
-            dispatch.send_tokens(lane, x, ids, weights, tag=5)
-            dispatch.wait(lane, DISPATCH, 10.0, 1.0)
-            permute.route(lane)
-            permute.gather(lane, rows, dropped)
-            combine.send_sums(lane, rows, torch.bfloat16)
-            dispatch.wait(lane, COMBINE, 10.0, 1.0)
-            combine.sum_home(lane, x)
-            dispatch.close_round(lane)
+            launch()
             return stub.launched(first)
 
         ours = run(), run()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Launcher, "__call__", by_triton)
-            return *ours, run()
+        times = len(asked_for)
+        patch.setattr(Launcher, "__call__", by_triton)
+        return *ours, run(), times
 
 
 def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any, now: object = None) -> None:
     launch._launch_by_triton(programs, blocks, *(*changing, (), (), ())[:3])
 
 
-@pytest.mark.exhaustive
-def test_kernels_of_a_round_are_launched_as_by_triton() -> None:
-    first, second, tritons = run_ranks(a_round, 1, timeout=300)[0]
-    assert len(first) == 10
+@pytest.mark.parametrize(
+    ("made", "launches"),
+    [
+        pytest.param(of_a_round, 10, marks=pytest.mark.exhaustive),
+        pytest.param(of_collectives, 5 + 3 + 3, marks=pytest.mark.exhaustive),
+        (of_all_to_all_v, 4 + 2 * (3 * 2 + 3)),
+    ],
+)
+def test_kernels_are_launched_as_by_triton(made: Callable[[], Callable[[], None]], launches: int) -> None:
+    first, second, tritons, asked_again = run_ranks(three_times, 1, made, timeout=300)[0]
+    assert len(first) == launches
     assert first == second == tritons
+    assert asked_again == 0
+
+
+def test_a_count_that_has_a_type_makes_no_kind_of_launch_of_its_own() -> None:
+    assert run_ranks(kinds_of_notes, 1)[0] == 1
+
+
+def kinds_of_notes(comm: Communicator) -> int:
+    with stub_driver():
+        end = _end()
+        for count in (1, 2**40, 2**41):
+            all_to_all_v.note(end, ([count] * 8, [0] * 8), ([3] * 8, [count] * 8), 1, 7)
+        (launch,) = end.kept.values()
+        return len(launch._compiled)
 
 
 def profiled(comm: Communicator) -> list[int]:
