@@ -61,7 +61,7 @@ WHOLE = "round trip"
 
 
 def calls(comm: Communicator, ep: ExpertParallel) -> dict[str, Callable[[], object]]:
-    """The whole round trip, and its launchers."""
+    """The whole round trip, collectives, an all-to-all-v, and the round trip's launchers."""
     x, out = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
     weights, rows = torch.rand(TOKENS, TOP_K), torch.randn(CAPACITY, HIDDEN).bfloat16()

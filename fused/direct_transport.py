@@ -142,8 +142,9 @@ class DirectTransport(Attachment):
         load. Where ranks are threads that share it, some of that may be kernels that wait for each other. So a rank
         that has to load a call's kernels waits for its peers twice: before, until they have launched all calls up to
         this one, whose kernels then end by themselves; and afterwards, until they have loaded theirs, too, before its
-        own begin to wait. That needs ranks to load in the same calls, as they do where shapes and dtypes are alike. It
-        waits for peers and not for its stream: a call ahead of it may wait for a rank that waits for the lock here.
+        own begin to wait. That needs ranks to load in the same calls, as they do where the tensors' shapes, dtypes,
+        strides and alignment to 16 bytes are alike; else the peers' kernels may wait until time is up. It waits for
+        peers and not for its stream: a call ahead of it may wait for a rank that waits for the lock here.
         Each call comes here once, before it launches anything.
 
         Args:
@@ -162,12 +163,16 @@ class DirectTransport(Attachment):
             if self.capturing:
                 raise ThinwireError(BEFORE_CAPTURE)
             self._loading.add(lane)
-            self._let_peers_come(lane)
-            with _load_lock:
-                launch()
+            try:
+                came = self._let_peers_come(lane)
+                with _load_lock:
+                    launch()
+            except BaseException:
+                self._take_step(lane, -1)  # this call has not begun, and may be made again
+                raise
             self._loaded.add(key)
         self._take_step(lane)
-        if anew:
+        if anew and came:
             self._let_peers_come(lane)
 
     def count_call(self, lane: int) -> None:
@@ -175,22 +180,23 @@ class DirectTransport(Attachment):
         for _ in range(2):
             self._take_step(lane)
 
-    def _take_step(self, lane: int) -> None:
+    def _take_step(self, lane: int, step: int = 1) -> None:
         if self.peers_calls and not self.capturing:
-            self.calls[lane] = self.calls.get(lane, 0) + 1
+            self.calls[lane] = self.calls.get(lane, 0) + step
 
-    def _let_peers_come(self, lane: int) -> None:
-        """Waits for peers to come as far; one that does not come in time is for the kernels to name.
+    def _let_peers_come(self, lane: int) -> bool:
+        """Waits for peers to come as far, and says if they did; one that does not come is for the kernels to name.
 
         Not in backward on CUDA: autograd has one thread a device, on which the peers' backward waits for this one's.
         """
         if not self.peers_calls or threading.get_ident() != self._thread:
-            return
+            return True
         steps, limit = self.calls[lane], time.monotonic() + self.wait_seconds(lane)
         while any(calls.get(lane, 0) < steps and _CLOSED not in calls for calls in self.peers_calls):
             if time.monotonic() > limit:
-                return
+                return False
             time.sleep(_GLANCE_SECONDS)
+        return True
 
     def finish_stream(self) -> None:
         """Waits for what was launched on the current stream.

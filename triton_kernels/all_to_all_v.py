@@ -210,14 +210,26 @@ def _noting(end: Endpoint) -> Launcher:
 
 
 def _moving(end: Endpoint, sends: bool, layout: RecordLayout | None, flat: bool, first: bool) -> Launcher:
-    changing = ("x_ptr", "signature_ptr") if sends else ("out_ptr",), ("step",), ("number", "items")
+    tensors = ("x_ptr", "signature_ptr") if sends else ("out_ptr",)
     constants: dict[str, Any] = {"FIRST": first, "CHUNK": CHUNK_BYTES}
     if layout is None:
         kernel = send_bytes_kernel if sends else recv_bytes_kernel
-        return launcher_of(end, kernel, constants, *changing, num_warps=_COPY_WARPS)
+        return launcher_of(end, kernel, constants, tensors, (), ("step", "number", "items"), num_warps=_COPY_WARPS)
     kernel = send_rows_kernel if sends else recv_rows_kernel
     constants |= {"LAYOUT": layout, "FLAT": flat}
-    return launcher_of(end, kernel, constants, *changing, num_warps=layout.num_warps, enable_fp_fusion=False)
+    return launcher_of(
+        end, kernel, constants, tensors, ("step",), ("number", "items"), num_warps=layout.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _move(
+    end: Endpoint, tensors: tuple[torch.Tensor, ...], step: int, layout: RecordLayout | None, flat: bool, number: int,
+    items: int,
+) -> None:  # fmt: skip
+    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
+    changing = ((), (step, number, items)) if layout is None else ((step,), (number, items))
+    kept(end, _moving, len(tensors) > 1, layout, flat, number == 0)(programs, 1, tensors, *changing)
 
 
 def send(
@@ -241,9 +253,7 @@ def send(
         number: 0 opens a new epoch.
         items: most rows, or chunks of CHUNK_BYTES, of a piece.
     """
-    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
-    launch = kept(end, _moving, True, layout, flat, number == 0)
-    launch(programs, 1, (x, signature), (step,), (number, items))
+    _move(end, (x, signature), step, layout, flat, number, items)
 
 
 def wait(
@@ -278,5 +288,4 @@ def recv(
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
         step, layout, flat, number, items: see `send`.
     """
-    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
-    kept(end, _moving, False, layout, flat, number == 0)(programs, 1, (out,), (step,), (number, items))
+    _move(end, (out,), step, layout, flat, number, items)

@@ -90,7 +90,8 @@ class Launcher:
         if direct and not {*counts} <= {*(kernel.do_not_specialize or ())}:
             raise ValueError(f"{kernel.__name__} specialises on one of {counts}: name them in do_not_specialize")
         self._kernel, self._tensor, self.direct = kernel, tensor, direct
-        self._untyped = [name not in kernel.fn.__annotations__ for name in counts]
+        typed = {parameter.name for parameter in kernel.params if parameter.annotation_type} if direct else set()
+        self._untyped = [name not in typed for name in counts]
         self._staying = {name: staying[name] for name in names[number:]}
         self._options = options
         self._last_arguments = tuple(map(_address, self._staying.values()))

@@ -7,8 +7,10 @@ say which kernels would be launched when, and what the host would wait for; not 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -394,6 +396,31 @@ def test_threads_that_share_a_device_load_while_nothing_waits_there(late: str) -
     with ThreadPoolExecutor(ranks) as threads:
         for ended in [threads.submit(run, rank) for rank in range(ranks)]:
             ended.result()
+
+
+def test_a_call_whose_kernels_could_not_be_loaded_can_be_made_again() -> None:
+    transport = _Sharing()
+    transport.peers_calls = [transport.calls]
+    with pytest.raises(MemoryError):
+        transport.load_kernels("a kernel", mock.Mock(side_effect=MemoryError))
+    assert transport.calls == {0: 0}
+    transport.load_kernels("a kernel", lambda: None)
+    assert transport.calls == {0: 2}
+
+
+@pytest.mark.parametrize("opened", [_collectives, _channel])
+def test_what_is_kept_for_launches_goes_when_the_memory_is_closed(opened: Any) -> None:
+    with tw.init() as comm, opened(comm) as (transport, call), _device_of(transport) as device:
+        call(torch.bfloat16, 0)
+        launchers = [weakref.ref(launcher) for launcher in transport._end.kept.values()]
+        assert launchers
+        device.prepared.clear(), device.launched.clear()
+        gc.disable()  # memory that is left to the collector may be there for long
+        try:
+            transport.close()
+            assert not any(launcher() for launcher in launchers)
+        finally:
+            gc.enable()
 
 
 def test_in_another_thread_than_the_ranks_own_it_waits_for_nobody(on_a_device: Any) -> None:
