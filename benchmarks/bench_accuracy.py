@@ -47,8 +47,8 @@ COLUMNS = {
 }
 
 
-def errors_of_collectives(comm: Communicator) -> dict[str, float]:
-    """One rank's part: its errors, by column. Collective.
+def errors_of_collectives(comm: Communicator, wire: str = "int8") -> dict[str, float]:
+    """One rank's part: its errors in a format of eight bits, by column. Collective.
 
     Raises:
         AssertionError: ranks ended with different bits.
@@ -64,23 +64,23 @@ def errors_of_collectives(comm: Communicator) -> dict[str, float]:
         found[name] = float((got.double() - wanted).norm() / wanted.norm())
 
     x = tensors[comm.rank]
-    note("reduce_scatter", reduce_scatter(x, wire="int8", comm=comm), exact.chunk(comm.size)[comm.rank])
-    for name, gather_wire in (("16-bit gather", "none"), ("int8 both legs", "int8")):
-        got = all_reduce(x, wire="int8", gather_wire=gather_wire, comm=comm)
+    note("reduce_scatter", reduce_scatter(x, wire=wire, comm=comm), exact.chunk(comm.size)[comm.rank])
+    for name, gather_wire in (("16-bit gather", "none"), ("int8 both legs", wire)):
+        got = all_reduce(x, wire=wire, gather_wire=gather_wire, comm=comm)
         assert isinstance(got, torch.Tensor)
         note(name, got, exact)
         assert all(torch.equal(other, got) for other in comm.all_gather_object(got)), "ranks disagree"
         found["bias"] = float((got.double() * exact).sum() / (exact * exact).sum() - 1)
     loud = x.clone()
     loud[:, :4] *= 50
-    got = all_reduce(loud, wire="int8", gather_wire="none", comm=comm)
+    got = all_reduce(loud, wire=wire, gather_wire="none", comm=comm)
     assert isinstance(got, torch.Tensor)
     note("beside outliers", got[:, 4:], exact[:, 4:])
     # Ranks in pairs of opposite sign; in an odd group the last one has nothing.
     sign = 0.0 if comm.rank == comm.size // 2 * 2 else 1.0 if comm.rank % 2 else -1.0
     mine = (sign * noise + abs(sign) * 0.01 * x[:ROWS]).bfloat16()
     wanted = torch.stack([other.double() for other in comm.all_gather_object(mine)]).sum(0)
-    note("cancelling", all_reduce(mine, wire="int8", gather_wire="none", comm=comm), wanted)
+    note("cancelling", all_reduce(mine, wire=wire, gather_wire="none", comm=comm), wanted)
     found["of the summands"] = found["cancelling"] * float(wanted.norm() / noise.double().norm())
     return found
 

@@ -21,7 +21,10 @@ from thinwire.tools.bench.style import DARK, GREY, STRIPE, Series, Styles, blank
 from thinwire.wire import WireFormat
 
 #: From the most bytes to the fewest.
-WIRES = ("none", "fp8:32", "fp8", "int8:32", "int8", "int8:row", "int4", "int4:128")
+WIRES = (
+    "none", "int10+h64", "fp8:32", "int8:32", "int8:64+h64", "fp8", "int8", "int8+h64", "int8:row", "int6", "int6+h64",
+    "int4", "int4:128",
+)  # fmt: skip
 GAUSSIAN, OUTLIERS, MODEL = "Gaussian rows", "4 channels ×50: error of the others", "a trained model's activations"
 
 _ROWS, _HIDDEN = 256, 7168
@@ -72,12 +75,8 @@ def model_activations(windows: int = _MODEL_WINDOWS) -> Tensor:
     return torch.cat(found)
 
 
-def measure(wires: Sequence[str] = WIRES, seed: int = 0) -> list[Cost]:
-    """Every format on every kind of rows, which are taken to bfloat16 first.
-
-    Raises:
-        WireFormatError: an unknown format.
-    """
+def kinds_of_rows(seed: int = 0) -> list[tuple[str, Tensor, Tensor | None]]:
+    """GAUSSIAN, OUTLIERS and MODEL, float32 [rows, hidden], and which columns are judged; None: all."""
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(_ROWS, _HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
     channels = torch.randperm(_HIDDEN, generator=generator, device="cpu")[:_OUTLIER_CHANNELS]
@@ -85,7 +84,16 @@ def measure(wires: Sequence[str] = WIRES, seed: int = 0) -> list[Cost]:
     outliers[:, channels] *= _OUTLIER_FACTOR
     others = torch.ones(_HIDDEN, dtype=torch.bool, device="cpu")
     others[channels] = False
-    kinds = ((GAUSSIAN, gaussian, None), (OUTLIERS, outliers, others), (MODEL, model_activations(), None))
+    return [(GAUSSIAN, gaussian, None), (OUTLIERS, outliers, others), (MODEL, model_activations(), None)]
+
+
+def measure(wires: Sequence[str] = WIRES, seed: int = 0) -> list[Cost]:
+    """Every format on every kind of rows, which are taken to bfloat16 first.
+
+    Raises:
+        WireFormatError: an unknown format.
+    """
+    kinds = kinds_of_rows(seed)
     return [
         _cost(WireFormat.parse(wire), name, rows.bfloat16(), columns) for wire in wires for name, rows, columns in kinds
     ]

@@ -11,6 +11,8 @@ printed of a wire format:
     diverges at     the first generated token that differs from the unsharded model's, of all ranks' texts; - if none
     flips           tokens and layers whose experts are others than in the unsharded model, reading the same text
     logits          relative error of the logits, reading the same text
+    KL              how far the next token's probabilities are from the unsharded model's: KL(unsharded || wire) in 1e-4
+                    nats, the mean over two windows a rank of held-out text
     layer, worst    relative error of a layer's output from the unsharded layer's input, so with the same experts: the
                     median over the layers, and the largest
 
@@ -45,6 +47,7 @@ PROMPTS = (
     "Water boils at a lower temperature on a mountain because",
 )
 HELD_OUT = Path(tw.__file__).parent / "moe" / "tiny_moe" / "heldout.txt"
+WINDOWS, CONTEXT = 2, 512  # of held-out text that a rank reads, and their tokens
 
 
 class CountingExpertParallel(tw.ExpertParallel):
@@ -104,6 +107,18 @@ def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
     return ids
 
 
+def held_out_windows(tokenizer: Any, rank: int) -> list[torch.Tensor]:
+    """[1, CONTEXT] tokens each; other ones for each rank, as far as the text goes."""
+    ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[0]
+    windows = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, 1, CONTEXT)
+    return list(windows.roll(-WINDOWS * rank, 0)[:WINDOWS])
+
+
+def log_probabilities(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """[tokens, vocabulary], float64: of float32, a difference of 1e-7 would be rounding."""
+    return model(window).logits[0].double().log_softmax(-1)
+
+
 def outlier(inputs: dict[int, torch.Tensor]) -> list[float]:
     """Of each layer's input, the largest element by the root mean square of its row; the largest of all rows."""
     return [float((x.abs().amax(-1) / x.square().mean(-1).sqrt()).max()) for x in inputs.values()]
@@ -120,13 +135,16 @@ def score_model(comm: tw.Communicator, folder: str, wires: list[str], count: int
     blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
     prompt = tokenizer(PROMPTS[comm.rank % len(PROMPTS)], return_tensors="pt").input_ids
     expected = greedy(model, prompt, count)
+    windows = held_out_windows(tokenizer, comm.rank)
+    exact = [log_probabilities(model, window) for window in windows]
     inputs, whole_logits = inputs_of(blocks, lambda: model(expected).logits)
     outputs = {n: block(inputs[n]) for n, block in blocks.items()}
     result: dict[str, Any] = {"outliers": outlier(inputs), "wires": {}, "text": tokenizer.decode(expected[0])}
     first = tw.load_moe_layer(folder, next(iter(blocks)))
     sizes = first.num_experts, first.top_k, first.hidden_size
+    longest = max(CONTEXT, *comm.all_gather_object(expected.shape[1]))
     for wire in wires:
-        ep = CountingExpertParallel(comm, *sizes, max(comm.all_gather_object(expected.shape[1])), **formats_of(wire))
+        ep = CountingExpertParallel(comm, *sizes, longest, **formats_of(wire))
         layers = {n: tw.load_moe_layer(folder, n, ep) for n in blocks}
         for n, layer in layers.items():
             model.model.layers[n].mlp = Sharded(layer, isinstance(outputs[n], tuple))
@@ -138,6 +156,7 @@ def score_model(comm: tw.Communicator, folder: str, wires: list[str], count: int
         differs = (got != expected)[0, prompt.shape[1] :].nonzero()
         now, logits = inputs_of({n: model.model.layers[n].mlp for n in blocks}, lambda: model(expected).logits)
         flips = sum(flipped(layer, now[n], inputs[n]) for n, layer in layers.items())
+        kl = [divergence(exact[n], log_probabilities(model, window)) for n, window in enumerate(windows)]
         errors = []
         for n, layer in layers.items():
             wanted = outputs[n][0] if isinstance(outputs[n], tuple) else outputs[n]
@@ -150,12 +169,18 @@ def score_model(comm: tw.Communicator, folder: str, wires: list[str], count: int
             "flips": flips,
             "routed": len(layers) * expected.shape[1],
             "logits": relative(logits, whole_logits),
+            "kl": statistics.fmean(kl),
             "layers": errors,
         }
         for n, block in blocks.items():
             model.model.layers[n].mlp = block
         ep.close()
     return result
+
+
+def divergence(exact: torch.Tensor, got: torch.Tensor) -> float:
+    """KL(exact || got) in nats, the mean over the tokens."""
+    return float(nn.functional.kl_div(got, exact, reduction="batchmean", log_target=True))
 
 
 def flipped(layer: tw.MoELayer, x: torch.Tensor, other: torch.Tensor) -> int:
@@ -190,14 +215,16 @@ def summary(ranks: list[dict[str, Any]], wire: str, count: int) -> str:
     layers = [statistics.fmean(errors) for errors in zip(*(run["layers"] for run in runs), strict=True)]
     ends = f"{statistics.median(layers):10.1e}{max(layers):10.1e}"
     if "seconds" not in runs[0]:
-        return f"{wire:10}{'':64}{ends}"
-    mean = {name: statistics.fmean(run[name] for run in runs) for name in ("wire_bytes", "logical_bytes", "logits")}
+        return f"{wire:10}{'':73}{ends}"
+    mean = {
+        name: statistics.fmean(run[name] for run in runs) for name in ("wire_bytes", "logical_bytes", "logits", "kl")
+    }
     diverging = min((run["diverges_at"] for run in runs if run["diverges_at"] is not None), default="-")
     flips = f"{sum(run['flips'] for run in runs)}/{sum(run['routed'] for run in runs)}"
     speed = len(runs) * count / max(run["seconds"] for run in runs)
     return (
         f"{wire:10}{speed:8.1f}{mean['wire_bytes']:9.0f}{mean['logical_bytes']:9.0f}{diverging!s:>13}{flips:>15}"
-        f"{mean['logits']:10.1e}{ends}"
+        f"{mean['logits']:10.1e}{1e4 * mean['kl']:9.2f}{ends}"
     )
 
 
@@ -207,7 +234,7 @@ def table(title: str, ranks: list[dict[str, Any]], count: int) -> str:
     lines = [
         f"{title}: a layer's largest input is {statistics.median(outliers):.0f} times its row's root mean square",
         f"(median of the layers; {max(outliers):.0f} at most)",
-        "wire      tokens/s     wire  logical  diverges at          flips    logits     layer     worst",
+        "wire      tokens/s     wire  logical  diverges at          flips    logits       KL     layer     worst",
     ]
     return "\n".join(lines + [summary(ranks, wire, count) for wire in ranks[0]["wires"]])
 
@@ -216,7 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a Hugging Face checkpoint, with its tokenizer")
     parser.add_argument("--ranks", type=int, default=2)
-    wires = ["none", "int8", "int8/none", "none/int8", "int8:32", "int8:row", "int4"]
+    wires = ["none", "int10+h64", "int8+h64", "int8", "int8/none", "none/int8", "int8:32", "int8:row", "fp8"]
+    wires += ["int6+h64", "int4"]
     parser.add_argument("--wires", nargs="+", default=wires, help="a format, or WAY_THERE/WAY_BACK")
     parser.add_argument("--tokens", type=int, default=32, help="to generate, a rank")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")

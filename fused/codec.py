@@ -69,6 +69,8 @@ class WireRows:
     def payload(self) -> torch.Tensor:
         """int8 [rows, hidden], a view; element k is ``payload[r, k] * scales[r, k // group]``.
 
+        With ``+h64`` that is an element of the rotated row, divided by 64, and there are as many as travel.
+
         Raises:
             WireFormatError: rows that are not int8.
         """
@@ -87,10 +89,11 @@ def int8_parts(records: torch.Tensor, wire: WireFormat, hidden: int) -> tuple[to
         WireFormatError: they are not int8.
     """
     if wire.name != "int8":
-        raise WireFormatError(f"rows in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row")
+        raise WireFormatError(f"rows in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row, also +h64")
     start = wire.scales_offset(hidden)
     scales = records[:, start : start + wire.num_groups(hidden) * wire.scale_bytes]
-    return records[:, :hidden].view(torch.int8), scales.view(torch.float32 if wire.row_scale else torch.bfloat16)
+    payload = records[:, : wire.columns(hidden)].view(torch.int8)
+    return payload, scales.view(torch.float32 if wire.row_scale else torch.bfloat16)
 
 
 def resolve_wire(wire: str | WireFormat | None) -> WireFormat:

@@ -23,13 +23,13 @@ def signature_of(tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> tupl
 
 def wire_word(wire: WireFormat) -> int:
     """A wire format as one number, for peers to compare."""
-    return wire.kind | wire.group << 4 | wire.alignment << 16
+    return wire.kind | wire.rotated << 3 | wire.group << 4 | wire.alignment << 16
 
 
 def describe_wire_word(word: int) -> str:
     """The format that a number stands for, for people; any number."""
     try:
-        return repr(WireFormat(tuple(FORMATS)[word & 15], word >> 4 & 0xFFF, word >> 16))
+        return repr(WireFormat(tuple(FORMATS)[word & 7], word >> 4 & 0xFFF, word >> 16, word >> 3 & 1 == 1))
     except (IndexError, WireFormatError):
         return "an unknown wire format"
 

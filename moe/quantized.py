@@ -16,10 +16,11 @@ from thinwire.wire import WireFormat
 class QuantizedRows:
     """Received records of int8, in place. Element k of record r is ``payload[r, k] * scales[r, k // group]``.
 
-    Only records that `index` names came in this round; what others hold is of no meaning.
+    Where the format has ``+h64``, that is an element of the rotated row, divided by 64. Only records that `index` names
+    came in this round; what others hold is of no meaning.
 
     Attributes:
-        payload: int8 [records, hidden], a view of `records`.
+        payload: int8 [records, hidden], a view of `records`; whole blocks of 64 columns of a rotated format.
         scales: float32 [records, scales of a row]; with int8:row a view, else widened from bfloat16.
         group: columns that share a scale; the row's length with int8:row.
         index: int64, the record of each row of the experts' input, -1 where it is padding: the round's own.
@@ -49,14 +50,14 @@ class QuantizedRows:
         """
         if wire.name != "int8":
             raise WireFormatError(
-                f"rows that arrived in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row. d.tokens and "
-                "d.gather give rows of every wire format"
+                f"rows that arrived in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row, also "
+                "+h64. d.tokens and d.gather give rows of every wire format"
             )
         payload, scales = int8_parts(records, wire, hidden)
         return cls(
             payload=payload,
             scales=scales.float(),
-            group=wire.group or hidden,
+            group=wire.group or wire.columns(hidden),
             index=index,
             records=records,
             wire=wire,

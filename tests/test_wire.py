@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ from thinwire.wire import FORMATS, WireFormat
         ("int8:32", 1.063),
         ("int4", 0.563),
         ("fp8", 1.018),
+        ("int6", 0.768),
+        ("int10", 1.268),
+        ("int8+h64", 1.018),
+        ("int6:64+h64", 0.781),
+        ("int10+h64", 1.268),
         ("none", 2.0),
     ],
 )
@@ -39,7 +45,7 @@ def test_a_format_lies_at_the_place_that_is_its_number() -> None:
 
 @given(st.sampled_from(WIRES), st.integers(1, 20000), st.sampled_from([16, 32, 64, 256]))
 def test_sections_are_aligned_and_do_not_overlap(spec: str, hidden: int, alignment: int) -> None:
-    wire = WireFormat(WireFormat.parse(spec).name, WireFormat.parse(spec).group, alignment)
+    wire = replace(WireFormat.parse(spec), alignment=alignment)
     payload, scales = wire.payload_bytes(hidden, torch.bfloat16), wire.scales_offset(hidden, torch.bfloat16)
     end = scales + wire.num_groups(hidden) * wire.scale_bytes
     assert payload <= scales < payload + 16 and scales % 16 == 0
@@ -56,13 +62,29 @@ def test_a_name_survives_parsing_and_printing(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     ["int7", "int8:", "int8:8", "int8:100", "int8:2048", "int8:0", "int8:row:64", "none:16", "int4:row", "fp8:row"]
-    + ["INT8", " int8", "", None, 8],
+    + ["INT8", " int8", "", None, 8, "int6:32", "int10:row", "int8:32+h64", "int8+h32", "int8+h64:64"],
 )
 def test_an_unknown_name_is_refused_with_what_is_accepted(spec: object) -> None:
     with pytest.raises(WireFormatError, match="accepted: none, int8, int8:row, int8:N") as caught:
         WireFormat.parse(spec)  # type: ignore[arg-type]
     assert isinstance(caught.value, ThinwireError) and isinstance(caught.value, ValueError)
     assert spec is None or str(spec).split(":")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["none+h64", "fp8+h64", "fp8:64+h64"])
+def test_only_integers_are_rotated(spec: str) -> None:
+    with pytest.raises(WireFormatError, match="is not rotated; accepted: .*of the integer formats"):
+        WireFormat.parse(spec)
+    for value in (1, None, "h64"):
+        with pytest.raises(WireFormatError, match="rotated of wire format 'int8' is .*; a bool is needed"):
+            WireFormat("int8", 128, rotated=value)  # type: ignore[arg-type]
+
+
+def test_rows_that_travel_in_blocks_are_filled_up() -> None:
+    for spec, columns in (("int8", 130), ("int8+h64", 192), ("int4+h64", 192), ("int6", 192)):
+        wire = WireFormat.parse(spec)
+        assert wire.columns(130) == columns and wire.payload_bytes(130) == columns * FORMATS[wire.name].bits // 8
+    assert repr(WireFormat.parse("int6:64+h64")) == "WireFormat(name='int6', group=64, alignment=32, rotated=True)"
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:

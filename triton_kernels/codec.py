@@ -13,8 +13,8 @@ compiled Triton, interpreted Triton, numba and torch agree to the last bit (the 
 * On NVIDIA GPUs `thinwire.triton_kernels.hardware` has the same in fewer instructions.
 
 The clamp of the definition needs no instruction: s is at most half a unit in the last place of its dtype below
-amax/qmax, so |x / s| <= qmax * (1 + 2**-8) * (1 + 2**-22), less than qmax + 1/2 for 127 and 7, and below 464, where
-e4m3 would round up from 448.
+amax/qmax, so |x / s| <= qmax * (1 + 2**-8) * (1 + 2**-22), less than qmax + 1/2 for 127, 31 and 7, than 511 + 1/2 for
+509, and below 464, where e4m3 would round up from 448.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from einops import rearrange, repeat
 
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import hardware
+from thinwire.triton_kernels.blocks import decode_int6, decode_int10, nibble_plane, pair_plane, rotated, rotated_back
+from thinwire.triton_kernels.blocks_reference import codes_reference, planes_reference, rotated_reference
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import (
     INFINITY_BITS,
@@ -38,9 +40,9 @@ from thinwire.triton_kernels.floats import (
     widened,
 )
 from thinwire.triton_kernels.put import put
-from thinwire.triton_kernels.record import FP8, INT4, NONE
-from thinwire.triton_kernels.rows import tile_columns
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.record import FP8, INT4, INT6, INT10, NONE
+from thinwire.triton_kernels.rows import columns_in_order, in_order, load_tile, tile_columns
+from thinwire.wire import FORMATS, WireFormat
 
 _SCALE_NAN_BITS = tl.constexpr(0x7FC0)
 _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
@@ -51,55 +53,87 @@ _TINY_BITS = tl.constexpr(0x08800000)  # 2**-110
 
 
 @triton.jit
-def group_amax(x):
-    """The largest magnitude of each group of x, float32 [groups, group], as its bit pattern: int32 [groups].
+def _largest(x, AXIS: tl.constexpr):
+    if hardware.capability() >= 80:
+        return tl.reduce(tl.abs(x), AXIS, hardware.larger_or_nan)
+    else:
+        return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_amax(x, LAYOUT: tl.constexpr):
+    """The largest magnitude of each group of a tile, float32, `rotated`, as its bit pattern: int32 [TILE_GROUPS].
 
     That of a group with a NaN is some NaN's.
     """
-    if hardware.capability() >= 80:
-        return tl.reduce(tl.abs(x), 1, hardware.larger_or_nan).to(tl.int32, bitcast=True)
+    if LAYOUT.BLOCKS > 0:
+        of_blocks = _largest(_largest(x, 2), 0)
+        x = tl.reshape(of_blocks, (LAYOUT.TILE_GROUPS, LAYOUT.BLOCKS // LAYOUT.TILE_GROUPS))
+    return _largest(x, 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _of_columns(values, LAYOUT: tl.constexpr):
+    """What each group has, [TILE_GROUPS], in a shape that goes with a tile's."""
+    if LAYOUT.BLOCKS > 0:
+        each: tl.constexpr = (LAYOUT.TILE_GROUPS, LAYOUT.BLOCKS // LAYOUT.TILE_GROUPS)
+        return tl.reshape(tl.broadcast_to(values[:, None], each), (LAYOUT.BLOCKS,))[None, :, None]
     else:
-        return tl.max(x.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
+        return values[:, None]
 
 
 @triton.jit
 def encode_tile(x, amax_bits, LAYOUT: tl.constexpr):
-    """Quantises x [groups, group] float32 (masked elements +0.0), given each group's `group_amax`.
+    """Quantises a tile, float32, `rotated` (masked elements were +0.0), given each group's `group_amax`.
 
-    Returns the payload, int8 [groups, group] (or [groups, group / 2] for int4), and each group's scale as int32 bits
-    (bfloat16 bits, or float32 bits with ROW_SCALE).
+    Returns the payload, int8 [TILE_GROUPS, bytes of a group], or two of that for the planes of int6 and int10; and each
+    group's scale as int32 bits (bfloat16 bits, or float32 bits with ROW_SCALE).
     """
     finite = amax_bits < INFINITY_BITS
     live = finite & (amax_bits >= _TINY_BITS)
     s = amax_bits.to(tl.float32, bitcast=True) * (1.0 / LAYOUT.QMAX)
     if LAYOUT.ROW_SCALE:
-        scale_bits = tl.where(live, s.to(tl.int32, bitcast=True), tl.where(finite, 0, 0x7FC00000))
+        scale_bits = tl.where(live, s.to(tl.int32, bitcast=True) - LAYOUT.LOWERED, tl.where(finite, 0, 0x7FC00000))
     else:
         short = bfloat16_bits(s)
         s = (short << 16).to(tl.float32, bitcast=True)
-        scale_bits = tl.where(live, short, tl.where(finite, 0, _SCALE_NAN_BITS))
+        scale_bits = tl.where(live, short - LAYOUT.LOWERED, tl.where(finite, 0, _SCALE_NAN_BITS))
     inverse = tl.div_rn(1.0, tl.where(live, s, 1.0))
-    v = x * inverse[:, None]
-    kept = tl.where(live, -1, 0)[:, None] + tl.zeros(v.shape, tl.int32)
+    v = x * _of_columns(inverse, LAYOUT)
+    kept = _of_columns(tl.where(live, -1, 0), LAYOUT) + tl.zeros(v.shape, tl.int32)
     if LAYOUT.KIND == FP8 and hardware.capability() >= 89:
         return hardware.encode_e4m3(v, kept), scale_bits
     if LAYOUT.KIND == FP8:
         q = encode_e4m3(v)
     else:
         q = (v + ROUND_MAGIC).to(tl.int32, bitcast=True)
-    if LAYOUT.KIND != INT4 and hardware.capability() >= 80:
-        return hardware.low_octets(q, kept), scale_bits
-    q = q & kept
     if LAYOUT.KIND == INT4:
-        pairs = tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2))
-        even, odd = tl.split(pairs)
-        q = (even & 0xF) | (odd << 4)
-    return q.to(tl.int8), scale_bits
+        q = q & kept
+        even, odd = tl.split(tl.reshape(q, q.shape[:-1] + (q.shape[-1] // 2, 2)))
+        return in_order(((even & 0xF) | (odd << 4)).to(tl.int8), LAYOUT), scale_bits
+    else:
+        low = octets_at(q, kept, 0)
+        if LAYOUT.KIND == INT6:
+            return (in_order(nibble_plane(low), LAYOUT), in_order(pair_plane(low, 4), LAYOUT)), scale_bits
+        elif LAYOUT.KIND == INT10:
+            high = pair_plane(octets_at(q, kept, 1), 0)
+            return (in_order(low, LAYOUT), in_order(high, LAYOUT)), scale_bits
+        else:
+            return in_order(low, LAYOUT), scale_bits
+
+
+@triton.jit
+def octets_at(q, kept, PLACE: tl.constexpr):
+    """Byte PLACE, 0 or 1, of codes, int32, as int8, where `kept` is -1; 0 where that is 0."""
+    if hardware.capability() >= 80:
+        return hardware.octets_at(q, kept, PLACE)
+    else:
+        return ((q & kept) >> (8 * PLACE)).to(tl.int8)
 
 
 @triton.jit
 def decode_tile(payload, LAYOUT: tl.constexpr):
-    """Payload int8 [groups, bytes] to unscaled float32 [groups, group]."""
+    """What `load_encoded_tile` gave of a payload to unscaled float32, in the shape of a tile."""
     if LAYOUT.KIND == FP8:
         return hardware.decode_e4m3(payload) if hardware.capability() >= 80 else decode_e4m3(payload)
     elif LAYOUT.KIND == INT4:
@@ -108,18 +142,29 @@ def decode_tile(payload, LAYOUT: tl.constexpr):
         else:
             wide = payload.to(tl.int32)
             even, odd = ((wide << 28) >> 28).to(tl.float32), (wide >> 4).to(tl.float32)
-        return tl.reshape(tl.join(even, odd), (payload.shape[0], payload.shape[1] * 2))
+        return tl.reshape(tl.join(even, odd), payload.shape[:-1] + (payload.shape[-1] * 2,))
+    elif LAYOUT.KIND == INT6:
+        return decode_int6(payload[0], payload[1])
+    elif LAYOUT.KIND == INT10:
+        return decode_int10(payload[0], payload[1])
     elif hardware.capability() >= 80:
-        return hardware.decode_int8(payload)
+        return hardware.decode_octets(payload, 128)
     else:
         return payload.to(tl.float32)
 
 
 @triton.jit
-def payload_offsets(tile, LAYOUT: tl.constexpr):
-    """Where in a record the bytes of one tile's payload lie, in the shape of the payload."""
+def _plane_offsets(tile, BITS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where in a plane of BITS bits an element the bytes of one tile lie, [TILE_GROUPS, bytes of a group], in order."""
+    octets: tl.constexpr = LAYOUT.GROUP * BITS // 8
     groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    return groups[:, None] * LAYOUT.GROUP_BYTES + tl.arange(0, LAYOUT.GROUP_BYTES)[None, :]
+    return groups[:, None] * octets + tl.arange(0, octets)[None, :]
+
+
+@triton.jit
+def _store_plane(base, plane, tile, BITS: tl.constexpr, END: tl.constexpr, LAYOUT: tl.constexpr):
+    offsets = _plane_offsets(tile, BITS, LAYOUT)
+    put(base + offsets, plane, offsets < END)
 
 
 @triton.jit
@@ -129,8 +174,13 @@ def store_encoded_tile(base, payload, scale_bits, tile, LAYOUT: tl.constexpr):
     `base` points, as int8, to where the record begins, on a 16-byte boundary. Pad bytes among what the tile covers are
     written as zeros: masks that end at multiples of 16 bytes keep the stores 16 bytes wide.
     """
-    offsets, groups = payload_offsets(tile, LAYOUT), tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-    put(base + offsets, payload, offsets < LAYOUT.SCALES_OFFSET)
+    if LAYOUT.SECOND_PLANE > 0:
+        _store_plane(base, payload[0], tile, LAYOUT.BITS - 2, LAYOUT.SECOND_PLANE, LAYOUT)
+        octets: tl.constexpr = LAYOUT.SCALES_OFFSET - LAYOUT.SECOND_PLANE
+        _store_plane(base + LAYOUT.SECOND_PLANE, payload[1], tile, 2, octets, LAYOUT)
+    else:
+        _store_plane(base, payload, tile, LAYOUT.BITS, LAYOUT.SCALES_OFFSET, LAYOUT)
+    groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
     if LAYOUT.ROW_SCALE:
         scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
         put(scales + groups, scale_bits, groups < 1)
@@ -142,9 +192,9 @@ def store_encoded_tile(base, payload, scale_bits, tile, LAYOUT: tl.constexpr):
 
 @triton.jit
 def store_record_tile(base, x, amax_bits, tile, LAYOUT: tl.constexpr):
-    """Quantises one tile of a row, x float32 [TILE_GROUPS, GROUP] with +0.0 past the row's end, into its record.
+    """Quantises one tile of a row, x float32, `rotated`, with +0.0 past the row's end before, into its record.
 
-    `base` points, as int8, to where the record begins, on a 16-byte boundary. `amax_bits` is `group_amax(x)`, but with
+    `base` points, as int8, to where the record begins, on a 16-byte boundary. `amax_bits` is its `group_amax`, but with
     TWO_PASSES, where the scale depends on the whole row, the maximum of that over all tiles.
     """
     if LAYOUT.KIND == NONE:
@@ -167,8 +217,26 @@ def store_record_tail(base, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _load_plane(base, tile, BITS: tl.constexpr, END: tl.constexpr, LAYOUT: tl.constexpr, there):
+    """A plane of BITS bits an element of one tile, int8; of a format with blocks, in the parts of its columns."""
+    if LAYOUT.BLOCKS > 0:
+        # 16 bytes at a time, of which a thread has those of whole blocks, as it has the columns.
+        pieces: tl.constexpr = BITS // 2
+        in_block = tl.arange(0, pieces)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        blocks = tile * LAYOUT.BLOCKS + tl.arange(0, LAYOUT.BLOCKS)
+        offsets = in_block[:, None, :] + blocks[None, :, None] * (8 * BITS)
+        octets = tl.load(base + offsets, mask=tl.where(there, offsets < END, False), other=0)
+        width: tl.constexpr = LAYOUT.WIDTH * LAYOUT.BITS // 8 if LAYOUT.SECOND_PLANE == 0 else LAYOUT.WIDTH
+        octets = tl.permute(tl.reshape(octets, (pieces, LAYOUT.BLOCKS, 16 // width, width)), (0, 2, 1, 3))
+        return tl.reshape(octets, (8 * BITS // width, LAYOUT.BLOCKS, width))
+    else:
+        offsets = _plane_offsets(tile, BITS, LAYOUT)
+        return tl.load(base + offsets, mask=tl.where(there, offsets < END, False), other=0)
+
+
+@triton.jit
 def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, there=True):
-    """What `store_encoded_tile` stored of one tile; of `none`, its elements in their own dtype, and zero.
+    """What `store_encoded_tile` stored of one tile, for `scaled_tile`; of `none`, its elements in their own dtype.
 
     `base` points, as int8, to where the record begins. What is past the row's end is zero, and all of it where the
     record is not `there`, which is not read then.
@@ -178,8 +246,17 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, there=True):
         elements = base.to(tl.pointer_type(LAYOUT.DTYPE))
         return tl.load(elements + columns, mask=tl.where(there, columns < LAYOUT.HIDDEN, False), other=0.0), 0
     else:
-        offsets, groups = payload_offsets(tile, LAYOUT), tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
-        payload = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.SCALES_OFFSET, False), other=0)
+        if LAYOUT.SECOND_PLANE > 0:
+            octets: tl.constexpr = LAYOUT.SCALES_OFFSET - LAYOUT.SECOND_PLANE
+            low = _load_plane(base, tile, LAYOUT.BITS - 2, LAYOUT.SECOND_PLANE, LAYOUT, there)
+            payload = low, _load_plane(base + LAYOUT.SECOND_PLANE, tile, 2, octets, LAYOUT, there)
+        else:
+            payload = _load_plane(base, tile, LAYOUT.BITS, LAYOUT.SCALES_OFFSET, LAYOUT, there)
+        if LAYOUT.BLOCKS > 0:  # a scale for each block
+            each: tl.constexpr = LAYOUT.BLOCKS // LAYOUT.TILE_GROUPS
+            groups = (tile * LAYOUT.BLOCKS + tl.arange(0, LAYOUT.BLOCKS)) // each
+        else:
+            groups = tile * LAYOUT.TILE_GROUPS + tl.arange(0, LAYOUT.TILE_GROUPS)
         if LAYOUT.ROW_SCALE:
             scales = (base + LAYOUT.SCALES_OFFSET).to(tl.pointer_type(tl.int32))
             scale_bits = tl.load(scales + groups * 0, mask=tl.where(there, groups >= 0, False), other=0)
@@ -192,12 +269,13 @@ def load_encoded_tile(base, tile, LAYOUT: tl.constexpr, there=True):
 
 @triton.jit
 def scaled_tile(payload, scale_bits, LAYOUT: tl.constexpr):
-    """What `load_encoded_tile` gave as float32 [TILE_GROUPS, GROUP], q * s before any rounding to an output dtype."""
+    """What `load_encoded_tile` gave as a tile, float32: q * s, not yet `rotated_back`, before any other rounding."""
     if LAYOUT.KIND == NONE:
         return widened(payload)
     else:
         s = (scale_bits if LAYOUT.ROW_SCALE else scale_bits << 16).to(tl.float32, bitcast=True)
-        return decode_tile(payload, LAYOUT) * s[:, None]
+        s = s[None, :, None] if LAYOUT.BLOCKS > 0 else s[:, None]
+        return decode_tile(payload, LAYOUT) * s
 
 
 @triton.jit
@@ -223,7 +301,8 @@ def row_amax_bits(x_row, length, LAYOUT: tl.constexpr):
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             columns = tile_columns(tile, LAYOUT)
-            row_amax = tl.maximum(row_amax, group_amax(load_float32(x_row + columns, columns < length)))
+            x = rotated(load_float32(x_row + columns, columns < length), LAYOUT)
+            row_amax = tl.maximum(row_amax, group_amax(x, LAYOUT))
     return row_amax
 
 
@@ -233,27 +312,35 @@ def quantize_row(x_row, base, LAYOUT: tl.constexpr):
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+        elements = load_tile(x_row, columns, tile, LAYOUT)
         if LAYOUT.KIND == NONE:
             tl.store(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, mask=columns < LAYOUT.ELEMENTS)
         else:
-            x = widened(elements)
-            store_record_tile(base, x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), tile, LAYOUT)
+            x = rotated(widened(elements), LAYOUT)
+            store_record_tile(base, x, row_amax if LAYOUT.TWO_PASSES else group_amax(x, LAYOUT), tile, LAYOUT)
     store_record_tail(base, LAYOUT)
+
+
+@triton.jit
+def store_rounded_tile(out_row, y, length, tile, SATURATE: tl.constexpr, LAYOUT: tl.constexpr):
+    """One tile, float32, in the row's dtype as `rounded` makes it, into a row of `length` elements, at most HIDDEN."""
+    columns = columns_in_order(tile, LAYOUT)
+    y = in_order(rounded(y, out_row.dtype.element_ty, SATURATE), LAYOUT)
+    tl.store(out_row + columns, y, mask=columns < length)
 
 
 @triton.jit
 def dequantize_row(base, out_row, length, LAYOUT: tl.constexpr):
     """The record at `base` into one row of `length` elements, at most HIDDEN. `none` copies bit for bit."""
     for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        mask = columns < length
         if LAYOUT.KIND == NONE:
+            columns = tile_columns(tile, LAYOUT)
             # The record's own end is known when compiling, and keeps the loads wide.
             elements = tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=columns < LAYOUT.HIDDEN)
-            tl.store(out_row + columns, elements, mask=mask)
+            tl.store(out_row + columns, elements, mask=columns < length)
         else:
-            store_float32(out_row + columns, load_record_tile(base, tile, LAYOUT), mask, True)
+            y = rotated_back(load_record_tile(base, tile, LAYOUT), LAYOUT)
+            store_rounded_tile(out_row, y, length, tile, True, LAYOUT)
 
 
 @triton.jit
@@ -283,8 +370,11 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
         raw = rearrange(as_bytes(x.contiguous()), "(rows bytes) -> rows bytes", rows=rows)
         records[:, : raw.shape[1]] = raw
         return records
-    group, groups = wire.group or hidden, wire.num_groups(hidden)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * group - hidden))
+    columns, groups = wire.columns(hidden), wire.num_groups(hidden)
+    group = wire.group or columns
+    padded = torch.nn.functional.pad(x.float(), (0, max(columns, groups * group) - hidden))
+    if wire.rotated:
+        padded = rotated_reference(padded, back=False)
     padded = rearrange(padded, "rows (groups elements) -> rows groups elements", groups=groups)
     amax_bits = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     amax = amax_bits.view(torch.float32)
@@ -297,13 +387,18 @@ def quantize_reference(x: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     if wire.name == "fp8":
         payload = scaled.clamp(-wire.qmax, wire.qmax).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        payload = scaled.round().clamp(-wire.qmax, wire.qmax).to(torch.int8).view(torch.uint8)
+        largest = (1 << FORMATS[wire.name].bits - 1) - 1
+        payload = scaled.round().clamp(-largest, largest).to(torch.int32)
     payload = rearrange(payload, "rows groups elements -> rows (groups elements)")
     if wire.name == "int4":
         even, odd = rearrange(payload, "rows (bytes two) -> two rows bytes", two=2)
         payload = (even & 0xF) | (odd << 4)
-    payload = payload[:, : wire.payload_bytes(hidden)]
+    if planes := FORMATS[wire.name].planes:
+        payload = planes_reference(payload[:, :columns], planes)
+    payload = payload[:, : wire.payload_bytes(hidden)].to(torch.uint8)
     records[:, : payload.shape[1]] = payload
+    if wire.rotated:
+        scale = scale * 2.0**-6
     # A NaN's pattern is fixed on the wire, whatever the hardware's own is.
     nan_pattern = torch.tensor(0x7FC00000 if wire.row_scale else 0x7FC0, dtype=torch.int32, device=x.device)
     integer = torch.int32 if wire.row_scale else torch.int16
@@ -319,14 +414,18 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """q * s of records, [rows, hidden] in `sum_dtype(dtype)`; `dtype` is the elements' for `none`."""
+    """q * s of records, [rows, wire.columns(hidden)] in `sum_dtype(dtype)`; `dtype` is the elements' for `none`.
+
+    Where rows are rotated, so is this; `row_reference` makes rows of it, or of the sum of some.
+    """
     rows = records.shape[0]
     if not rows:
-        return torch.empty(0, hidden, dtype=sum_dtype(dtype), device=records.device)
+        return torch.empty(0, wire.columns(hidden), dtype=sum_dtype(dtype), device=records.device)
     payload = records[:, : wire.payload_bytes(hidden, dtype)].contiguous()
     if not wire.quantized:
         return payload.view(dtype).to(sum_dtype(dtype))
-    group, groups, start = wire.group or hidden, wire.num_groups(hidden), wire.scales_offset(hidden)
+    columns, groups, start = wire.columns(hidden), wire.num_groups(hidden), wire.scales_offset(hidden)
+    group = wire.group or columns
     scales = records[:, start : start + groups * wire.scale_bytes].contiguous()
     scale = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float()
     if wire.name == "fp8":
@@ -336,9 +435,16 @@ def scaled_reference(records: torch.Tensor, wire: WireFormat, hidden: int, dtype
     elif wire.name == "int4":
         even, odd = (payload << 4).view(torch.int8) >> 4, payload.view(torch.int8) >> 4
         q = rearrange([even, odd], "two rows bytes -> rows (bytes two)").float()
+    elif planes := FORMATS[wire.name].planes:
+        q = codes_reference(payload, planes).float()
     else:
         q = payload.view(torch.int8).float()
-    return q[:, :hidden] * repeat(scale, "rows groups -> rows (groups elements)", elements=group)[:, :hidden]
+    return q[:, :columns] * repeat(scale, "rows groups -> rows (groups elements)", elements=group)[:, :columns]
+
+
+def row_reference(total: torch.Tensor, wire: WireFormat, hidden: int) -> torch.Tensor:
+    """Rows, [rows, hidden], of what `scaled_reference` gave, or of the sum of some."""
+    return (rotated_reference(total, back=True) if wire.rotated else total)[:, :hidden]
 
 
 def round_reference(y: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
@@ -356,4 +462,6 @@ def dequantize_reference(records: torch.Tensor, wire: WireFormat, hidden: int, d
     """Rows of records, [rows, hidden] in `dtype`; for `none`, bit for bit."""
     if not wire.quantized and records.shape[0]:
         return records[:, : wire.payload_bytes(hidden, dtype)].contiguous().view(dtype)
-    return round_reference(scaled_reference(records, wire, hidden, dtype), dtype, saturate=True)
+    return round_reference(
+        row_reference(scaled_reference(records, wire, hidden, dtype), wire, hidden), dtype, saturate=True
+    )

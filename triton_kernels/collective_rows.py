@@ -5,6 +5,7 @@ A program has one row at a time. A part's last row may be short: it travels as a
 
 from __future__ import annotations
 
+from thinwire.triton_kernels.blocks import rotated, rotated_back
 from thinwire.triton_kernels.codec import (
     encode_tile,
     fill_row,
@@ -20,7 +21,7 @@ from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, widened
 from thinwire.triton_kernels.legs import half_offset
 from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE
-from thinwire.triton_kernels.rows import load_row_tile, row_length, store_row_tile, tile_columns
+from thinwire.triton_kernels.rows import in_blocks, in_order, load_row_tile, row_length, store_row_tile, tile_columns
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def send_row(
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
-            x = widened(load_row_tile(x_row, there, tile, LAYOUT))
-            row_amax = tl.maximum(row_amax, group_amax(x))
+            x = rotated(widened(load_row_tile(x_row, there, tile, LAYOUT)), LAYOUT)
+            row_amax = tl.maximum(row_amax, group_amax(x, LAYOUT))
     for tile in range(LAYOUT.NUM_TILES):
         elements = load_row_tile(x_row, there, tile, LAYOUT)
         if LAYOUT.KIND == NONE:
@@ -86,8 +87,8 @@ def send_row(
                 put(record + columns, elements, columns < LAYOUT.ELEMENTS)
                 target = next_peer(target, WORLD)
         else:
-            x = widened(elements)
-            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+            x = rotated(widened(elements), LAYOUT)
+            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x, LAYOUT), LAYOUT)
             target = peer
             for _ in range(PEERS):
                 store_encoded_tile(record_at(base_of(buffer_ptrs, target) + offset), payload, scale_bits, tile, LAYOUT)
@@ -107,6 +108,7 @@ def sum_tile(first_record, tile, LEGS: tl.constexpr, LAYOUT: tl.constexpr):
     for source in tl.range(LEGS.WORLD, loop_unroll_factor=4):
         record = tl.multiple_of(first_record + tl.full((), LEGS.SLOT_BYTES, tl.int64) * source, 16)
         total = total + load_record_tile(record, tile, LAYOUT)
+    total = rotated_back(total, LAYOUT)
     if LAYOUT.KIND != NONE:
         # Quantised rows that are finite have a finite sum: past the largest float32 a whole group would be NaN.
         total = tl.where(
@@ -128,12 +130,11 @@ def send_sum(
     row_amax = tl.zeros((1,), tl.int32)
     if GATHER.TWO_PASSES:
         for tile in range(GATHER.NUM_TILES):
-            columns = tile_columns(tile, GATHER)
-            total = tl.reshape(sum_tile(first_record, tile, LEGS, LAYOUT), columns.shape)
-            row_amax = tl.maximum(row_amax, group_amax(total))
+            total = in_blocks(in_order(sum_tile(first_record, tile, LEGS, LAYOUT), LAYOUT), GATHER)
+            row_amax = tl.maximum(row_amax, group_amax(rotated(total, GATHER), GATHER))
     for tile in range(GATHER.NUM_TILES):
         columns = tile_columns(tile, GATHER)
-        total = tl.reshape(sum_tile(first_record, tile, LEGS, LAYOUT), columns.shape)
+        total = in_blocks(in_order(sum_tile(first_record, tile, LEGS, LAYOUT), LAYOUT), GATHER)
         if GATHER.KIND == NONE:
             target = peer
             for _ in range(world):
@@ -142,7 +143,9 @@ def send_sum(
                 put(record + columns, elements, columns < GATHER.ELEMENTS)
                 target = next_peer(target, world)
         else:
-            payload, scale_bits = encode_tile(total, row_amax if GATHER.TWO_PASSES else group_amax(total), GATHER)
+            total = rotated(total, GATHER)
+            amax = row_amax if GATHER.TWO_PASSES else group_amax(total, GATHER)
+            payload, scale_bits = encode_tile(total, amax, GATHER)
             target = peer
             for _ in range(world):
                 store_encoded_tile(record_at(base_of(buffer_ptrs, target) + offset), payload, scale_bits, tile, GATHER)
@@ -173,7 +176,8 @@ def recv_row(address, out_row, length, running, LAYOUT: tl.constexpr):
             if LAYOUT.KIND == NONE:
                 elements = payload
             else:
-                elements = rounded(scaled_tile(payload, scale_bits, LAYOUT), out_row.dtype.element_ty, True)
+                row = rotated_back(scaled_tile(payload, scale_bits, LAYOUT), LAYOUT)
+                elements = rounded(row, out_row.dtype.element_ty, True)
             store_row_tile(out_row, elements, length, tile, LAYOUT)
     else:
         fill_row(out_row, length, float("nan"), LAYOUT)

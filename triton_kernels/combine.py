@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_tile, tile_columns
+from thinwire.triton_kernels.blocks import rotated_back
+from thinwire.triton_kernels.codec import fill_row, load_encoded_tile, scaled_tile, store_rounded_tile, tile_columns
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import owner_of
-from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE, RecordLayout
@@ -157,8 +157,7 @@ def sum_home_kernel(
             came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
             for tile in range(LAYOUT.NUM_TILES):
-                columns = tile_columns(tile, LAYOUT)
-                total = tl.zeros(columns.shape, tl.float32)
+                total = tl.zeros(tile_columns(tile, LAYOUT).shape, tl.float32)
                 for first in range(0, ROUND.SLOTS, FLIGHT):
                     loaded = ()
                     for j in tl.static_range(FLIGHT):
@@ -170,7 +169,8 @@ def sum_home_kernel(
                         if ((came >> (first + j)) & 1) > 0:
                             payload, scale_bits = loaded[j]  # type: ignore[var-annotated]
                             total = total + scaled_tile(payload, scale_bits, LAYOUT)
-                store_float32(out_row + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+                total = rotated_back(total, LAYOUT)
+                store_rounded_tile(out_row, total, LAYOUT.HIDDEN, tile, LAYOUT.KIND != NONE, LAYOUT)
             if ROUND.WEIGHT_GRADS:
                 grads_there = base + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
                 grads = tl.load(grads_there.to(tl.pointer_type(tl.float32)) + ks, mask=there, other=0.0)
@@ -188,10 +188,12 @@ def _register_limit(lane: Lane, dtype: torch.dtype) -> dict[str, int]:
     """64 registers a thread, so that programs of 32 warps share a multiprocessor, where that is enough.
 
     It is not with int4, which gives a thread twice the columns, for rows of 4 bytes an element, and for rows that do
-    not begin on 16 bytes each; nor need it be for records.
+    not begin on 16 bytes each; nor need it be for records. With blocks a sender needs 168, and for such rows 224.
     """
-    few = dtype.itemsize == 2 and lane.layout.HIDDEN % 8 == 0 and lane.combine_wire.name != "int4"
-    return register_limit(lane.buffer.device, least=64 if few else 128)
+    wire, narrow = lane.combine_wire, dtype.itemsize == 2 and lane.layout.HIDDEN % 8 == 0
+    if wire.blocks:
+        return register_limit(lane.buffer.device, least=168 if narrow else 224)
+    return register_limit(lane.buffer.device, least=64 if narrow and wire.name != "int4" else 128)
 
 
 def send_sums(
@@ -252,9 +254,11 @@ def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = 
 
 def _home_summing(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype)
+    least = 128 if lane.layout.HIDDEN * dtype.itemsize % 16 == 0 else 192
+    limit = register_limit(lane.buffer.device, least=least) if layout.BLOCKS else _register_limit(lane, dtype)
     launch = launcher_of(
-        lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 4},
+        lane, sum_home_kernel, {"LAYOUT": layout, "FLIGHT": 2 if layout.BLOCKS else 4},
         ("out_ptr", "weight_grads_ptr"), ("out_row_stride",), ("num_tokens",),
-        num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **_register_limit(lane, dtype),
+        num_warps=sum_warps(lane.combine_wire, layout), enable_fp_fusion=False, **limit,
     )  # fmt: skip
     return launch, most_programs(lane.buffer.device)

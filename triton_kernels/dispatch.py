@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.triton_kernels.blocks import rotated
 from thinwire.triton_kernels.codec import (
     encode_tile,
     group_amax,
@@ -33,6 +34,7 @@ from thinwire.triton_kernels.round_layout import (
     REFUSED,
     Lane,
 )
+from thinwire.triton_kernels.rows import load_tile
 from thinwire.triton_kernels.signal import (
     advance,
     arrive,
@@ -119,10 +121,10 @@ def send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND: tl.constexpr, LAY
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        elements = tl.load(x_row + columns, mask=columns < LAYOUT.HIDDEN, other=0.0)
+        elements = load_tile(x_row, columns, tile, LAYOUT)
         if LAYOUT.KIND != NONE:
-            x = widened(elements)
-            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x), LAYOUT)
+            x = rotated(widened(elements), LAYOUT)
+            payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x, LAYOUT), LAYOUT)
         turn = rank * 0 - 1
         for _ in range(ROUND.SLOTS):
             turn, peer = next_destination(owners, turn, rank, ROUND)
@@ -293,13 +295,14 @@ def _send_tokens(
 
 def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> tuple[Launcher, int]:
     layout, device = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype), lane.buffer.device
-    # Of int4 a thread has twice the columns, which take more room where they are loaded one by one.
+    # Of int4 a thread has twice the columns, which take more room where they are loaded one by one. Of
+    # blocks it has as many, which takes more where floats are added in pairs.
     one_by_one = lane.wire.name == "int4" and lane.layout.HIDDEN * dtype.itemsize % 16 > 0
     launch = launcher_of(
         lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": _PLANE_TOKENS},
         ("x_ptr", "ids_ptr", "weights_ptr"), ("x_row_stride",), ("num_tokens", "dtype_code"),
         num_warps=layout.num_warps, enable_fp_fusion=False,
-        **register_limit(device, least=192 if one_by_one else 128),
+        **register_limit(device, least=192 if one_by_one else 168 if layout.BLOCKS else 128),
     )  # fmt: skip
     return launch, most_programs(device, num_programs)
 

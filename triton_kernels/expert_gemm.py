@@ -144,7 +144,7 @@ def expert_gemm_kernel(
     if OUT is None:
         store_float32(out_rows[:, None] + columns[None, :], acc, live[:, None] & inside[None, :], False)
     else:
-        payload, scale_bits = encode_tile(acc, group_amax(acc), OUT)
+        payload, scale_bits = encode_tile(acc, group_amax(acc, OUT), OUT)
         mask = live[:, None] & (columns < OUT.SCALES_OFFSET)[None, :]
         tl.store(tl.multiple_of(out_rows, [16])[:, None] + columns[None, :], payload, mask=mask)
         scales = (out_rows + OUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))

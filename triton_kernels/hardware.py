@@ -54,24 +54,25 @@ def rounded(y, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def decode_int8(octets):
-    """int8 to float32, exactly."""
-    # Conversions of integers have an eighth of the lanes. These are the low bits of 2**23 + 128 + q, less 2**23 + 128.
-    return (
-        tl.inline_asm_elementwise(
-            """xor.b32 $3, $4, 0x80808080;
+def decode_octets(octets, SIGN: tl.constexpr):
+    """Numbers of 8 bits (SIGN is 128), or of 6 with whatever above them (SIGN is 32), int8, to float32, exactly."""
+    # Conversions of integers have an eighth of the lanes. These are the low bits of 2**23 + SIGN + q.
+    biased: tl.constexpr = (
+        "xor.b32 $3, $4, 0x80808080;" if SIGN == 128 else "and.b32 $3, $4, 0x3F3F3F3F; xor.b32 $3, $3, 0x20202020;"
+    )
+    return tl.inline_asm_elementwise(
+        biased
+        + """
         prmt.b32 $0, $3, 0x4B000000, 0x7440;
         prmt.b32 $1, $3, 0x4B000000, 0x7441;
         prmt.b32 $2, $3, 0x4B000000, 0x7442;
         prmt.b32 $3, $3, 0x4B000000, 0x7443;""",
-            "=r,=r,=r,=r,r",
-            [octets],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-        - 8388736.0
-    )
+        "=r,=r,=r,=r,r",
+        [octets],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    ) - (8388608.0 + SIGN)
 
 
 @triton.jit
@@ -104,16 +105,65 @@ def decode_int4(octets):
 
 
 @triton.jit
-def low_octets(words, kept):
-    """The lowest byte of each of int32 words, as int8, where `kept`, int32, is -1; 0 where that is 0."""
+def decode_int10(octets, pairs):
+    """Numbers of 10 bits, the low 8 and the high 2, with whatever above them, as int8, to float32, exactly."""
+    return (
+        tl.inline_asm_elementwise(
+            """{
+        .reg .b32 high, both;
+        and.b32 high, $5, 0x03030303;
+        xor.b32 high, high, 0x02020202;
+        prmt.b32 both, $4, high, 0x5140;
+        prmt.b32 $0, both, 0x4B000000, 0x7410;
+        prmt.b32 $1, both, 0x4B000000, 0x7432;
+        prmt.b32 both, $4, high, 0x7362;
+        prmt.b32 $2, both, 0x4B000000, 0x7410;
+        prmt.b32 $3, both, 0x4B000000, 0x7432;
+        }""",
+            "=&r,=&r,=&r,=r,r,r",
+            [octets, pairs],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        - 8389120.0
+    )
+
+
+@triton.jit
+def shifted(octets, UP: tl.constexpr):
+    """Octets, int8, UP bits up, or down where that is negative, those of a thread together: bits of others come in."""
+    return tl.inline_asm_elementwise(
+        f"shl.b32 $0, $1, {UP};" if UP > 0 else f"shr.u32 $0, $1, {-UP};",
+        "=r,r", [octets], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def selected(low, high, MASK: tl.constexpr):
+    """The bits of `low` where MASK, of 7 bits, has ones, those of `high` elsewhere: octets, int8."""
+    return tl.inline_asm_elementwise(
+        f"lop3.b32 $0, $1, $2, {MASK * 0x01010101}, 0xE4;",
+        "=r,r,r", [low, high], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def octets_at(words, kept, PLACE: tl.constexpr):
+    """Byte PLACE, 0 or 1, of each of int32 words, as int8, where `kept`, int32, is -1; 0 where that is 0."""
     # The four of a thread may be of four groups: which, is for the compiler to choose. What is made of `kept` alone is
     # made once for all fours of the same groups.
+    first: tl.constexpr = "0x0051; " if PLACE == 1 else "0x0040; "
+    third: tl.constexpr = "0x0510; " if PLACE == 1 else "0x0410; "
+    fourth: tl.constexpr = "0x5210; " if PLACE == 1 else "0x4210; "
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 kept;
-        prmt.b32 $0, $1, $2, 0x0040;
-        prmt.b32 $0, $0, $3, 0x0410;
-        prmt.b32 $0, $0, $4, 0x4210;
+        "{ .reg .b32 kept; prmt.b32 $0, $1, $2, "
+        + first
+        + "prmt.b32 $0, $0, $3, "
+        + third
+        + "prmt.b32 $0, $0, $4, "
+        + fourth
+        + """
         prmt.b32 kept, $5, $6, 0x0040;
         prmt.b32 kept, kept, $7, 0x0410;
         prmt.b32 kept, kept, $8, 0x4210;
@@ -143,7 +193,7 @@ def widened(bits):
 
 @triton.jit
 def encode_e4m3(v, kept):
-    """float32 below 464 in magnitude to e4m3, as int8, half to even; `kept` is as in `low_octets`. From 89 on."""
+    """float32 below 464 in magnitude to e4m3, as int8, half to even; `kept` is as in `octets_at`. From 89 on."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;

@@ -8,7 +8,8 @@ import torch
 from einops import rearrange
 
 from thinwire.errors import WireFormatError
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.blocks_reference import rotated_reference
+from thinwire.wire import BLOCK, WireFormat
 
 _ALIGNMENT = 16  # bytes, of rows
 _LONGEST_SUM = (2**31 - 1) // (128 * 127)  # terms that fit into int32, whatever bytes a peer sent
@@ -39,14 +40,27 @@ class Int8Weights:
         return self.payload.shape[1] // (1 + self.gated)
 
     @classmethod
-    def of(cls, weights: torch.Tensor, gate: torch.Tensor | None = None, *, activate: bool = False) -> Int8Weights:
+    def of(
+        cls,
+        weights: torch.Tensor,
+        gate: torch.Tensor | None = None,
+        *,
+        activate: bool = False,
+        rotated: bool = False,
+    ) -> Int8Weights:
         """Quantises weights [experts, inward, outward], and a gate of the same shape: ``s = amax / 127`` of a channel.
+
+        `rotated`: for rows that are. Channels are rotated as rows are, so that a row's codes and scales, multiplied by
+        them as they came, give the product of the row and the weights; `inward` becomes whole blocks of 64.
 
         >>> Int8Weights.of(torch.tensor([[[1.0], [-0.5]]])).payload[0, 0, :3].tolist()
         [127, -64, 0]
         """
         both = weights if gate is None else torch.cat((gate, weights), 2)
         channels = rearrange(both.detach().float(), "experts inward channels -> experts channels inward")
+        if rotated:
+            channels = torch.nn.functional.pad(channels, (0, -channels.shape[2] % BLOCK))
+            channels = rotated_reference(channels.flatten(0, 1), back=False).view(channels.shape)
         if not channels.isfinite().all():
             raise WireFormatError("weights that are not finite have no int8 form")
         scales = channels.new_zeros(channels.shape[:2])
@@ -72,8 +86,14 @@ def require_int8_sums(wire: WireFormat, hidden: int) -> None:
 
     >>> require_int8_sums(WireFormat.parse("int8"), 7168)
     """
-    if wire.name != "int8" or 0 < wire.group < _SMALLEST_GROUP or (wire.row_scale and hidden > _LONGEST_SUM):
+    if (
+        wire.name != "int8"
+        or wire.rotated
+        or 0 < wire.group < _SMALLEST_GROUP
+        or (wire.row_scale and hidden > _LONGEST_SUM)
+    ):
         raise WireFormatError(
             f"rows of {hidden} elements in {str(wire)!r} cannot be multiplied in int8; accepted: int8, int8:N with N a "
-            f"power of two from {_SMALLEST_GROUP} to 1024, and int8:row up to {_LONGEST_SUM} elements"
+            f"power of two from {_SMALLEST_GROUP} to 1024, and int8:row up to {_LONGEST_SUM} elements; if rotated, "
+            "those formats without +h64"
         )

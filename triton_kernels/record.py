@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.compat import tl
-from thinwire.wire import FORMATS, WireFormat
+from thinwire.wire import BLOCK, FORMATS, WireFormat
 
 #: What the kernels call a wire format.
 NONE, INT4, FP8 = (tl.constexpr(FORMATS[name].kind) for name in ("none", "int4", "fp8"))
+INT6, INT10 = (tl.constexpr(FORMATS[name].kind) for name in ("int6", "int10"))
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
 _MAX_TILE = 8192
@@ -32,7 +33,6 @@ class RecordLayout:
     ROW_SCALE: bool
     HIDDEN: int
     GROUP: int  # columns that share a scale; with one scale a row or none, the columns of a tile
-    GROUP_BYTES: int
     TILE_GROUPS: int
     NUM_TILES: int
     TWO_PASSES: bool  # the scale is not known before the last tile
@@ -43,13 +43,21 @@ class RecordLayout:
     TAIL_WORDS: int  # 2-byte words of padding behind what the tiles write
     TAIL_BLOCK: int
     DTYPE: Any  # of the record's elements, for `none`
+    BITS: int  # of an element
+    PAYLOAD_BYTES: int
+    COPY_BLOCK: int  # bytes of a record that are copied at a time
+    SECOND_PLANE: int  # where the plane of two bits begins, in bytes, where there is one; else 0
+    BLOCKS: int  # of a tile, where a format has them; else 0
+    WIDTH: int  # columns of a block that a thread loads at a time
+    ROTATED: bool
+    LOWERED: int  # subtracted from a scale's bits: 2**-6 of what is rotated
 
     @classmethod
     def of(cls, wire: WireFormat, hidden: int, dtype: torch.dtype) -> RecordLayout:
         """The layout of `wire` for rows of `hidden` elements; `dtype` is the rows' own, which `none` keeps."""
-        row_bytes = wire.row_bytes(hidden, dtype)
+        row_bytes, planes = wire.row_bytes(hidden, dtype), FORMATS[wire.name].planes
         scales_offset = wire.scales_offset(hidden, dtype)
-        block = max(_MIN_TILE, _next_power_of_2(hidden))
+        block = max(BLOCK if wire.blocks else _MIN_TILE, _next_power_of_2(hidden))
         if wire.quantized and not wire.row_scale:
             group = wire.group
             tile_groups = max(1, min(block, _MAX_TILE) // group)
@@ -70,7 +78,6 @@ class RecordLayout:
             ROW_SCALE=wire.row_scale,
             HIDDEN=hidden,
             GROUP=group,
-            GROUP_BYTES=group * FORMATS[wire.name].bits // 8 if wire.quantized else group,
             TILE_GROUPS=tile_groups,
             NUM_TILES=num_tiles,
             TWO_PASSES=wire.row_scale and num_tiles > 1,
@@ -81,9 +88,17 @@ class RecordLayout:
             TAIL_WORDS=tail_words,
             TAIL_BLOCK=_next_power_of_2(max(1, tail_words)),
             DTYPE=_TRITON_DTYPES[dtype],
+            BITS=FORMATS[wire.name].bits,
+            PAYLOAD_BYTES=wire.payload_bytes(hidden, dtype),
+            COPY_BLOCK=min(_MAX_TILE, _next_power_of_2(row_bytes)),
+            SECOND_PLANE=wire.columns(hidden) * planes[0] // 8 if planes else 0,
+            BLOCKS=group * tile_groups // BLOCK if wire.blocks else 0,
+            WIDTH=16 // dtype.itemsize,
+            ROTATED=wire.rotated,
+            LOWERED=wire.rotated * 6 << (23 if wire.row_scale else 7),
         )
 
     @property
     def num_warps(self) -> int:
-        """32 columns a thread: 16-byte loads with registers left for a second operand."""
-        return max(1, self.GROUP * self.TILE_GROUPS // 1024)
+        """32 columns a thread: 16-byte loads with registers left for a second operand; or a block."""
+        return max(1, self.GROUP * self.TILE_GROUPS // (2048 if self.BLOCKS else 1024))

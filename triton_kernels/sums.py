@@ -20,24 +20,26 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.triton_kernels.blocks import rotated, rotated_back
 from thinwire.triton_kernels.codec import (
     dequantize_reference,
     group_amax,
-    load_encoded_tile,
     load_record_tile,
-    payload_offsets,
     quantize_reference,
     round_reference,
+    row_reference,
     scaled_reference,
-    store_encoded_tile,
     store_record_tail,
     store_record_tile,
+    store_rounded_tile,
     sum_dtype,
     tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.floats import load_float32, saturated, store_float32
+from thinwire.triton_kernels.floats import load_float32, saturated, widened
+from thinwire.triton_kernels.put import put
 from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.rows import load_tile
 from thinwire.wire import WireFormat
 
 
@@ -59,9 +61,12 @@ def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOU
             if ENCODED:
                 # What is past the row's end is whatever the records' owner left there.
                 y = load_record_tile(tl.multiple_of(rows_ptr + position * row_stride, 16), tile, LAYOUT)
+                y = rotated_back(y, LAYOUT)
                 y = tl.where(columns < LAYOUT.HIDDEN, saturated(y, tl.float32), 0.0)
-            else:
+            elif LAYOUT.BLOCKS == 0:
                 y = load_float32(rows_ptr + position * row_stride + columns, columns < LAYOUT.HIDDEN)
+            else:
+                y = widened(load_tile(rows_ptr + position * row_stride, columns, tile, LAYOUT))
             total = total + weight * y
     return total
 
@@ -73,16 +78,12 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
     position = tl.load(positions)
     there = tl.where(position < num_rows, position, -1) >= 0
     base = tl.multiple_of(rows_ptr + position * row_stride, 16)
-    octets: tl.constexpr = (LAYOUT.HIDDEN * LAYOUT.GROUP_BYTES + LAYOUT.GROUP - 1) // LAYOUT.GROUP
-    for tile in range(LAYOUT.NUM_TILES):
-        offsets = payload_offsets(tile, LAYOUT)
-        payload = tl.zeros(offsets.shape, tl.int8)
-        scale_bits = tl.arange(0, LAYOUT.TILE_GROUPS) * 0
-        if there:
-            payload, scale_bits = load_encoded_tile(base, tile, LAYOUT)
-            payload = tl.where(offsets < octets, payload, 0).to(tl.int8)
-        store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
-    store_record_tail(record, LAYOUT)
+    end: tl.constexpr = LAYOUT.SCALES_OFFSET + LAYOUT.NUM_GROUPS * (4 if LAYOUT.ROW_SCALE else 2)
+    for first in range(0, LAYOUT.ROW_BYTES, LAYOUT.COPY_BLOCK):
+        offsets = first + tl.arange(0, LAYOUT.COPY_BLOCK)
+        used = (offsets < LAYOUT.PAYLOAD_BYTES) | ((offsets >= LAYOUT.SCALES_OFFSET) & (offsets < end))
+        octets = tl.load(base + offsets, mask=tl.where(there, offsets < LAYOUT.ROW_BYTES, False), other=0)
+        put(record + offsets, tl.where(used, octets, 0), offsets < LAYOUT.ROW_BYTES)
 
 
 @triton.jit
@@ -91,12 +92,11 @@ def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
-            row_amax = tl.maximum(
-                row_amax, group_amax(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED))
-            )
+            total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED)
+            row_amax = tl.maximum(row_amax, group_amax(rotated(total, LAYOUT), LAYOUT))
     for tile in range(LAYOUT.NUM_TILES):
-        total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED)
-        amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total)
+        total = rotated(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED), LAYOUT)
+        amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total, LAYOUT)
         store_record_tile(record, total, amax, tile, LAYOUT)
     store_record_tail(record, LAYOUT)
 
@@ -135,21 +135,22 @@ def sum_records_kernel(
     """One token of the sums at home, program t."""
     token = tl.program_id(0).to(tl.int64)
     for tile in range(LAYOUT.NUM_TILES):
-        columns = tile_columns(tile, LAYOUT)
-        total = tl.zeros(columns.shape, tl.float32)
+        total = tl.zeros(tile_columns(tile, LAYOUT).shape, tl.float32)
         for j in range(SLOTS):
             record = tl.load(record_index_ptr + token * SLOTS + j)
             if record >= 0:
                 base = tl.multiple_of(records_ptr + record * record_stride, 16)
                 total = total + load_record_tile(base, tile, LAYOUT)
-        store_float32(out_ptr + token * out_row_stride + columns, total, columns < LAYOUT.HIDDEN, LAYOUT.KIND != NONE)
+        total = rotated_back(total, LAYOUT)
+        out_row = out_ptr + token * out_row_stride
+        store_rounded_tile(out_row, total, LAYOUT.HIDDEN, tile, LAYOUT.KIND != NONE, LAYOUT)
 
 
 def sum_warps(wire: WireFormat, layout: RecordLayout) -> int:
     """Warps of a program that sums rows into a record."""
     # 16 columns a thread, since the running sum and the next row are held together: 32 spill on sm_120. int4 keeps 32,
-    # or its stores would shrink to 4 bytes on 64-lane wavefronts.
-    return layout.num_warps if wire.name == "int4" else 2 * layout.num_warps
+    # or its stores would shrink to 4 bytes on 64-lane wavefronts; and a block stays in a thread.
+    return layout.num_warps if wire.name == "int4" or layout.BLOCKS else 2 * layout.num_warps
 
 
 def pack_weighted_sums(
@@ -248,9 +249,9 @@ def sum_records_reference(
     records: torch.Tensor, record_index: torch.Tensor, wire: WireFormat, hidden: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`sum_records` in plain torch: [tokens, hidden] in `dtype`."""
-    total = torch.zeros(record_index.shape[0], hidden, dtype=sum_dtype(dtype), device=records.device)
     rows = scaled_reference(records, wire, hidden, dtype)
-    rows = torch.cat((rows, rows.new_zeros(1, hidden)))
+    total = rows.new_zeros(record_index.shape[0], rows.shape[1])
+    rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     for j in range(record_index.shape[1]):
         total = _add_present(total, rows[record_index[:, j]], record_index[:, j])
-    return round_reference(total, dtype, saturate=wire.quantized)
+    return round_reference(row_reference(total, wire, hidden), dtype, saturate=wire.quantized)

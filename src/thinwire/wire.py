@@ -4,20 +4,38 @@ One row of a tensor travels as one *record*::
 
     [ payload ][ scales ]
 
-Each section begins on a 16-byte boundary, the record is padded to `alignment` bytes, and pad bytes are zero.
+Each section begins on a 16-byte boundary, the record is padded to `alignment` bytes, and pad bytes are zero. int4 has
+columns 2k and 2k + 1 in a byte, the first in the low bits. int6 and int10 fill a row up with zeros to whole blocks of
+64 columns, and cut each block into bit planes, 4 + 2 and 8 + 2 bits from the lowest up. The payload is the low planes
+of all blocks, then the high ones. A plane of p bits has 8p bytes a block, and byte k of it holds the bits of columns k,
+k + 8p, k + 16p ..., the first in the low bits.
 
 Every launcher, reference and test takes its offsets from `WireFormat` and from nowhere else.
 
 The numerics, equal to the last bit in every backend, for a group `x` of finite values::
 
     amax  = the largest |x|, found as an integer maximum of the float32 bit patterns (a float maximum loses NaN)
-    s     = round_to_scale_dtype(amax * float32(1 / qmax))          qmax = 127 (int8), 7 (int4), 448 (fp8)
-    q     = clamp(round_half_even(x * (1 / s)), -qmax, qmax)        for fp8: rounded to e4m3
+    s     = round_to_scale_dtype(amax * float32(1 / qmax))
+            qmax = 127 (int8), 7 (int4), 31 (int6), 509 (int10), 448 (fp8)
+    q     = clamp(round_half_even(x * (1 / s)), -largest, largest)  largest = qmax, but 511 of int10; fp8: to e4m3
     x'    = q * s in float32, rounded once to the output's dtype, saturating at its largest finite value
 
 A group with `amax < 2**-110` gets `s = 0` and an all-zero payload. A group that holds a NaN or an infinity gets `s =
 NaN` and an all-zero payload, and all of its elements come out as NaN. For the integer formats and `amax >= 2**-110`,
-before the last rounding, `|x' - x| <= s * (1/2 + 2**-15)`.
+before the last rounding, `|x' - x| <= s * (1/2 + qmax * 2**-22)`.
+
+`+h64` behind the name of an integer format: each block of 64 columns is rotated first, by a Hadamard matrix with signs,
+so that a few large values are spread over the block. A row is filled up with zeros to whole blocks, which all travel.
+With c a column's number in its block::
+
+    t     = x * sign                   sign = -1 where an odd number of bits of c & (c >> 1) & 0x15 are 1
+    for k in 1, 2, 4, 8, 16, 32:       in float32, for every c without bit k
+        t[c], t[c + k] = t[c] + t[c + k], t[c] - t[c + k]
+
+Scales and elements are those of t; the scale is stored times 2**-6, which is exact (0 and NaN stay). Back: t' = q * s,
+the same six stages, `x' = t' * sign`, and one rounding. Where rows are added up, that is done before the stages. From
+2**122 on finite values, and sums of rows, may overflow in the stages, and their group then arrives as NaN. Zeros may
+come out as -0.0.
 """
 
 from __future__ import annotations
@@ -32,16 +50,23 @@ from thinwire.errors import WireFormatError
 if TYPE_CHECKING:
     import torch
 
-#: Raised when the bytes of any format change; ranks compare it before a row moves.
-WIRE_VERSION = 1
+#: Raised when a format comes or its bytes change; ranks compare it before a row moves.
+WIRE_VERSION = 2
 #: Environment variable that names the format of calls that pass none.
 WIRE_VARIABLE = "THINWIRE_WIRE"
+
+#: Columns of a block, which is rotated, or cut into planes, as a whole.
+BLOCK = 64
 
 _SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
 _GROUP_LIMITS = (16, 1024)
 _WHOLE_ROW = 0
-_SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]{1,9}))?")
-_ACCEPTED = "accepted: none, int8, int8:row, int8:N, int4, int4:N, fp8, fp8:N with N a power of two from 16 to 1024"
+_SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]{1,9}))?(?P<rotated>\+h64)?")
+_ACCEPTED = (
+    "accepted: none, int8, int8:row, int8:N, int6, int6:N, int10, int10:N, int4, int4:N, fp8, fp8:N with N a power of "
+    "two from 16 to 1024 (from 64 of int6 and int10), and int8+h64, int6:N+h64 and so on, with N from 64, of the "
+    "integer formats, and int8:row+h64"
+)
 
 
 class Format(NamedTuple):
@@ -53,6 +78,7 @@ class Format(NamedTuple):
         qmax: the largest magnitude of a quantised element.
         bound: what no payload decodes beyond, whatever its bytes; without the scale.
         group: elements that share a scale unless the name says otherwise.
+        planes: bits of each plane that a block is cut into, from the lowest bits up; none where it is not.
     """
 
     kind: int
@@ -60,6 +86,7 @@ class Format(NamedTuple):
     qmax: float
     bound: float
     group: int
+    planes: tuple[int, ...] = ()
 
 
 #: All formats, each at the place that is its kind.
@@ -68,6 +95,9 @@ FORMATS = {
     "int8": Format(1, 8, 127.0, 128.0, 128),
     "int4": Format(2, 4, 7.0, 8.0, 32),
     "fp8": Format(3, 8, 448.0, 480.0, 128),
+    "int6": Format(4, 6, 31.0, 32.0, 128, (4, 2)),
+    # A bfloat16 scale may be 2**-8 too small: codes reach 511, where from 511 they would not fit.
+    "int10": Format(5, 10, 509.0, 512.0, 128, (8, 2)),
 }
 
 
@@ -75,14 +105,19 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _default_group(name: str, rotated: bool) -> int:
+    return max(FORMATS[name].group, BLOCK) if rotated else FORMATS[name].group
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """The layout of one row in transit.
 
     Args:
-        name: `"none"`, `"int8"`, `"int4"` or `"fp8"` (e4m3).
+        name: `"none"`, `"int8"`, `"int6"`, `"int10"`, `"int4"` or `"fp8"` (e4m3).
         group: number of elements that share a scale. 0 means the whole row (int8 only) or, for `none`, no scale.
         alignment: records are padded to a multiple of this many bytes; a power of two, at least 16.
+        rotated: whether blocks of 64 columns are rotated before they are quantised (integer formats only).
 
     Raises:
         WireFormatError: no backend implements this combination.
@@ -90,13 +125,14 @@ class WireFormat:
     >>> wire = WireFormat.parse("int8")
     >>> wire.num_groups(7168), wire.scales_offset(7168), wire.row_bytes(7168)
     (56, 7168, 7296)
-    >>> str(WireFormat.parse("int8:64")), str(WireFormat.parse("int8:128"))
-    ('int8:64', 'int8')
+    >>> str(WireFormat.parse("int8:64")), str(WireFormat.parse("int6:128+h64"))
+    ('int8:64', 'int6+h64')
     """
 
     name: str
     group: int = _WHOLE_ROW
     alignment: int = 32
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in FORMATS:
@@ -107,16 +143,21 @@ class WireFormat:
                 raise WireFormatError(f"{field} of wire format {self.name!r} is {value!r}; an int is needed")
         if self.alignment < _SECTION_ALIGNMENT or self.alignment & (self.alignment - 1):
             raise WireFormatError(f"alignment {self.alignment} is not a power of two of at least {_SECTION_ALIGNMENT}")
+        if not isinstance(self.rotated, bool):
+            raise WireFormatError(f"rotated of wire format {self.name!r} is {self.rotated!r}; a bool is needed")
+        if self.rotated and self.name in ("none", "fp8"):
+            raise WireFormatError(f"wire format {self.name!r} is not rotated; {_ACCEPTED}")
         low, high = _GROUP_LIMITS
+        low = BLOCK if self.blocks else low
         whole_row = self.group == _WHOLE_ROW and self.name in ("int8", "none")
         grouped = low <= self.group <= high and self.group & (self.group - 1) == 0 and self.name != "none"
         if not (whole_row or grouped):
             groups = f"groups of {self.group}" if self.group else "one scale for a row"
-            raise WireFormatError(f"wire format {self.name!r} cannot have {groups}; {_ACCEPTED}")
+            raise WireFormatError(f"wire format {self._label!r} cannot have {groups}; {_ACCEPTED}")
 
     @classmethod
     def parse(cls, spec: str | WireFormat) -> WireFormat:
-        """Reads `name[:row|:N]`; a WireFormat passes through.
+        """Reads `name[:row|:N][+h64]`; a WireFormat passes through.
 
         Raises:
             WireFormatError: the format is unknown; the message says what is accepted.
@@ -126,24 +167,30 @@ class WireFormat:
         match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
         if match is None or match["name"] not in FORMATS:
             raise WireFormatError(f"unknown wire format {spec!r}; {_ACCEPTED}")
-        name, group = match["name"], match["group"]
+        name, group, rotated = match["name"], match["group"], match["rotated"] is not None
         if group is None:
-            return cls(name, FORMATS[name].group)
+            return cls(name, _default_group(name, rotated), rotated=rotated)
         if name == "none":
             raise WireFormatError(f"wire format {spec!r}: 'none' has no groups; {_ACCEPTED}")
         if group == "row":
-            return cls(name, _WHOLE_ROW)
+            return cls(name, _WHOLE_ROW, rotated=rotated)
         if int(group) == _WHOLE_ROW:
             raise WireFormatError(f"wire format {spec!r} has groups of no elements; {_ACCEPTED}")
-        return cls(name, int(group))
+        return cls(name, int(group), rotated=rotated)
 
     def __repr__(self) -> str:
         # Messages are matched by it. That of dataclasses guards against recursion, and an interrupt in the middle of it
         # leaves the guard behind: from then on it would be "..." in that thread.
-        return f"WireFormat(name={self.name!r}, group={self.group}, alignment={self.alignment})"
+        rotated = ", rotated=True" if self.rotated else ""
+        return f"WireFormat(name={self.name!r}, group={self.group}, alignment={self.alignment}{rotated})"
 
     def __str__(self) -> str:
-        return self.name if self.group == FORMATS[self.name].group else f"{self.name}:{self.group or 'row'}"
+        group = "" if self.group == _default_group(self.name, self.rotated) else f":{self.group or 'row'}"
+        return f"{self.name}{group}{'+h64' if self.rotated else ''}"
+
+    @property
+    def _label(self) -> str:
+        return self.name + ("+h64" if self.rotated else "")
 
     @property
     def quantized(self) -> bool:
@@ -152,12 +199,17 @@ class WireFormat:
 
     @property
     def kind(self) -> int:
-        """Its number in kernels, and for peers."""
+        """The number of its elements in kernels, and for peers."""
         return FORMATS[self.name].kind
 
     @property
+    def blocks(self) -> bool:
+        """Whether rows travel in whole blocks of 64 columns."""
+        return self.rotated or bool(FORMATS[self.name].planes)
+
+    @property
     def qmax(self) -> float:
-        """Largest magnitude of a quantised element: 127, 7 or 448."""
+        """Largest magnitude of a quantised element."""
         return FORMATS[self.name].qmax
 
     @property
@@ -177,6 +229,11 @@ class WireFormat:
             return 0
         return 1 if self.row_scale else -(-hidden // self.group)
 
+    def columns(self, hidden: int) -> int:
+        """Elements that travel for a row of `hidden`: as many, or those of whole blocks."""
+        _check_hidden(hidden)
+        return _round_up(hidden, BLOCK) if self.blocks else hidden
+
     def payload_bytes(self, hidden: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of the elements alone. `dtype` is only needed and used for `none`."""
         _check_hidden(hidden)
@@ -186,7 +243,7 @@ class WireFormat:
             if not hasattr(dtype, "itemsize"):
                 raise WireFormatError(f"dtype is {dtype!r}; a torch.dtype is needed")
             return hidden * dtype.itemsize
-        return -(-hidden * FORMATS[self.name].bits // 8)
+        return -(-self.columns(hidden) * FORMATS[self.name].bits // 8)
 
     def scales_offset(self, hidden: int, dtype: torch.dtype | None = None) -> int:
         """Where the scales begin in a record, in bytes."""

@@ -65,7 +65,7 @@ def _other_version(comm: Communicator, name: str, other: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "told"), [("WIRE_VERSION", 99, "wire_version: 1 on rank 0; 99"), ("VERSION", "9.9", "'9.9'")]
+    ("name", "other", "told"), [("WIRE_VERSION", 99, "wire_version: 2 on rank 0; 99"), ("VERSION", "9.9", "'9.9'")]
 )
 def test_ranks_of_another_version_make_no_communicator(name: str, other: object, told: str) -> None:
     first, second = run_ranks(_other_version, 2, name, other)

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
 from thinwire.errors import TransportUnavailable, WireFormatError
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, scaled_reference
+from thinwire.triton_kernels.codec import (
+    dequantize_reference,
+    quantize_reference,
+    rotated_reference,
+    scaled_reference,
+)
 from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
@@ -78,26 +83,32 @@ def test_integer_formats_keep_the_bound_of_half_a_step(spec: str, hidden: int, s
     x[x.abs() < 2.0**-110] = 0.0  # smaller groups are zeroed: another rule, tested on its own
     records = quantize(x, wire).records
     q_times_s = scaled_reference(records, wire, hidden, torch.float32).double()
+    columns = q_times_s.shape[1]
+    exact = torch.nn.functional.pad(x, (0, columns - hidden))
+    exact = rotated_reference(exact, back=False).double() / 64 if wire.rotated else exact.double()
     start = wire.scales_offset(hidden)
     scales = records[:, start : start + wire.num_groups(hidden) * wire.scale_bytes].contiguous()
     step = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).double()
-    step = step.repeat_interleave(wire.group or hidden, dim=1)[:, :hidden]
+    step = step.repeat_interleave(wire.group or columns, dim=1)[:, :columns]
     finite = q_times_s.isfinite()  # at the very top q * s overflows float32, and saturates on the way out
-    error = (q_times_s - x.double()).abs()
-    assert (error <= step * (0.5 + 2.0**-15))[finite].all()
+    error = (q_times_s - exact).abs()
+    assert (error <= step * (0.5 + 2.0**-22 * wire.qmax))[finite].all()
 
 
 @pytest.mark.parametrize("spec", QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_finite_group_never_comes_out_infinite(spec: str, dtype: torch.dtype) -> None:
-    x = torch.full((1, 256), torch.finfo(dtype).max, dtype=dtype)
+    largest = min(torch.finfo(dtype).max, 2.0**122 if WireFormat.parse(spec).rotated else torch.inf)
+    x = torch.full((1, 256), largest, dtype=dtype)
     for target in DTYPES:
         assert dequantize(quantize(x, spec), target).isfinite().all()
 
 
 @pytest.mark.parametrize("spec", QUANTIZED)
 def test_groups_below_the_threshold_become_zeros_and_those_at_it_do_not(spec: str) -> None:
-    below, at = torch.full((1, 64), 2.0**-110).nextafter(torch.zeros(1)), torch.full((1, 64), 2.0**-110)
+    # A block of equal values has eight times their magnitude everywhere when it is rotated.
+    at = torch.full((1, 64), 2.0 ** (-113 if WireFormat.parse(spec).rotated else -110))
+    below = at.nextafter(torch.zeros(1))
     assert (dequantize(quantize(below, spec)) == 0).all() and not quantize(below, spec).records.any()
     assert (dequantize(quantize(at, spec)) > 0).all()
     assert not quantize(torch.zeros(1, 64), spec).records.any()
@@ -111,6 +122,12 @@ def test_groups_below_the_threshold_become_zeros_and_those_at_it_do_not(spec: st
         ("int8:32", 0.0054, 0.0057, None),
         ("int4", 0.097, 0.102, None),
         ("fp8", 0.0257, 0.0270, None),
+        ("int6", 0.0266, 0.0280, None),
+        ("int10", 0.00161, 0.0018, None),
+        ("int8+h64", 0.0065, 0.0068, 0.0072),
+        ("int8:row+h64", 0.0090, 0.0095, 0.0135),
+        ("int6+h64", 0.0266, 0.0280, None),
+        ("int10+h64", 0.00161, 0.0018, None),
     ],
 )
 def test_gaussian_rows_keep_the_accuracy_gates(
@@ -128,9 +145,19 @@ def test_gaussian_rows_keep_the_accuracy_gates(
 
 
 @pytest.mark.parametrize(
-    ("spec", "rest"), [("int8", 0.030), ("int8:row", 0.173), ("int8:32", 0.016), ("int4", 0.148), ("fp8", 0.026)]
+    ("spec", "rest", "gate"),
+    [
+        ("int8", 0.030, 0.033),
+        ("int8:row", 0.173, 0.190),
+        ("int8:32", 0.016, 0.0176),
+        ("int4", 0.148, 0.163),
+        ("fp8", 0.026, 0.0286),
+        ("int8+h64", 0.0080, 0.0085),
+        ("int6+h64", 0.0327, 0.0350),
+        ("int10+h64", 0.0020, 0.0022),
+    ],
 )
-def test_outlier_channels_cost_the_other_channels_what_theory_says(spec: str, rest: float) -> None:
+def test_outlier_channels_cost_the_other_channels_what_theory_says(spec: str, rest: float, gate: float) -> None:
     x = torch.randn(256, 7168)
     outliers = torch.tensor([100, 2000, 4001, 7100])
     x[:, outliers] *= 50
@@ -138,7 +165,7 @@ def test_outlier_channels_cost_the_other_channels_what_theory_says(spec: str, re
     others[outliers] = False
     error = relative_error(x[:, others], dequantize(quantize(x, spec))[:, others])
     print(f"{spec}: relative error of the other channels {error:.4f}")
-    assert 0.9 * rest <= error <= 1.1 * rest
+    assert 0.9 * rest <= error <= gate
 
 
 def test_leading_dimensions_and_strides_are_kept() -> None:

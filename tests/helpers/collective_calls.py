@@ -11,6 +11,7 @@ from thinwire.triton_kernels.codec import (
     dequantize_reference,
     quantize_reference,
     round_reference,
+    row_reference,
     scaled_reference,
 )
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
@@ -82,11 +83,11 @@ class Call:
     def sums(self, part: int) -> torch.Tensor:
         """Rows of the sums of a part, float32."""
         wire = WireFormat.parse(self.wire)
-        total = torch.zeros(-(-self.counts[part] // self.row), self.row)
+        total = torch.zeros(-(-self.counts[part] // self.row), wire.columns(self.row))
         for x in self.inputs():
             records = quantize_reference(self.rows(x, part), wire)
             total = total + scaled_reference(records, wire, self.row, self.dtype)
-        largest = torch.finfo(torch.float32).max
+        largest, total = torch.finfo(torch.float32).max, row_reference(total, wire, self.row)
         return total.clamp(-largest, largest) if wire.quantized else total
 
     def gathered(self, part: int) -> torch.Tensor:

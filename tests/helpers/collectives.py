@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.fused.partition import gathered_parts, split_parts
-from thinwire.triton_kernels.codec import quantize_reference, round_reference, scaled_reference
+from thinwire.triton_kernels.codec import quantize_reference, round_reference, row_reference, scaled_reference
 from thinwire.wire import WireFormat
 
 
@@ -14,18 +14,23 @@ def through(part: torch.Tensor, row: int, wire: WireFormat, dtype: torch.dtype) 
 
     `dtype` is what `none` keeps.
     """
+    return row_reference(_scaled(part, row, wire, dtype), wire, row).reshape(-1)[: part.numel()]
+
+
+def _scaled(part: torch.Tensor, row: int, wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:
     rows = -(-part.numel() // row)
     padded = torch.cat((part, part.new_zeros(rows * row - part.numel()))).view(rows, row)
     padded = padded if wire.quantized else padded.to(dtype)
-    return scaled_reference(quantize_reference(padded, wire), wire, row, dtype).view(-1)[: part.numel()]
+    return scaled_reference(quantize_reference(padded, wire), wire, row, dtype)
 
 
 def summed(parts: list[torch.Tensor], row: int, wire: WireFormat) -> torch.Tensor:
-    """The sum of what arrives, float32, in the order of the list."""
-    total = torch.zeros(parts[0].numel())
+    """The sum of what arrives, float32, in the order of the list, in whole rows."""
+    total = torch.zeros(-(-parts[0].numel() // row), wire.columns(row))
     for part in parts:
-        total = total + through(part, row, wire, part.dtype)
-    return total
+        total = total + _scaled(part, row, wire, part.dtype)
+    # What is past the end of a rotated row is not zero any more, and travels on.
+    return row_reference(total, wire, row).reshape(-1)
 
 
 def all_gathered(tensors: list[torch.Tensor], wire: WireFormat) -> torch.Tensor:
@@ -40,7 +45,8 @@ def reduce_scattered(tensors: list[torch.Tensor], wire: WireFormat, rank: int) -
     x, world = tensors[0], len(tensors)
     segments, row = gathered_parts([x.numel() // world] * world)
     parts = [tensor.reshape(-1)[segments.displs[rank] :][: segments.counts[rank]] for tensor in tensors]
-    return round_reference(summed(parts, row, wire), x.dtype, saturate=wire.quantized).view(-1, *x.shape[1:])
+    total = summed(parts, row, wire)[: segments.counts[rank]]
+    return round_reference(total, x.dtype, saturate=wire.quantized).view(-1, *x.shape[1:])
 
 
 def all_reduced(tensors: list[torch.Tensor], wire: WireFormat, gather_wire: WireFormat) -> torch.Tensor:
@@ -53,7 +59,7 @@ def all_reduced(tensors: list[torch.Tensor], wire: WireFormat, gather_wire: Wire
             # The sum is quantised as it is, in float32, and rounded on arrival.
             total = round_reference(total, torch.float32, saturate=wire.quantized)
             arrived = through(total, row, gather_wire, x.dtype) if count else total
-            whole.append(round_reference(arrived, x.dtype, saturate=True))
+            whole.append(round_reference(arrived, x.dtype, saturate=True)[:count])
         else:
-            whole.append(round_reference(total, x.dtype, saturate=wire.quantized))
+            whole.append(round_reference(total, x.dtype, saturate=wire.quantized)[:count])
     return torch.cat(whole).view(x.shape)

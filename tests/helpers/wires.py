@@ -16,6 +16,13 @@ WIRES = (
     "int4:1024",
     "fp8",
     "fp8:32",
+    "int6",
+    "int10:64",
+    "int8+h64",
+    "int8:row+h64",
+    "int6+h64",
+    "int10:1024+h64",
+    "int4+h64",
     "none",
 )
 

@@ -14,6 +14,7 @@ from thinwire.moe.routing import expert_range
 from thinwire.testing import run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN, TOKENS = 5, 3, 200, 9
+QUANTIZED = ("int8", "int8:row", "int8:32", "int4", "fp8", "int8+h64", "int10")
 TRANSPORTS = ("direct", "staged")
 
 
@@ -86,7 +87,7 @@ def test_sums_of_quantised_rows_are_those_of_the_floats_that_they_stand_for(tran
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_so_are_those_of_every_format_between_processes(transport: str) -> None:
-    run_ranks(_summed, 3, transport, ["int8", "int8:row", "int8:32", "int4", "fp8"], timeout=120)
+    run_ranks(_summed, 3, transport, QUANTIZED, timeout=120)
 
 
 @pytest.mark.exhaustive
@@ -94,7 +95,7 @@ def test_so_are_those_of_every_format_between_processes(transport: str) -> None:
     {"THINWIRE_BACKEND": "torch"}, {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
 ])  # fmt: skip
 def test_so_are_those_of_other_backends(environment: dict[str, str]) -> None:
-    run_ranks(_summed, 2, "staged", ["int8", "int8:row", "int4"], env=environment, timeout=280)
+    run_ranks(_summed, 2, "staged", ["int8", "int8:row", "int4", "int6+h64"], env=environment, timeout=280)
     if "TRITON_INTERPRET" in environment:
         run_ranks(_summed, 2, "direct", ["int8", "int8:row"], env=environment, timeout=280)
 
@@ -151,14 +152,14 @@ def test_weighted_rows_come_home_as_they_are(transport: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_so_do_those_of_every_format_between_processes(transport: str) -> None:
-    run_ranks(_as_they_are, 3, transport, ["int8", "int8:row", "int8:32", "int4", "fp8"], timeout=120)
+    run_ranks(_as_they_are, 3, transport, QUANTIZED, timeout=120)
 
 
 @pytest.mark.exhaustive
 def test_so_do_those_that_tritons_kernels_send() -> None:
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")
     env = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    run_ranks(_as_they_are, 2, "direct", ["int8", "int8:row", "int4"], env=env, timeout=280)
+    run_ranks(_as_they_are, 2, "direct", ["int8", "int8:row", "int4", "int6+h64"], env=env, timeout=280)
     run_ranks(_as_they_are, 2, "direct", ["int8:row", "int8:512"], 9001, env=env, timeout=280)  # several tiles
 
 

@@ -43,7 +43,7 @@ def _round(comm: Communicator, transport: str, wire: str, gated: bool, align: in
     sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens": 23, "align": align}
     results = []
     with ExpertParallel(comm, **sizes, wire=wire, combine_wire="none", transport=transport) as ep:
-        experts = Int8Experts(_shard(_whole(gated), ep.local_experts))
+        experts = Int8Experts(_shard(_whole(gated), ep.local_experts), rotated=wire.endswith("+h64"))
         for capacity in (None, 99):
             d = ep.dispatch(x, ids, weights)
             out = experts(d, capacity)
@@ -71,6 +71,8 @@ def _round(comm: Communicator, transport: str, wire: str, gated: bool, align: in
             ("staged", "int8", True, 4),
             ("direct", "int8:row", False, 1),
             ("direct", "int8:32", True, 1),
+            ("direct", "int8+h64", True, 4),
+            ("staged", "int8:row+h64", False, 4),
         ],
         several=True,
     ),
@@ -93,7 +95,7 @@ def _error(comm: Communicator, hidden: int, ff: int, gated: bool, wire: str) -> 
     ids, ones = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
     with ExpertParallel(comm, 1, 1, hidden, 24, wire=wire) as ep:
         d = ep.dispatch(x, ids, ones)
-        y = ep.combine(Int8Experts(whole)(d), d)
+        y = ep.combine(Int8Experts(whole, rotated=wire.endswith("+h64"))(d), d)
     exact = whole(x, torch.tensor([24])).detach()
     return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
 
@@ -103,6 +105,8 @@ _SIZES = [
     (1024, 1024, False, "int8"),
     (4096, 512, False, "int8:row"),
     (512, 2048, True, "int8"),
+    (2048, 768, True, "int8+h64"),
+    (1000, 768, True, "int8:row+h64"),
 ]
 
 
@@ -150,7 +154,13 @@ def _refused(comm: Communicator) -> None:
         with pytest.raises(RoutingError, match="dispatch"):
             experts(x)
         assert torch.linalg.norm(experts.bfloat16()(d) - experts.float()(d)) < 0.01 * torch.linalg.norm(experts(d))
+        with pytest.raises(WireFormatError, match="'int8', and these experts are.*rotated=True.*accepted"):
+            Int8Experts(GroupedExperts(2, 64, 32), rotated=True)(d)
         assert ep.combine(experts(d, 2), d)[2:].eq(0).all()  # dropped
+    with ExpertParallel(comm, **sizes, wire="int8+h64") as ep:
+        d = ep.dispatch(x, ids, weights)
+        with pytest.raises(WireFormatError, match=r"'int8\+h64', and these experts are.*rotated=False"):
+            experts(d)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -165,3 +175,7 @@ def test_a_state_dict_brings_the_weights_back() -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.w_in, second.w_in) and torch.equal(first.s_out, second.s_out)
     assert first.w_in.shape == (2, 48, 48) and not list(first.parameters())
+    rotated = Int8Experts(GroupedExperts(2, 64, 24), rotated=True)
+    third = Int8Experts(GroupedExperts(2, 64, 24))  # of the same shapes
+    third.load_state_dict(rotated.state_dict())
+    assert third.rotated and not first.rotated

@@ -50,7 +50,7 @@ from thinwire.triton_kernels.signal import (
 )
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-WIRES = ("int8", "int8:row", "int8:32", "int4", "fp8", "none")
+WIRES = ("int8", "int8:row", "int8:32", "int4", "fp8", "none", "int8+h64", "int6")
 OPS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 POISON = 0xFF
 
@@ -175,6 +175,8 @@ def _two_formats(comm: Communicator) -> None:
         ("int8", "int4"),
         ("int4", "int8:row"),
         ("fp8", "int8:32"),
+        ("int8", "int8:row+h64"),
+        ("int10+h64", "int4"),
     ]
     for number, (wire, gather_wire) in enumerate(pairs):
         ranks.check(Call(ALL_REDUCE, (200, 70), wire, gather_wire, DTYPES[number % 3], num_programs=2, seed=number))

@@ -17,6 +17,7 @@ import torch
 
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.ir.blocks import rotate_back, widen_blocks
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     bits_to_float32,
     copy_bytes,
@@ -36,10 +37,10 @@ from thinwire.triton_kernels.cpu.ir.loops import (
     round_columns,
     scale_groups,
 )
-from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, BITS, FLOAT16, FLOAT32, NONE
-from thinwire.wire import FORMATS, WireFormat
+from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, BITS, FLOAT16, FLOAT32, LOW_BITS, NONE, ROTATED
+from thinwire.wire import BLOCK, FORMATS, WireFormat
 
-#: A tuple of integers, since numba reads that fastest: LAYOUT_FIELDS.
+#: A tuple of integers, since numba reads that fastest: LAYOUT_FIELDS. ROTATED is added to the kind of what is rotated.
 Layout = tuple[int, int, int, int, int, int]
 LAYOUT_FIELDS = ("kind", "group", "row_scale", "hidden", "scales_offset", "row_bytes")
 
@@ -51,7 +52,9 @@ _TILE_BYTES = 16384
 _MAX_TILE_GROUPS = 64
 _MIN_TILE_GROUPS = 8  # 16 bytes of scales
 _GROUP_BYTES = 4 * _MAX_TILE_GROUPS
-_WIDE_TILE_BYTES = 4 * _MIN_TILE_GROUPS * 1024
+_WIDE_TILE = _MIN_TILE_GROUPS * 1024
+_WIDE_TILE_BYTES = 4 * _WIDE_TILE
+_BLOCK_BYTES = 4 * BLOCK
 _REST_BYTES = 4 * _LANES
 _WORD = 4
 _ZERO = np.float32(0.0)
@@ -81,8 +84,8 @@ def record_layout(wire: WireFormat, hidden: int, dtype: torch.dtype) -> Layout:
     (1, 128, 0, 7168, 7168, 7296)
     """
     return (
-        wire.kind,
-        wire.group or hidden,
+        wire.kind + ROTATED * wire.rotated,
+        wire.group or wire.columns(hidden),
         int(wire.row_scale),
         hidden,
         wire.scales_offset(hidden, dtype),
@@ -113,6 +116,38 @@ def group_count(columns, group, row_scale):
 
 
 @device
+def element_kind(kind):
+    """What a layout's kind says of its elements, without what it says of their rotation."""
+    return kind & ROTATED - 1
+
+
+@device
+def columns_of(kind, hidden):
+    """Columns that travel for a row of `hidden`: those of whole blocks, where there are blocks."""
+    element = element_kind(kind)
+    return (hidden + BLOCK - 1) & -BLOCK if kind != element or LOW_BITS[element] < BITS[element] else hidden
+
+
+@device
+def second_plane(kind, hidden):
+    """Bytes from the beginning of a payload to its second plane."""
+    return columns_of(kind, hidden) * LOW_BITS[element_kind(kind)] >> 3
+
+
+@device
+def load_blocks(x, columns, dtype, rotated, out):
+    """Columns of a row as float32, filled up to whole blocks with zeros and then rotated."""
+    whole = columns & -BLOCK
+    widen_blocks(x, whole, dtype, rotated, out)
+    if whole < columns:
+        size = element_bytes(dtype)
+        rest = stack_buffer(_BLOCK_BYTES)
+        zero_bytes(rest, _BLOCK_BYTES)
+        copy_bytes(rest, x + whole * size, (columns - whole) * size)
+        widen_blocks(rest, BLOCK, dtype, rotated, out + 4 * whole)
+
+
+@device
 def quantize_row(x, dtype, record, layout):
     """Quantises the row at address `x` into the record at address `record`, and writes all bytes of it."""
     kind, group, row_scale, hidden, scales_offset, row_bytes = layout
@@ -121,42 +156,64 @@ def quantize_row(x, dtype, record, layout):
         copy_bytes(record, x, hidden * size)
         zero_bytes(record + hidden * size, row_bytes - hidden * size)
         return
-    bits = BITS[kind]
+    rotated, all_columns, plane = kind // ROTATED, columns_of(kind, hidden), record + second_plane(kind, hidden)
+    blocks = rotated or LOW_BITS[element_kind(kind)] < BITS[element_kind(kind)]
+    kind = element_kind(kind)
+    bits = LOW_BITS[kind]
     inverses = stack_buffer(_GROUP_BYTES)
     rest_x = stack_buffer(_REST_BYTES)
     rest_amax = stack_buffer(_WORD)
+    floats = stack_buffer(_WIDE_TILE_BYTES)
     scales = record + scales_offset
     zero_bytes(scales - 16, 16)  # the payload's pad, before the payload
-    tile = hidden if row_scale else tile_columns(group, size)
-    start = 0
-    while start < hidden:  # a range would divide
-        columns = min(tile, hidden - start)
-        whole = columns & -_LANES
-        rest = columns - whole
-        groups = group_count(columns, group, row_scale)
-        last = inverses + 4 * (groups - 1)
-        source = x + start * size
-        payload = record + (start * bits >> 3)
-        store_int32(last, 0)  # where the last group has no whole block
-        amax_groups(source, whole, group, dtype, inverses)
-        if rest:
-            zero_bytes(rest_x, _REST_BYTES)
-            copy_bytes(rest_x, source + whole * size, rest * size)
-            amax_groups(rest_x, _LANES, _LANES, dtype, rest_amax)
-            store_int32(last, max(load_int32(last), load_int32(rest_amax)))
-        some_dead = scale_groups(inverses, groups, kind, row_scale, scales)
-        encode_groups(source, whole, group, dtype, inverses, payload, kind)
-        if rest:
-            encode_groups(rest_x, _LANES, _LANES, dtype, last, payload + (whole * bits >> 3), kind)
-        if some_dead:
-            # Only now: 0 * x is NaN for some x, and -0.0 has a sign bit in fp8.
-            written = columns + -columns % _LANES
-            for number in range(groups):
-                if load_float32(inverses + 4 * number) == _ZERO:
-                    first = number * group
-                    zero_bytes(payload + (first * bits >> 3), min(group, written - first) * bits >> 3)
-        scales += (groups * (4 if row_scale else 2) + 15) & -16
-        start += tile
+    tile = all_columns if row_scale else tile_columns(group, 4 if blocks else size)
+    looks, row_amax, element = 1, np.int32(0), dtype
+    if blocks:
+        element, tile = FLOAT32, min(tile, _WIDE_TILE)
+        looks = 2 if row_scale else 1  # all of a row is rotated before the first code can be made
+    for look in range(looks):
+        start = 0
+        while start < all_columns:  # a range would divide
+            columns = min(tile, all_columns - start)
+            whole = columns & -_LANES
+            rest = columns - whole
+            groups = group_count(columns, group, row_scale)
+            last = inverses + 4 * (groups - 1)
+            source = x + start * size
+            if blocks:
+                load_blocks(source, min(columns, hidden - start), dtype, rotated, floats)
+                source = floats
+            payload = record + (start * bits >> 3)
+            store_int32(last, 0)  # where the last group has no whole block
+            amax_groups(source, whole, group, element, inverses)
+            if rest:
+                zero_bytes(rest_x, _REST_BYTES)
+                copy_bytes(rest_x, source + whole * size, rest * size)
+                amax_groups(rest_x, _LANES, _LANES, element, rest_amax)
+                store_int32(last, max(load_int32(last), load_int32(rest_amax)))
+            if looks == 2:
+                row_amax = max(row_amax, load_int32(last))
+                store_int32(last, row_amax)
+            if look == looks - 1:
+                some_dead = scale_groups(inverses, groups, kind, row_scale, rotated, scales)
+                high = plane + (start >> 2)
+                encode_groups(source, whole, group, element, inverses, payload, high, kind)
+                if rest:
+                    encode_groups(rest_x, _LANES, _LANES, element, last, payload + (whole * bits >> 3), high, kind)
+                if some_dead:
+                    # Only now: 0 * x is NaN for some x, and -0.0 has a sign bit in fp8.
+                    written = columns + -columns % _LANES
+                    for number in range(groups):
+                        if load_float32(inverses + 4 * number) == _ZERO:
+                            first = number * group
+                            ends = min(group, written - first)
+                            zero_bytes(payload + (first * bits >> 3), ends * bits >> 3)
+                            if bits < BITS[kind]:
+                                zero_bytes(high + (first >> 2), ends >> 2)
+                scales += 0 if looks == 2 else (groups * (4 if row_scale else 2) + 15) & -16
+            start += tile
+    if looks == 2:
+        scales += 16
     if scales < record + row_bytes:
         zero_bytes(scales, record + row_bytes - scales)
 
@@ -181,7 +238,9 @@ def dequantize_row(record, out, dtype, layout):
     if kind == NONE:
         copy_bytes(out, record, hidden * size)
         return
-    bits = BITS[kind]
+    rotated, all_columns, plane = kind // ROTATED, columns_of(kind, hidden), record + second_plane(kind, hidden)
+    kind = element_kind(kind)
+    bits = LOW_BITS[kind]
     bound = _BOUNDS[kind]
     largest = _LARGEST_FLOAT32 if dtype == FLOAT32 else _LARGEST_FLOAT16 if dtype == FLOAT16 else _LARGEST_BFLOAT16
     floats = stack_buffer(_GROUP_BYTES)
@@ -189,13 +248,14 @@ def dequantize_row(record, out, dtype, layout):
     scales = record + scales_offset
     tile = _TILE_BYTES // size if row_scale else tile_columns(group, size)
     start = 0
-    while start < hidden:
-        columns = min(tile, hidden - start)
+    while start < all_columns:
+        columns = min(tile, all_columns - start)
         whole = columns & -_LANES
         group = columns if row_scale else group
         groups = group_count(columns, group, row_scale)
         payload = record + (start * bits >> 3)
         rest_payload = payload + (whole * bits >> 3)
+        high = plane + (start >> 2)
         target = out + start * size
         if row_scale:
             scale_bits = load_int32(scales)
@@ -207,13 +267,17 @@ def dequantize_row(record, out, dtype, layout):
         last = floats + 4 * (groups - 1)
         # Otherwise some scale is NaN, so large that the output's dtype may overflow, or next to nothing.
         plain = bits_to_float32(largest_scale) * bound <= largest
+        # Nor may whole blocks be written that the row does not have, or that are not rotated back.
+        plain = plain and rotated == 0 and start + columns <= hidden
         decoded_dtype, decoded = (dtype, target) if plain else (FLOAT32, wide)
-        decode_groups(payload, kind, floats, whole, group, decoded, decoded_dtype)
+        decode_groups(payload, high, kind, floats, whole, group, decoded, decoded_dtype)
         if whole < columns:
             rest_out = wide if plain else wide + 4 * whole
-            decode_groups(rest_payload, kind, last, _LANES, _LANES, rest_out, decoded_dtype)
+            decode_groups(rest_payload, high, kind, last, _LANES, _LANES, rest_out, decoded_dtype)
             if plain:
                 copy_bytes(target + whole * size, wide, (columns - whole) * size)
+        if rotated:
+            rotate_back(wide, columns)
         if not plain:
-            round_row(wide, columns, target, dtype, 1)
+            round_row(wide, min(columns, hidden - start), target, dtype, 1)
         start += tile

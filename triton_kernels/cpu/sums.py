@@ -12,12 +12,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dequantize_row, dtype_code, quantize_row, record_layout, round_row
+from thinwire.triton_kernels.cpu.codec import (
+    columns_of,
+    dequantize_row,
+    dtype_code,
+    element_kind,
+    quantize_row,
+    record_layout,
+    round_row,
+    second_plane,
+)
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.ir.blocks import rotate_back
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
-from thinwire.triton_kernels.cpu.ir.vectors import BITS, FLOAT32, NONE
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.cpu.ir.vectors import BITS, FLOAT32, NONE, ROTATED
+from thinwire.wire import BLOCK, WireFormat
 
 _LANES = 16
 _REST_BYTES = 4 * _LANES
@@ -34,7 +44,7 @@ def scratch_bytes(hidden: int, terms: int, encoded: bool = False) -> int:
     >>> scratch_bytes(7168, 8)
     29328
     """
-    return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % _LANES) * (1 + terms * encoded)
+    return terms * (16 + _REST_BYTES) + 16 + 4 * (hidden + -hidden % BLOCK) * (1 + terms * encoded)
 
 
 def rows_code(rows: torch.Tensor, as_they_are: bool = False) -> int:
@@ -51,10 +61,10 @@ def scratch_parts(scratch, terms):
 
 
 @device
-def sum_sources(sources, scales, count, element, row_scale, hidden, group, ends, total):
+def sum_sources(sources, scales, count, element, plane, row_scale, hidden, group, ends, total):
     """Sums `count` sources, as `accumulate_groups` does, over any number of columns; consumes the address arrays."""
     whole = hidden & -_LANES
-    accumulate_groups(sources, scales, count, element, row_scale, whole, group, total)
+    accumulate_groups(sources, scales, count, element, plane, row_scale, whole, group, total)
     if whole == hidden:
         return
     bits = BITS[element]
@@ -66,7 +76,7 @@ def sum_sources(sources, scales, count, element, row_scale, hidden, group, ends,
         store_int64(sources + 8 * j, end)
         if row_scale == 0:
             store_int64(scales + 8 * j, load_int64(scales + 8 * j) + 2 * ((hidden - 1) // group))
-    accumulate_groups(sources, scales, count, element, row_scale, _LANES, _LANES, total + 4 * whole)
+    accumulate_groups(sources, scales, count, element, plane, row_scale, _LANES, _LANES, total + 4 * whole)
 
 
 @device
@@ -78,7 +88,7 @@ def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, layout,
     """
     kind, group, row_scale, hidden, scales_offset, row_bytes = layout
     sources, scales, ends, one, total = scratch_parts(scratch, terms)
-    room = 4 * (hidden + -hidden % _LANES)
+    room = 4 * (hidden + -hidden % BLOCK)
     count = 0
     for k in range(terms):
         position = load_int64(positions + 8 * k)
@@ -93,7 +103,7 @@ def weighted_sum_row(rows, row_stride, dtype, positions, weights, terms, layout,
             store_int64(scales + 8 * count, weights + 4 * k)
             count += 1
     element = FLOAT32 if dtype == ENCODED else dtype
-    sum_sources(sources, scales, count, element, 1, hidden, hidden, ends, total)
+    sum_sources(sources, scales, count, element, 0, 1, hidden, hidden, ends, total)
     return total
 
 
@@ -106,7 +116,7 @@ def copy_record(rows, row_stride, positions, record, layout):
         zero_bytes(record, row_bytes)
         return
     source = rows + position * row_stride
-    payload = hidden * BITS[kind] + 7 >> 3
+    payload = columns_of(kind, hidden) * BITS[element_kind(kind)] + 7 >> 3
     end = scales_offset + (4 if row_scale else (hidden + group - 1) // group * 2)
     copy_bytes(record, source, payload)
     zero_bytes(record + payload, scales_offset - payload)
@@ -143,9 +153,12 @@ def record_sum(records, record_stride, record_index, terms, dtype, layout, scrat
             store_int64(sources + 8 * count, record)
             store_int64(scales + 8 * count, one if kind == NONE else record + scales_offset)
             count += 1
+    columns, plane, element = columns_of(kind, hidden), second_plane(kind, hidden), element_kind(kind)
     if kind == NONE:
-        kind, row_scale, group = dtype, 1, hidden
-    sum_sources(sources, scales, count, kind, row_scale, hidden, group, ends, total)
+        element, row_scale = dtype, 1
+    sum_sources(sources, scales, count, element, plane, row_scale, columns, group, ends, total)
+    if kind >= ROTATED:
+        rotate_back(total, columns)
     return total
 
 

@@ -77,6 +77,8 @@ HIDDEN_SIZES = (2048, 5121, 7168)
 COLLECTIVE_ROWS = (1024, 4096)
 OTHER_WIRES = ("int8:row", "int8:64", "int8:32", "int4", "fp8", "none")
 OTHER_TARGETS = ("sm_90", "gfx942")
+#: Blocks that are rotated, on sm_100, too, where pairs of floats take more registers; bit planes; and both.
+BLOCK_TARGETS = {"int8+h64": ("sm_90", "sm_100"), "int6+h64": OTHER_TARGETS, "int10": ("sm_90",)}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def cases() -> Iterator[Case]:
             if kernel in CHANNEL_KERNELS and wire == "none":
                 continue  # see COPIERS
             for target in OTHER_TARGETS:
+                yield Case(kernel, wire, sizes[-1], target)
+        for wire in BLOCK_TARGETS if kernel not in ("pack", "unpack") else ():
+            for target in BLOCK_TARGETS[wire]:
                 yield Case(kernel, wire, sizes[-1], target)
     for kernel in CONTROL_KERNELS:
         for target in TARGETS:

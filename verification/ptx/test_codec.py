@@ -16,6 +16,7 @@ from thinwire.wire import WireFormat
 from verification.ptx.device import Device
 
 POISON = 0xAB
+BLOCK_WIRES = ["int8+h64", "int6+h64", "int10"]
 
 
 def _special(rows: int, hidden: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -31,7 +32,7 @@ SIZES = [*((96, dtype) for dtype in DTYPES), *((hidden, torch.bfloat16) for hidd
 
 
 @pytest.mark.parametrize("hidden,dtype", exhaustive_but([(96, torch.bfloat16)], SIZES, several=True), ids=str)
-@pytest.mark.parametrize("wire", exhaustive_but(["int8", "int4", "fp8"], WIRES))
+@pytest.mark.parametrize("wire", exhaustive_but(["int8", "int4", "fp8", *BLOCK_WIRES], [*WIRES, *BLOCK_WIRES]))
 def test_compiled_records_and_rows_are_the_references(wire: str, hidden: int, dtype: torch.dtype) -> None:
     form = WireFormat.parse(wire)
     x = _special(8, hidden, dtype, torch.Generator().manual_seed(hidden))

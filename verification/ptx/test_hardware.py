@@ -50,16 +50,31 @@ def _encode_e4m3(x_ptr, kept_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _low_octets(x_ptr, kept_ptr, out_ptr, BLOCK: tl.constexpr):
+def _octets_at(x_ptr, kept_ptr, out_ptr, PLACE: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + columns, hardware.low_octets(tl.load(x_ptr + columns), tl.load(kept_ptr + columns)))
+    tl.store(out_ptr + columns, hardware.octets_at(tl.load(x_ptr + columns), tl.load(kept_ptr + columns), PLACE))
+
+
+@triton.jit
+def _select(low_ptr, high_ptr, out_ptr, UP: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    low, high = tl.load(low_ptr + columns), tl.load(high_ptr + columns)
+    tl.store(out_ptr + columns, hardware.selected(low, hardware.shifted(high, UP), MASK))
+
+
+@triton.jit
+def _decode_numbers(octets_ptr, high_ptr, int6_ptr, int10_ptr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    octets = tl.load(octets_ptr + columns)
+    tl.store(int6_ptr + columns, hardware.decode_octets(octets, 32))
+    tl.store(int10_ptr + columns, hardware.decode_int10(octets, tl.load(high_ptr + columns)))
 
 
 @triton.jit
 def _decode(x_ptr, int8_ptr, e4m3_ptr, even_ptr, odd_ptr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     octets = tl.load(x_ptr + columns)
-    tl.store(int8_ptr + columns, hardware.decode_int8(octets))
+    tl.store(int8_ptr + columns, hardware.decode_octets(octets, 128))
     tl.store(e4m3_ptr + columns, hardware.decode_e4m3(octets))
     even, odd = hardware.decode_int4(octets)
     tl.store(even_ptr + columns, even)
@@ -111,12 +126,24 @@ def test_e4m3_is_the_nearest_code_half_to_even() -> None:
     assert torch.equal(out, torch.where(kept != 0, codes, 0))
 
 
-def test_low_octets_are_packed_where_they_are_kept() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_octets_are_packed_where_they_are_kept(place: int) -> None:
     x = torch.randint(-(2**31), 2**31, (BLOCK,), generator=torch.Generator().manual_seed(1)).int()
     kept, out = _kept(BLOCK), torch.empty(BLOCK, dtype=torch.int8)
     with Device().patch():
-        _low_octets[(1,)](x, kept, out, BLOCK)
-    assert torch.equal(out, torch.where(kept != 0, x.to(torch.int8), 0))
+        _octets_at[(1,)](x, kept, out, place, BLOCK)
+    assert torch.equal(out, torch.where(kept != 0, (x >> 8 * place).to(torch.int8), 0))
+
+
+@pytest.mark.parametrize("up,mask", [(4, 0x0F), (2, 0x33), (-4, 0x70), (-2, 0x4F)])
+def test_bits_of_octets_are_shifted_and_selected(up: int, mask: int) -> None:
+    low, high = (torch.randint(0, 256, (BLOCK,), generator=torch.Generator().manual_seed(n)).byte() for n in (1, 2))
+    out = torch.empty(BLOCK, dtype=torch.int8)
+    with Device().patch():
+        _select[(1,)](low.view(torch.int8), high.view(torch.int8), out, up, mask, BLOCK)
+    # What comes in from the octet beside it counts for nothing: only bits of the octet's own are compared.
+    shifted, own = (high << up, 0xFF << up & 0xFF) if up > 0 else (high >> -up, 0xFF >> -up)
+    assert torch.equal(out.view(torch.uint8) & (own | mask), (low & mask | shifted & ~mask & 0xFF) & (own | mask))
 
 
 def test_every_code_is_decoded_exactly() -> None:
@@ -129,3 +156,14 @@ def test_every_code_is_decoded_exactly() -> None:
     low, high = (codes << 4 >> 4).float(), (codes >> 4).float()
     for got, wanted in ((int8, codes.float()), (e4m3, exact), (even, low), (odd, high)):
         assert torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_every_number_of_6_and_of_10_bits_is_decoded_exactly_whatever_is_above_it() -> None:
+    code = 37 * torch.arange(2**12) % 2**12  # two bits are above the number
+    low, high = (code & 255).to(torch.uint8).view(torch.int8), (code >> 8 | code << 4 & 0xF0).to(torch.uint8)
+    int6, int10 = torch.empty(2, len(code))
+    with Device().patch():
+        _decode_numbers[(1,)](low, high.view(torch.int8), int6, int10, BLOCK=len(code))
+    for got, bits in ((int6, 6), (int10, 10)):
+        sign = 1 << bits - 1
+        assert torch.equal(got, (((code & 2 * sign - 1) ^ sign) - sign).float())

@@ -40,12 +40,13 @@ def test_rounds_without_a_race(world: int, hidden: int, weight_grads: bool) -> N
 
 
 @pytest.mark.exhaustive
-def test_every_step_of_a_round_gives_what_plain_torch_gives() -> None:
+@pytest.mark.parametrize("wire", ["int4", "int6+h64"])
+def test_every_step_of_a_round_gives_what_plain_torch_gives(wire: str) -> None:
     """Phase by phase, so that the memory between the kernels is compared too."""
     generator = torch.Generator().manual_seed(3)
     device = Device(ranks=2, warps="any order")
     with device.patch():
-        lanes = make_lanes(2, 5, 3, 150, 4, "int4", align=4, weight_grads=True)
+        lanes = make_lanes(2, 5, 3, 150, 4, wire, align=4, weight_grads=True)
         for lane in lanes:
             device.register(f"rank {lane.rank}'s buffer", lane.buffer)
         tokens = [Tokens.random(count, 150, 3, 5, torch.bfloat16, generator) for count in (4, 3)]

@@ -33,7 +33,13 @@ from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.routing import expert_range
 from thinwire.testing import RankError, RanksTimeout, run_ranks
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference, scaled_reference
+from thinwire.triton_kernels.codec import (
+    dequantize_reference,
+    quantize_reference,
+    round_reference,
+    row_reference,
+    scaled_reference,
+)
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
@@ -292,11 +298,11 @@ class Oracle:
         first = sum(part.x.shape[0] for part in self.plan.parts[:home])
         own = slice(first, first + self.plan.parts[home].x.shape[0])
         wire, hidden = self.wires[1], self.settings.hidden
-        total = torch.zeros(own.stop - own.start, hidden)
+        total = torch.zeros(own.stop - own.start, wire.columns(hidden))
         for rank, part in enumerate(self.plan.parts):
             if part.end == "abandon":
                 continue
-            part_sum = torch.zeros_like(total)
+            part_sum = torch.zeros(len(total), hidden)
             for expert in self.experts[rank]:
                 there = self.wanted[own, expert] & (self.rows[own, expert] < self.rows_given(rank))
                 term = self.weights[own, expert, None] * self.apply(expert, self.received[own], part.output).float()
@@ -305,7 +311,7 @@ class Oracle:
             record = quantize_reference(part_sum if wire.quantized else part_sum.to(self.dtype), wire)
             home_sum = scaled_reference(record, wire, hidden, self.dtype)
             total = torch.where(sent[:, None], total + home_sum, total)
-        return round_reference(total, self.dtype, saturate=wire.quantized)
+        return round_reference(row_reference(total, wire, hidden), self.dtype, saturate=wire.quantized)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ def register(
 
 #: What is registered by importing this, with each one's format; "thinwire" means THINWIRE_WIRE, else int8.
 NAMES: dict[str, str | None] = {
-    "thinwire": None, **{f"thinwire:{wire}": wire for wire in ("int8", "int8:row", "int4", "fp8", "none")}
+    "thinwire": None,
+    **{f"thinwire:{wire}": wire for wire in ("int8", "int8+h64", "int8:row", "int6+h64", "int4", "fp8", "none")},
 }  # fmt: skip
 for _name, _wire in NAMES.items():
     register(_name, wire=_wire)

@@ -63,7 +63,7 @@ KERNELS = SimpleNamespace(
     sum_home=sum_home,
 )  # fmt: skip
 POISON = 0xFF  # NaN as a scale and as a float
-WIRES = ("none", "int8", "int8:row", "int8:64", "int4", "fp8")
+WIRES = ("none", "int8", "int8:row", "int8:64", "int4", "fp8", "int8+h64", "int6+h64")
 TIMEOUT, GRACE = 20.0, 1.0
 
 every_wire = pytest.mark.parametrize("spec", WIRES)

@@ -20,6 +20,7 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     FLOAT16,
     FLOAT32,
     INT8,
+    LOW_BITS,
     QUANTIZED,
     ROW_ELEMENTS,
     bfloat16_bits,
@@ -35,7 +36,7 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
     store_floats,
     store_quantized,
 )
-from thinwire.wire import FORMATS
+from thinwire.wire import BLOCK, FORMATS
 
 _QMAX = tuple(each.qmax for each in FORMATS.values())
 _SIGNLESS = 0x7FFFFFFF
@@ -43,6 +44,7 @@ _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x08800000  # 2**-110
 _SMALLEST_PLAIN_BITS = 0x05000000  # 2**-117
 _WIDE, _NARROW = 32, 16  # columns of a block
+_PLANES = tuple(code for code in QUANTIZED if LOW_BITS[code] < BITS[code])
 # Where a block has a loop of its own, over sources. Rows often come from memory. LLVM loads the 256 bytes of a wider
 # block in no order, and processors, which fetch ahead where addresses rise, then take up to twice the time.
 _WIDEST_OF_ROWS, _WIDEST_OF_RECORDS = 64, 128
@@ -56,12 +58,19 @@ def _groups(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, 
         yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
 
 
-def _blocks(builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None], widest: int = _WIDE) -> None:
-    """Calls `emit(column, lanes)` for blocks of the widest kind, then for one of each narrower kind that is left."""
+def _blocks(
+    builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None], element: int, widest: int = _WIDE
+) -> None:
+    """Calls `emit(column, lanes)` for blocks of the widest kind, then for one of each narrower kind that is left.
+
+    Of an `element` of two planes, for whole blocks of 64 columns, as there are no others.
+    """
+    if element in _PLANES:
+        widest = BLOCK
     whole = builder.and_(columns, constant(-widest))
     with steps(builder, whole, constant(widest)) as (_, column):
         emit(builder.add(first, column), widest)
-    while widest > _NARROW:
+    while widest > _NARROW and element not in _PLANES:
         widest //= 2
         left = builder.icmp_signed("!=", builder.and_(columns, constant(widest)), constant(0))
         with builder.if_then(left, likely=False):
@@ -69,11 +78,16 @@ def _blocks(builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], N
 
 
 def _at(builder: Any, address: Any, number: Any, element: int) -> Any:
-    """The address of one column's element."""
-    bits = BITS[element]
+    """The address of one column's element, or of its part in the first plane."""
+    bits = LOW_BITS[element]
     if bits % 8:
         return builder.add(address, builder.lshr(builder.mul(number, constant(bits)), constant(3)))
     return builder.add(address, builder.mul(number, constant(bits // 8)))
+
+
+def _high(builder: Any, plane: Any, number: Any) -> Any:
+    """The address of one column's part in the second plane, which begins at `plane`."""
+    return builder.add(plane, builder.lshr(number, constant(2)))
 
 
 def _largest_lane(builder: Any, vector: Any) -> Any:
@@ -107,7 +121,7 @@ def amax_groups(builder, x, columns, group, dtype, amax):
 
         with _groups(builder, columns, group) as (number, first, width):
             builder.store(filled(integers(bits, _WIDE), 0), total)
-            _blocks(builder, first, width, include)
+            _blocks(builder, first, width, include, element)
             largest = _largest_lane(builder, builder.load(total))
             word = ir.IntType(32)
             if element == BFLOAT16:
@@ -121,8 +135,8 @@ def amax_groups(builder, x, columns, group, dtype, amax):
 
 
 @emits("int64")
-def scale_groups(builder, groups, count, kind, row_scale, scales):
-    """Turns the amax bits of `count` groups, in place, into float32 1/s, and writes the scales.
+def scale_groups(builder, groups, count, kind, row_scale, rotated, scales):
+    """Turns amax bits of `count` groups, in place, into float32 1/s, and writes the scales, times 2**-6 if `rotated`.
 
     They are float32 with `row_scale` 1 and bfloat16 with 0, written 16 bytes at a time, zeros behind their end: the
     array at `groups` must have room, to a multiple of 8. Returns whether some group's payload must be all zeros; its
@@ -149,7 +163,8 @@ def scale_groups(builder, groups, count, kind, row_scale, scales):
             inverse = builder.fdiv(one, builder.select(live, builder.bitcast(bits, single), one))
             store(builder, builder.select(live, inverse, zero), address, 4)
             dead = builder.select(finite, filled(word, 0), filled(word, 0x7FC00000))
-            bits = builder.select(live, bits, dead)
+            lowered = builder.trunc(builder.mul(rotated, constant(6 << 23)), ir.IntType(32))
+            bits = builder.select(live, builder.sub(bits, broadcast(builder, lowered, lanes)), dead)
             if not wide:
                 bits = builder.trunc(builder.lshr(bits, filled(word, 16)), integers(16, lanes))
             store(builder, bits, builder.add(scales, builder.mul(number, constant(16))), 2)
@@ -162,8 +177,8 @@ def scale_groups(builder, groups, count, kind, row_scale, scales):
 
 
 @emits("void")
-def encode_groups(builder, x, columns, group, dtype, inverses, payload, kind):
-    """Writes each group's quantised elements; `inverses` holds float32 1/s."""
+def encode_groups(builder, x, columns, group, dtype, inverses, payload, plane, kind):
+    """Writes each group's quantised elements; `inverses` holds float32 1/s. The second plane, if any, is at `plane`."""
 
     def emit(element: int, kind: int) -> None:
         with _groups(builder, columns, group) as (number, first, width):
@@ -171,11 +186,13 @@ def encode_groups(builder, x, columns, group, dtype, inverses, payload, kind):
 
             def quantize(column: Any, lanes: int) -> None:
                 source, target = _at(builder, x, column, element), _at(builder, payload, column, kind)
-                store_quantized(builder, source, lanes, element, inverse, target, kind)
+                high = _high(builder, plane, column)
+                store_quantized(builder, source, lanes, element, inverse, target, kind, high)
 
-            _blocks(builder, first, width, quantize)
+            _blocks(builder, first, width, quantize, kind)
 
-    switch(builder, [dtype, kind], emit, product(ROW_ELEMENTS, QUANTIZED))
+    whole = [kind for kind in QUANTIZED if kind not in _PLANES]  # blocks of 64 columns are float32 by now
+    switch(builder, [dtype, kind], emit, [*product(ROW_ELEMENTS, whole), *product((FLOAT32,), _PLANES)])
 
 
 def _magnitudes(builder: Any, bits: Any) -> Any:
@@ -211,8 +228,8 @@ def read_scales(builder, scales, count, floats):
 
 
 @emits("void")
-def decode_groups(builder, payload, kind, scales, columns, group, out, dtype):
-    """Writes q * s, rounded once to the row's dtype; `scales` holds float32.
+def decode_groups(builder, payload, plane, kind, scales, columns, group, out, dtype):
+    """Writes q * s, rounded once to the row's dtype; `scales` holds float32. The second plane, if any, is at `plane`.
 
     No scale may be NaN, and no product overflow that dtype or be subnormal: see `magnitude_bits`.
     """
@@ -222,12 +239,13 @@ def decode_groups(builder, payload, kind, scales, columns, group, out, dtype):
             scale = load(builder, _at(builder, scales, number, FLOAT32), ir.FloatType(), 4)
 
             def dequantize(column: Any, lanes: int) -> None:
-                values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind)
+                high = _high(builder, plane, column)
+                values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind, high)
                 values = builder.fmul(values, broadcast(builder, scale, lanes))
                 target = _at(builder, out, column, element)
                 store_floats(builder, values, target, element, plain=True, saturate=False)
 
-            _blocks(builder, first, width, dequantize)
+            _blocks(builder, first, width, dequantize, kind)
 
     switch(builder, [kind, dtype], emit, product(QUANTIZED, ROW_ELEMENTS))
 
@@ -242,17 +260,18 @@ def round_columns(builder, values, columns, out, dtype, saturate):
             target = _at(builder, out, column, element)
             store_floats(builder, floats, target, element, plain=False, saturate=bool(saturate))
 
-        _blocks(builder, constant(0), columns, convert)
+        _blocks(builder, constant(0), columns, convert, FLOAT32)
 
     switch(builder, [dtype, saturate], emit, product(ROW_ELEMENTS, (0, 1)))
 
 
 @emits("void")
-def accumulate_groups(builder, sources, scales, count, element, row_scale, columns, group, out):
+def accumulate_groups(builder, sources, scales, count, element, plane, row_scale, columns, group, out):
     """Writes, as float32, the sum from +0.0 of `element * scale` over `count` sources, in their order.
 
     `sources` and `scales` are arrays of int64 addresses: of a source's first element, and of its one float32 scale
-    (`row_scale` 1) or its bfloat16 scales, one a group (`row_scale` 0). Each product is rounded, then each sum.
+    (`row_scale` 1) or its bfloat16 scales, one a group (`row_scale` 0). Each product is rounded, then each sum. The
+    second plane, if any, begins `plane` bytes behind a source's first element.
     """
 
     def emit(row_scale: int, element: int) -> None:
@@ -272,11 +291,12 @@ def accumulate_groups(builder, sources, scales, count, element, row_scale, colum
                         bits = load(builder, _at(builder, scale, number, BFLOAT16), ir.IntType(16), 2)
                         bits = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
                         scale = builder.bitcast(bits, ir.FloatType())
-                    values = load_floats(builder, _at(builder, source, column, element), lanes, element)
+                    high = _high(builder, builder.add(source, plane), column)
+                    values = load_floats(builder, _at(builder, source, column, element), lanes, element, high)
                     product = builder.fmul(values, broadcast(builder, scale, lanes))
                     builder.store(builder.fadd(builder.load(total), product), total)
                 store(builder, builder.load(total), _at(builder, out, column, FLOAT32), 4)
 
-            _blocks(builder, first, width, add_up, widest)
+            _blocks(builder, first, width, add_up, element, widest)
 
     switch(builder, [row_scale, element], emit, [*product((1,), (INT8, *ROW_ELEMENTS)), *product((0,), QUANTIZED)])

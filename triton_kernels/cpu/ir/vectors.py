@@ -15,13 +15,17 @@ from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
 from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
-from thinwire.wire import FORMATS
+from thinwire.wire import BLOCK, FORMATS
 
-NONE, INT8, INT4, FP8 = (FORMATS[name].kind for name in ("none", "int8", "int4", "fp8"))
+NONE, INT8, INT4, FP8, INT6, INT10 = (FORMATS[name].kind for name in ("none", "int8", "int4", "fp8", "int6", "int10"))
 FLOAT32, FLOAT16, BFLOAT16 = range(len(FORMATS), len(FORMATS) + 3)  # behind all kinds
 
 #: Of each code: 0 for NONE.
 BITS = (*(each.bits for each in FORMATS.values()), 32, 16, 16)
+#: Of the first plane of each code; the second of those that have one has the rest.
+LOW_BITS = (*(each.planes[0] if each.planes else each.bits for each in FORMATS.values()), 32, 16, 16)
+#: Added to the kind of a layout whose rows are rotated.
+ROTATED = 16
 ROW_ELEMENTS = (FLOAT32, FLOAT16, BFLOAT16)
 QUANTIZED = tuple(each.kind for each in FORMATS.values() if each.bits)
 _LARGEST = {FLOAT32: 3.4028234663852886e38, FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38}
@@ -126,8 +130,10 @@ def _to_halves(builder: Any, values: Any) -> Any:
 # Reading
 
 
-def load_floats(builder: Any, address: Any, lanes: int, element: int) -> Any:
-    """Elements of a row, or of a payload before the scale, as float32."""
+def load_floats(builder: Any, address: Any, lanes: int, element: int, high: Any = None) -> Any:
+    """Elements of a row, or of a payload before the scale, as float32; of two planes, the second at `high`, a block."""
+    if element in (INT6, INT10):
+        return _load_codes(builder, address, high, element)
     if element == BFLOAT16:
         bits = builder.zext(load(builder, address, integers(16, lanes), 2), integers(32, lanes))
         return builder.bitcast(builder.shl(bits, filled(bits.type, 16)), singles(lanes))
@@ -152,7 +158,29 @@ def load_floats(builder: Any, address: Any, lanes: int, element: int) -> Any:
     return builder.sitofp(payload, singles(lanes))
 
 
-def _load_planes(builder: Any, address: Any, lanes: int, element: int) -> list[Any]:
+def _unfolded(builder: Any, octets: Any, bits: int) -> Any:
+    """The fields of `bits` bits of int8 octets: first the lowest of each octet, then the next of each, and so on."""
+    parts = [octets if not shift else builder.lshr(octets, filled(octets.type, shift)) for shift in range(0, 8, bits)]
+    while len(parts) > 1:
+        order = ir.Constant(integers(32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [builder.shuffle_vector(*pair, order) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return builder.and_(parts[0], filled(parts[0].type, (1 << bits) - 1))
+
+
+def _load_codes(builder: Any, address: Any, high: Any, element: int) -> Any:
+    """The codes of a block of int6 or int10 as float32."""
+    top = _unfolded(builder, load(builder, high, integers(8, BLOCK // 4), 1), 2)
+    low = load(builder, address, integers(8, BLOCK * LOW_BITS[element] // 8), 1)
+    if element == INT6:
+        codes = _unfolded(builder, low, 4)
+    else:
+        codes, top = builder.zext(low, integers(16, BLOCK)), builder.zext(top, integers(16, BLOCK))
+    codes = builder.or_(codes, builder.shl(top, filled(top.type, LOW_BITS[element])))
+    sign = filled(codes.type, 1 << BITS[element] - 1)
+    return builder.sitofp(builder.sub(builder.xor(codes, sign), sign), singles(BLOCK))
+
+
+def load_planes(builder: Any, address: Any, lanes: int, element: int) -> list[Any]:
     """Elements of a row as one vector or, for bfloat16, as even and odd columns: one instruction each, no widening."""
     if element != BFLOAT16:
         return [load_floats(builder, address, lanes, element)]
@@ -165,19 +193,39 @@ def _load_planes(builder: Any, address: Any, lanes: int, element: int) -> list[A
 # Quantising
 
 
-def store_quantized(builder: Any, x: Any, lanes: int, element: int, inverse: Any, payload: Any, kind: int) -> None:
-    """Quantises `lanes` columns of a row, at address `x`, to the address `payload`; `inverse` is 1/s."""
+def store_quantized(
+    builder: Any, x: Any, lanes: int, element: int, inverse: Any, payload: Any, kind: int, high: Any = None
+) -> None:
+    """Quantises `lanes` columns of a row, at address `x`, to the address `payload`; `inverse` is 1/s.
+
+    Of a format of two planes, a block, whose second plane is at `high`.
+    """
     encode = _encode_e4m3 if kind == FP8 else _encode_integer
     codes = []
-    for plane in _load_planes(builder, x, lanes, element):
+    for plane in load_planes(builder, x, lanes, element):
         codes.append(encode(builder, builder.fmul(plane, broadcast(builder, inverse, plane.type.count))))
     values = _low_bytes(builder, codes)
+    if kind in (INT6, INT10):
+        top = builder.trunc(builder.lshr(codes[0], filled(codes[0].type, LOW_BITS[kind])), values.type)
+        store(builder, _folded(builder, top, 2), high, 1)
+        if kind == INT6:
+            values = _folded(builder, values, 4)
     if kind == INT4:
         pairs = builder.bitcast(values, integers(16, lanes // 2))
         even = builder.and_(pairs, filled(pairs.type, 0xF))
         odd = builder.and_(builder.lshr(pairs, filled(pairs.type, 4)), filled(pairs.type, 0xF0))
         values = builder.trunc(builder.or_(even, odd), integers(8, lanes // 2))
     store(builder, values, payload, 1)
+
+
+def _folded(builder: Any, codes: Any, bits: int) -> Any:
+    """The lowest `bits` bits of int8 codes, as `_unfolded` finds them."""
+    octets = builder.and_(codes, filled(codes.type, (1 << bits) - 1))
+    shift = 4
+    while octets.type.count > BLOCK * bits // 8:
+        low, high = _halves(builder, octets)
+        octets, shift = builder.or_(low, builder.shl(high, filled(high.type, shift))), shift // 2
+    return octets
 
 
 def _encode_integer(builder: Any, v: Any) -> Any:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.wire import WireFormat
+from thinwire.wire import BLOCK, WireFormat
 
 #: Elements that are compared at once, so that a check takes little memory.
 _AT_ONCE = 1 << 22
-_INTEGER_BOUND = 0.5 + 2**-15
 _E4M3_RELATIVE, _E4M3_LEAST = 2**-4 * (1 + 2**-6), 2**-10
 #: Of float32 sums and products, for each summand; more than any order of them loses.
 _FLOAT32_SLACK = 2**-22
@@ -68,10 +67,12 @@ def compare(
 
 
 def row_scales(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """The scale of each element of [rows, width], float32, as the wire rounds it."""
+    """The scale of each element of [rows, width], float32, as the wire rounds it; the most it can be, if rotated."""
     width = rows.shape[-1]
-    group = wire.group or width
+    group = wire.group or wire.columns(width)
     magnitudes = torch.nn.functional.pad(rows.float().abs(), (0, -width % group))
+    if wire.rotated:  # no element exceeds the sum of its block's magnitudes
+        magnitudes = magnitudes.view(rows.shape[0], -1, BLOCK).sum(-1).repeat_interleave(BLOCK, -1)
     scales = magnitudes.view(rows.shape[0], -(-width // group), group).amax(-1) * (1 / wire.qmax)
     scales = scales if wire.row_scale else scales.bfloat16().float()
     return scales.repeat_interleave(group, -1)[:, :width]
@@ -90,7 +91,7 @@ def wire_bound(magnitudes: torch.Tensor, scales: torch.Tensor, wire: WireFormat)
     """How far elements of such magnitudes may be off in float32, once they were quantised with these scales."""
     if wire.name == "fp8":
         return torch.maximum(magnitudes.float().abs() * _E4M3_RELATIVE, scales * _E4M3_LEAST)
-    return scales * _INTEGER_BOUND
+    return scales * (0.5 + wire.qmax * 2.0**-22)
 
 
 def rounding(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ class SeparateInt8:
     """
 
     def __init__(self, wire: WireFormat) -> None:
-        if wire.name != "int8" or wire.row_scale:
+        if wire.name != "int8" or wire.row_scale or wire.rotated:
             raise NotHere("written for int8 in groups alone")
         self.group, self.qmax = wire.group, wire.qmax
 

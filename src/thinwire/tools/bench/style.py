@@ -8,6 +8,7 @@ were staged. The colours of those that are named here are apart for the colour-b
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,8 @@ WIRE_COLOURS = {
     "int8": "#0072B2",
     "int8:row": "#56B4E9",
     "int8:32": "#1E0090",
+    "int8+h64": "#040D13",
+    "int6": "#C39D5A",
     "int4": "#009E73",
     "fp8": "#9E59FE",
 }
@@ -46,7 +49,7 @@ COLOURS = {
 }
 #: For those without a colour of their own.
 OTHER_COLOURS = ("#C3A552", "#745F73", "#8C472D", "#4C0D5C")
-MARKERS = {"none": "o", "int8": "s", "int8:row": "D", "int8:32": "P", "int4": "^", "fp8": "v"}
+MARKERS = {"none": "o", "int8": "s", "int8:row": "D", "int8:32": "P", "int4": "^", "fp8": "v", "int8+h64": "H"}
 OTHER_MARKERS = ("X", "p", "*", "h", "<", ">")
 
 _LEGEND_CHARACTERS = 26
@@ -78,10 +81,10 @@ class Styles:
         self._markers = MARKERS | {wire: OTHER_MARKERS[i % len(OTHER_MARKERS)] for i, wire in enumerate(wires)}
 
     def colour(self, series: Series) -> str:
-        """Formats that differ in their groups alone, and are not among WIRE_COLOURS, share that of their kind."""
+        """Formats that differ in their groups or rotation, and are not among WIRE_COLOURS, share that of their kind."""
         if series.implementation != "thinwire":
             return self._colours[series.implementation]
-        kind = series.wire.partition(":")[0]
+        kind = re.split("[:+]", series.wire)[0]
         return WIRE_COLOURS.get(series.wire) or WIRE_COLOURS.get(kind) or OTHER_COLOURS[0]
 
     def handle(self, series: Series) -> Line2D:

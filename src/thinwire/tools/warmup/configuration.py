@@ -80,7 +80,8 @@ class Configuration:
             for wire in (settings.wire, settings.combine_wire, settings.grad_wire):
                 require_wire_support(wire, divmod(int(target.arch), 10))
         if self.int8_experts:
-            require_int8_sums(settings.wire, settings.hidden_size)
+            columns = settings.wire.columns(settings.hidden_size)
+            require_int8_sums(replace(settings.wire, rotated=False), columns)
 
     def launch(self) -> None:
         """Launches each of its kernels at least once; for `collect`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from thinwire.fused.backend import RoundKernels
@@ -78,7 +80,8 @@ def launch_int8_experts(settings: ParallelSettings, ranks: int, dtype: torch.dty
     Raises:
         WireFormatError: a dispatch wire that is not int8.
     """
-    hidden, wire = settings.hidden_size, settings.wire
+    hidden, wire = settings.hidden_size, replace(settings.wire, rotated=False)
+    columns = settings.wire.columns(hidden)
     for rank in _ranks_that_differ(settings, ranks):
         num_experts = len(expert_range(settings.num_experts, ranks, rank))
         offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=META)
@@ -87,8 +90,8 @@ def launch_int8_experts(settings: ParallelSettings, ranks: int, dtype: torch.dty
             inner = torch.empty(rows, INNER_WIRE.row_bytes(ff_size), dtype=torch.uint8, device=META)
             out = torch.empty(rows, hidden, dtype=dtype, device=META)
             for gated in (True, False):
-                inward = _weights(num_experts, hidden, ff_size, gated)
-                expert_gemm(_records(wire, hidden, dtype), wire, index, offsets, inward, inner, INNER_WIRE)
+                inward = _weights(num_experts, columns, ff_size, gated)
+                expert_gemm(_records(wire, columns, dtype), wire, index, offsets, inward, inner, INNER_WIRE)
             expert_gemm(inner, INNER_WIRE, None, offsets, _weights(num_experts, ff_size, hidden), out)
 
 
