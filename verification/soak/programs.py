@@ -29,7 +29,7 @@ import torch
 import thinwire as tw
 from benchmarks.timing import machine, read_json, write_json
 from tests.helpers.collectives import all_gathered, all_reduced, reduce_scattered, through
-from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
+from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import PeerTimeout, RoutingError, ThinwireError
@@ -40,6 +40,11 @@ from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference
 from thinwire.wire import WireFormat
+
+#: Of another length, all programs would be other ones, and so would those that tests know to show a fault.
+WIRES = (
+    "int8", "int8:row", "int8:16", "int8:64", "int8:1024", "int4", "int4:16", "int4:1024", "fp8", "fp8:32", "none",
+)  # fmt: skip
 from verification.interrupts.calls import Interrupted, Raise
 from verification.soak.schedules import RandomRound, Schedule, Settings
 
