@@ -41,6 +41,7 @@ soak: $(VENV)/ready
 	$(RUN) -m verification.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
 	$(RUN) -m verification.soak.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 	$(RUN) -m verification.soak.programs --count 1000 --json benchmarks/results/cpu/programs.json
+	$(RUN) -m verification.soak.invariant --programs 10000 --json benchmarks/results/cpu/invariant.json
 
 # Corrupted memory for an hour or two, and ten minutes of hostile bytes for each parser.
 fuzz: $(VENV)/ready
@@ -71,6 +72,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_experts
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_integrity
+	$(RUN) -m benchmarks.bench_invariant
 	$(RUN) -m benchmarks.bench_link
 	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M
 	$(RUN) -m benchmarks.bench_wait

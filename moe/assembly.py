@@ -50,7 +50,8 @@ class Assembly:
         config, backend = self.config, self.config.dispatch_backend
         return (
             self.rounds.describe(),
-            f"wire: {config.wire} out, {config.combine_wire} back, {config.grad_wire} for gradients",
+            f"wire: {config.wire} out, {config.combine_wire} back{' (each expert by itself)' * config.invariant}, "
+            f"{config.grad_wire} for gradients",
             f"kernels: {backend.name} ({backend.reason})",
             f"experts: {config.num_experts} over {config.comm.size} ranks, here {config.local_experts}",
         )

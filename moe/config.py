@@ -44,6 +44,7 @@ class ParallelSettings:
     transport: str
     lanes: int
     align: int
+    invariant: bool = False
     num_programs: int | None
     timeout: float | None
     dtype: torch.dtype | None
@@ -61,6 +62,8 @@ class ParallelSettings:
             raise RoutingError(
                 f"timeout is {self.timeout!r}; a finite number of seconds above 0, at most 1e9, is needed"
             )
+        if not isinstance(self.invariant, bool):
+            raise RoutingError(f"invariant is {self.invariant!r}; True or False is needed")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in ROUND_DTYPES):
             raise RoutingError(f"dtype is {self.dtype!r}; float32, float16, bfloat16, float64 or None is needed")
         wires = self.wire, self.combine_wire, self.grad_wire
@@ -118,13 +121,15 @@ class ParallelSettings:
 
     @property
     def of_backward(self) -> Self:
-        """The same for the lanes on which gradients travel."""
-        return replace(self, wire=self.grad_wire, combine_wire=self.grad_wire)
+        """The same for the lanes on which gradients travel, whose sums are a rank's in any case."""
+        return replace(self, wire=self.grad_wire, combine_wire=self.grad_wire, invariant=False)
 
     def why_staged(self, world: int) -> str | None:
         """What keeps so many ranks from the direct transport with these settings; None if nothing does."""
         if world > MAX_WORLD:
             return f"it takes up to {MAX_WORLD} ranks, and here are {world}"
+        if self.invariant and world * self.max_tokens * self.top_k >= 1 << 31:
+            return "its kernels count fewer than 2**31 rows of experts"
         return "its kernels do not take float64" if self.is_double else None
 
     def lane_layout(self, world: int, *, weight_grads: bool = False) -> RoundLayout:
@@ -139,6 +144,7 @@ class ParallelSettings:
             combine_wire=self.combine_wire,
             dtype=self.dtype,
             weight_grads=weight_grads,
+            invariant=self.invariant,
         )
 
     def dispatch_bytes(self, transport: str, world: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -207,7 +213,7 @@ class ParallelConfig(ParallelSettings):
 
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
-        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "transport")
+        names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "invariant", "transport")
         return {name: getattr(self, name) for name in names} | {
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,

@@ -282,7 +282,8 @@ class _DirectRound(Dispatched):
     def combine_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        sent = (self._tensors.positions[:, 0] >= 0).view(layout.WORLD, layout.MAX_TOKENS).sum(1).tolist()
+        sums = self._tensors.positions if layout.INVARIANT else self._tensors.positions[:, :1]
+        sent = (sums >= 0).view(layout.WORLD, -1).sum(1).tolist()
         return self._traffic(sent, *config.combine_bytes("direct", layout.WORLD, self._dtype))
 
     def _require_latest(self) -> None:

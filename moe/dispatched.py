@@ -316,6 +316,8 @@ class Dispatched(ABC):
         if not isinstance(weighted, bool):
             raise RoutingError(f"weighted is {weighted!r}; True or False is needed")
         config = self._rounds.config
+        if weighted and config.invariant:
+            raise RoutingError("weighted is True; with invariant=True each expert's row goes home: False is needed")
         require_rows(expert_out)
         if isinstance(expert_out, WireRows):
             rows = combined_records(expert_out, config.combine_wire, config.comm)

@@ -57,6 +57,7 @@ def plan_memory(
     transport: str = "auto",
     lanes: int = 1,
     align: int = 1,
+    invariant: bool = False,
     dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """What `thinwire.ExpertParallel` with these arguments will hold: `ep.memory_bytes`, to the byte.
@@ -82,7 +83,8 @@ def plan_memory(
     """
     settings = ParallelSettings.of(
         num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
-        transport=transport, lanes=lanes, align=align, num_programs=None, timeout=None, dtype=dtype,
+        transport=transport, lanes=lanes, align=align, invariant=invariant, num_programs=None, timeout=None,
+        dtype=dtype,
     )  # fmt: skip
     if not is_int(ranks, 1):
         raise ArgumentError(f"ranks is {ranks!r}, expected an int of at least 1")

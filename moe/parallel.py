@@ -68,6 +68,10 @@ class ExpertParallel:
             `explain()` says why.
         lanes: rounds that may be open at once.
         align: every expert's rows begin at a multiple of this in `Dispatched.tokens`.
+        invariant: whether the result of `combine` is independent of where experts are. Each expert's weighted row goes
+            home by itself and is added in ascending expert id: the bits are the same on any number of ranks, on either
+            transport and in any batch, if the experts' rows are, and none was dropped. Otherwise a rank's experts are
+            summed first, in fewer bytes and less memory.
         num_programs: programs of the direct kernels that send rows, fewer to leave multiprocessors to other work; None
             means four a multiprocessor. Of no effect on the CPU.
         timeout: seconds that a round of the direct transport may wait for a peer; None means the communicator's. The
@@ -107,19 +111,20 @@ class ExpertParallel:
         transport: str = "auto",
         lanes: int = 1,
         align: int = 1,
+        invariant: bool = False,
         num_programs: int | None = None,
         timeout: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         config = ParallelConfig.of(
             num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
-            transport=transport, lanes=lanes, align=align, num_programs=num_programs, timeout=timeout, dtype=dtype,
-            comm=comm,
+            transport=transport, lanes=lanes, align=align, invariant=invariant, num_programs=num_programs,
+            timeout=timeout, dtype=dtype, comm=comm,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
         self.wire, self.combine_wire, self.grad_wire = config.wire, config.combine_wire, config.grad_wire
-        self.lanes, self.align, self.num_programs, self.dtype = (
-            config.lanes, config.align, config.num_programs, config.dtype,
+        self.lanes, self.align, self.invariant, self.num_programs, self.dtype = (
+            config.lanes, config.align, config.invariant, config.num_programs, config.dtype,
         )  # fmt: skip
         self._closed = False
         self._num_layers = 0  # that have a number
@@ -284,7 +289,9 @@ class ExpertParallel:
     def combine(
         self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Sends each token's weighted sum home and adds what comes back. Collective; ends the round.
+        """Sends each token's weighted sum home, or with `invariant` its weighted rows, and adds what comes back.
+
+        Collective; ends the round.
 
         Args:
             expert_out: [rows, hidden_size] float32, float16 or bfloat16, in the order of `d.tokens` (or of what
@@ -301,8 +308,9 @@ class ExpertParallel:
         Raises:
             LaneError: the round is over, or not this object's.
             RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
-                did; `out`, or WireRows, where there are gradients. Or a rank has left the round open, and has gone on
-                to its next dispatch: the sums of its experts are missing, and the round is over.
+                did; `out`, or WireRows, where there are gradients; `weighted` with `invariant`. Or a rank has left the
+                round open, and has gone on to its next dispatch: the sums of its experts are missing, and the round is
+                over.
             WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
             TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
         """

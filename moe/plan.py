@@ -40,9 +40,20 @@ def first_mentions(topk_ids: torch.Tensor) -> torch.Tensor:
     return (topk_ids.unsqueeze(2) == topk_ids.unsqueeze(1)).int().argmax(2)
 
 
+def _owners(topk_ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
+    """The rank of each expert, int64, `world_size` where there is none."""
+    firsts = [expert_range(num_experts, world_size, rank).start for rank in range(1, world_size)]
+    boundaries = torch.tensor(firsts, dtype=topk_ids.dtype, device=topk_ids.device)
+    owner = torch.bucketize(topk_ids, boundaries, right=True)
+    return torch.where(topk_ids >= 0, owner, world_size).long()
+
+
 @dataclass(frozen=True)
 class SendPlan:
-    """The sender's side of a dispatch. On the way back, the sum that belongs to record i comes home as record i."""
+    """The sender's side of a dispatch. On the way back, the sum that belongs to record i comes home as record i.
+
+    Or the side at home of a combine in which each expert's row comes by itself, ordered as if it were a record.
+    """
 
     tokens: torch.Tensor  # int64 [records], the token of each record, by destination rank, then token
     counts: list[int]  # records for each rank
@@ -52,11 +63,9 @@ class SendPlan:
     def of(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
         """The plan for ids [tokens, top_k] within -1 ... num_experts - 1. Synchronises with the host on CUDA."""
         num_tokens, top_k = topk_ids.shape
-        firsts = [expert_range(num_experts, world_size, rank).start for rank in range(1, world_size)]
-        boundaries = torch.tensor(firsts, dtype=topk_ids.dtype, device=topk_ids.device)
-        owner = torch.bucketize(topk_ids, boundaries, right=True)
+        owner = _owners(topk_ids, num_experts, world_size)
         wanted = torch.zeros(num_tokens, world_size + 1, dtype=torch.bool, device=topk_ids.device)
-        wanted.scatter_(1, torch.where(topk_ids >= 0, owner, world_size).long(), True)
+        wanted.scatter_(1, owner, True)
         wanted = wanted[:, :world_size]
         by_rank = wanted.t().nonzero()
         ranks, tokens = by_rank[:, 0], by_rank[:, 1]
@@ -64,6 +73,17 @@ class SendPlan:
         record_index = torch.full((num_tokens, min(top_k, world_size)), -1, dtype=torch.int64, device=topk_ids.device)
         record_index[tokens, ordinal[tokens, ranks]] = torch.arange(tokens.shape[0], device=topk_ids.device)
         return cls(tokens, wanted.sum(0).tolist(), record_index)
+
+    @classmethod
+    def of_experts(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
+        """The same as if a token had a record for each of its experts, which are different ones, in ascending id."""
+        owner = _owners(topk_ids, num_experts, world_size).sort(dim=1).values
+        there = owner < world_size
+        order = owner[there].argsort(stable=True)
+        tokens, slots = there.nonzero()[order].unbind(1)
+        record_index = torch.full_like(owner, -1)
+        record_index[tokens, slots] = torch.arange(tokens.shape[0], device=topk_ids.device)
+        return cls(tokens, torch.bincount(owner[there], minlength=world_size).tolist(), record_index)
 
 
 @dataclass(frozen=True)

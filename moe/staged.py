@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -68,6 +69,8 @@ class StagedRounds(Rounds):
             numbers = words[:, number_word]
             rows = arrived[:, :row_bytes]
             d = self._open[lane] = StagedRound(self, lane, x, sends, recv_counts, rows, arrival, numbers)
+            if config.invariant:
+                d.home = SendPlan.of_experts(ids, config.num_experts, config.comm.size)
             return d
 
         return end
@@ -168,7 +171,7 @@ class StagedRound(Dispatched):
         token_numbers: torch.Tensor,
     ) -> None:
         super().__init__(rounds, lane, x)
-        self._sends = sends
+        self._sends = self.home = sends  # home: of the sums that come back
         self._recv_counts = recv_counts
         self._arrival = arrival
         self._token_numbers = token_numbers  # int32 [records], at their sources
@@ -210,11 +213,15 @@ class StagedRound(Dispatched):
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         config, dtype = self._rounds.config, self._dtype
         positions, weights = self._arrival.positions, self._arrival.weights
+        if config.invariant:
+            here = positions >= 0
+            positions, weights = positions[here][:, None], weights[here][:, None]
         if weighted:
             positions = self._arrived.row_of_each()
             weights = weights.new_ones(positions.shape)
         positions = torch.where(positions < expert_out.shape[0], positions, -1)
-        slots = dense_segments(self._recv_counts)
+        counts = self._sum_counts()
+        slots = dense_segments(counts)
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
             chosen = slots.row_index(start, stop, positions.device)
@@ -231,7 +238,7 @@ class StagedRound(Dispatched):
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, dtype)
         label = self._combine_label
         hear_ends = self._rounds.tell_end(self.lane, WITH_SUMS)
-        exchange = StagedExchange.post(config.comm, self._recv_counts, self._sends.counts, row_bytes, pack, label)
+        exchange = StagedExchange.post(config.comm, counts, self.home.counts, row_bytes, pack, label)
 
         def end() -> None:
             missing = [peer for peer, end in enumerate(hear_ends()) if end == LEFT_OPEN]
@@ -239,7 +246,7 @@ class StagedRound(Dispatched):
             if missing:
                 raise left_open(self.lane, missing)
             config.comm.recorder.phase("sum at home")
-            config.combine_backend.sum_records(records, self._sends.record_index, config.combine_wire, out)
+            config.combine_backend.sum_records(records, self.home.record_index, config.combine_wire, out)
 
         return end
 
@@ -248,7 +255,7 @@ class StagedRound(Dispatched):
         config = self._rounds.config
         sends, receives = (
             [count * there for count, there in zip(counts, awaited, strict=True)]
-            for counts in (self._recv_counts, self._sends.counts)
+            for counts in (self._sum_counts(), self.home.counts)
         )
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
@@ -256,6 +263,14 @@ class StagedRound(Dispatched):
 
         row_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
         StagedExchange.post(config.comm, sends, receives, row_bytes, pack, self._combine_label).wait()
+
+    def _sum_counts(self) -> list[int]:
+        """Sums for each rank."""
+        if not self._rounds.config.invariant:
+            return self._recv_counts
+        sums = torch.nn.functional.pad((self._arrival.positions >= 0).sum(1).cumsum(0), (1, 0))
+        ends = torch.tensor([0, *accumulate(self._recv_counts)], device=sums.device)
+        return [end - begin for begin, end in pairwise(sums[ends].tolist())]
 
     @property
     def _combine_label(self) -> str:
@@ -270,7 +285,7 @@ class StagedRound(Dispatched):
     @property
     def combine_traffic(self) -> Traffic:
         config = self._rounds.config
-        return self._traffic(self._recv_counts, *config.combine_bytes("staged", config.comm.size, self._dtype))
+        return self._traffic(self._sum_counts(), *config.combine_bytes("staged", config.comm.size, self._dtype))
 
 
 class StagedPlan(GradientPlan):

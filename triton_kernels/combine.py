@@ -8,7 +8,9 @@ with j this rank's ordinal among the ranks that the token went to, which both en
 
     out[t] = round( sum over j of dequantise(slot[t][j]) )
 
-skipping ranks that closed the round without sums. Both sums are those of `thinwire.triton_kernels.sums`: explicit
+skipping ranks that closed the round without sums. With `RoundLayout.INVARIANT` each expert's weighted row goes home by
+itself, and j is the expert's ordinal among all of the token's, in ascending id: what is added, and in which order, then
+does not depend on which rank has which expert. Both sums are those of `thinwire.triton_kernels.sums`: explicit
 float32 loops from +0.0 in ascending expert id and ascending rank, so the result is the same whichever way rows travel.
 """
 
@@ -37,11 +39,17 @@ from thinwire.triton_kernels.sums import copy_record, store_sum, sum_warps
 
 
 @triton.jit
-def owners_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The rank of each of a record's token's experts, -1 for none: int32 [K_BLOCK]. From this rank's planes."""
+def ids_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The experts of a record's token, -1 for none: int32 [K_BLOCK]. From this rank's planes."""
     ks = tl.arange(0, K_BLOCK)
     ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
-    return owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
+    return tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1)
+
+
+@triton.jit
+def owners_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The rank of each of them, -1 for none."""
+    return owner_of(ids_of(base, slot, ROUND, K_BLOCK), ROUND)
 
 
 @triton.jit
@@ -59,6 +67,16 @@ def ranks_below(owners, ranks, ROUND: tl.constexpr):
         bits = (bits + (bits >> 4)) & 0x0F0F0F0F
         count += ((bits * 0x01010101) >> 24).to(tl.int32)
     return count
+
+
+@triton.jit
+def places_of(base, slot, owners, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The place at home of what each expert of a slot's token adds to: int32 [K_BLOCK], nothing where there is none."""
+    if not ROUND.INVARIANT:
+        return ranks_below(owners, owners, ROUND)
+    ids = ids_of(base, slot, ROUND, K_BLOCK)
+    below = tl.where(ids[None, :] < ids[:, None], tl.where(ids[None, :] >= 0, 1, 0), 0)
+    return tl.sum(below, axis=1)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
@@ -91,24 +109,32 @@ def send_sums_kernel(
         counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
+        sums: tl.constexpr = ROUND.TOP_K if ROUND.INVARIANT else 1  # of a token, each of so many terms:
+        terms: tl.constexpr = ROUND.TOP_K // sums
         item = tl.program_id(0)
-        while item < total:
-            source = tl.sum(tl.where(ends <= item, 1, 0))
-            token = item - tl.sum(tl.where(peers < source, counts, 0))
+        while item < total * sums:
+            number = item // sums
+            source = tl.sum(tl.where(ends <= number, 1, 0))
+            token = number - tl.sum(tl.where(peers < source, counts, 0))
             slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
-            positions = positions_ptr + slot * ROUND.TOP_K
+            first = slot * ROUND.TOP_K + item % sums
+            positions = positions_ptr + first
             if tl.load(positions) >= 0:
-                ordinal = ranks_below(owners_of(base, slot, ROUND, K_BLOCK), rank, ROUND)
+                owners = owners_of(base, slot, ROUND, K_BLOCK)
+                if ROUND.INVARIANT:  # behind those of the ranks below, the rank's own experts are in ascending order
+                    ordinal = tl.sum(tl.where(owners >= 0, tl.where(owners < rank, 1, 0), 0)) + item % sums
+                else:
+                    ordinal = ranks_below(owners, rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 place = token.to(tl.int64) * ROUND.SLOTS + ordinal
                 home = base_of(buffer_ptrs, source)
                 record = record_at(home + (ROUND.SUMS + place * ROUND.SUM_BYTES))
-                weights = weights_ptr + slot * ROUND.TOP_K
+                weights = weights_ptr + first
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
                 if AS_THEY_ARE:
                     copy_record(rows, positions, record, LAYOUT)
                 else:
-                    store_sum(rows, positions, weights, record, ROUND.TOP_K, LAYOUT, ENCODED)
+                    store_sum(rows, positions, weights, record, terms, LAYOUT, ENCODED)
                 if ROUND.WEIGHT_GRADS:
                     ks = tl.arange(0, K_BLOCK)
                     mine = owners_of(base, slot, ROUND, K_BLOCK) == rank
@@ -149,12 +175,13 @@ def sum_home_kernel(
             grads_row = weight_grads_ptr + token.to(tl.int64) * ROUND.TOP_K + ks
             tl.store(grads_row, tl.full((K_BLOCK,), float("nan"), tl.float32), mask=ks < ROUND.TOP_K)
         if running:
-            owners = owners_of(base, rank.to(tl.int64) * ROUND.MAX_TOKENS + token, ROUND, K_BLOCK)
+            slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
+            owners = owners_of(base, slot, ROUND, K_BLOCK)
             there = owners >= 0
             ends = tl.load(signal_words(base, lines, ROUND.END, owners, ROUND), mask=there, other=0)
             told = ends == ROUND.WITH_SUMS
-            ordinals = ranks_below(owners, owners, ROUND)
-            came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << ordinals, 0), 0)
+            places = places_of(base, slot, owners, ROUND, K_BLOCK)
+            came = tl.reduce_or(tl.where(told, tl.full((K_BLOCK,), 1, tl.uint32) << places, 0), 0)
             slots = token.to(tl.int64) * ROUND.SLOTS
             for tile in range(LAYOUT.NUM_TILES):
                 total = tl.zeros(tile_columns(tile, LAYOUT).shape, tl.float32)
@@ -232,7 +259,8 @@ def _sum_sending(
         num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
         **_register_limit(lane, row_dtype),
     )  # fmt: skip
-    return launch, num_programs_for(lane.positions.shape[0], device, num_programs)
+    sums = lane.positions.shape[0] * (lane.layout.TOP_K if lane.layout.INVARIANT else 1)
+    return launch, num_programs_for(sums, device, num_programs)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:

@@ -55,14 +55,15 @@ class RoundLayout(SignalLayout):
 
     The slot of a record at its receiver is its token's index at the sender: [world][max_tokens] records. A sum comes
     home to [max_tokens][SLOTS], the place in a token's row being the sender's ordinal among the ranks that the token
-    went to.
+    went to. With INVARIANT each expert's row is a sum of its own, and the place is the expert's ordinal among the
+    token's, in ascending id.
     """
 
     NUM_EXPERTS: int
     TOP_K: int
     HIDDEN: int
     MAX_TOKENS: int
-    SLOTS: int  # ranks that a token can go to
+    SLOTS: int  # sums that a token can get: a rank's each, or an expert's
     RECORD_BYTES: int  # from one dispatched record to the next
     SUM_BYTES: int  # from one combined record to the next
     SIGNALS: int  # byte offsets from here on: of the dispatch lines
@@ -72,6 +73,7 @@ class RoundLayout(SignalLayout):
     RECORDS: int
     SUMS: int
     NUM_BYTES: int
+    INVARIANT: bool = False
     WEIGHT_GRADS: int = 0  # byte offset of float32 [max_tokens][top_k] at home, or 0: none travel
     TOKENS: int = SIGNAL_TOKENS
     DTYPE: int = SIGNAL_DTYPE
@@ -99,12 +101,14 @@ class RoundLayout(SignalLayout):
         combine_wire: WireFormat,
         dtype: torch.dtype | None = None,
         weight_grads: bool = False,
+        invariant: bool = False,
     ) -> RoundLayout:
         """The layout, before anything is allocated.
 
         Args:
             dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
             weight_grads: whether gradients of router weights come home with the sums.
+            invariant: whether a sum is one expert's row, on lanes without `weight_grads`.
 
         >>> wire = WireFormat.parse("int8")
         >>> layout = RoundLayout.of(
@@ -113,7 +117,8 @@ class RoundLayout(SignalLayout):
         >>> layout.RECORD_BYTES, layout.NUM_BYTES
         (7296, 15009280)
         """
-        slots = min(top_k, world)
+        assert not (invariant and weight_grads)
+        slots = top_k if invariant else min(top_k, world)
         record_bytes = wire.row_bytes(hidden, dtype or torch.float32)
         sum_bytes = combine_wire.row_bytes(hidden, dtype or torch.float32)
         plane = world * max_tokens * top_k * 4
@@ -141,6 +146,7 @@ class RoundLayout(SignalLayout):
             RECORDS=records,
             SUMS=sums,
             NUM_BYTES=_aligned(grads + max_tokens * top_k * 4) if weight_grads else grads,
+            INVARIANT=invariant,
             WEIGHT_GRADS=grads if weight_grads else 0,
         )
 

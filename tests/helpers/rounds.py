@@ -59,12 +59,13 @@ def make_lanes(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
     weight_grads: bool = False,
+    invariant: bool = False,
 ) -> list[Lane]:
     """A lane of each rank, over buffers in this process."""
     first, second = WireFormat.parse(wire), WireFormat.parse(combine_wire or wire)
     layout = RoundLayout.of(
         world=world, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, wire=first,
-        combine_wire=second, dtype=dtype, weight_grads=weight_grads,
+        combine_wire=second, dtype=dtype, weight_grads=weight_grads, invariant=invariant,
     )  # fmt: skip
     buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8, device=device) for _ in range(world)]
     buffer_ptrs = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
@@ -206,17 +207,21 @@ def check_results(
         plans: for each rank the first two of `arrivals`.
         outputs: what each rank's experts made of their rows.
     """
-    wire, dtype = lanes[0].combine_wire, tokens[0].x.dtype
+    wire, dtype, layout = lanes[0].combine_wire, tokens[0].x.dtype, lanes[0].layout
+    each = layout.TOP_K if layout.INVARIANT else 1  # records of a rank for a token
     for home, (mine, result) in enumerate(zip(tokens, results, strict=True)):
         hidden = mine.x.shape[1]
-        sums, index = [], torch.full((mine.x.shape[0], len(lanes)), -1, dtype=torch.int64)
+        sums, index = [], torch.full((mine.x.shape[0], len(lanes), each), -1, dtype=torch.int64)
         for rank, ((slots, plan), expert_out) in enumerate(zip(plans, outputs, strict=True)):
-            own = (slots // lanes[0].layout.MAX_TOKENS == home).nonzero()[:, 0]
+            own = (slots // layout.MAX_TOKENS == home).nonzero()[:, 0]
             if rank not in closing:
-                index[slots[own] % lanes[0].layout.MAX_TOKENS, rank] = sum(map(len, sums)) + torch.arange(len(own))
-                sums.append(
-                    pack_weighted_sums_reference(expert_out.cpu(), plan.positions[own], plan.weights[own], wire, dtype)
+                positions, weights = (
+                    of[own].view(len(own) * each, layout.TOP_K // each) for of in (plan.positions, plan.weights)
                 )
+                places = torch.where(positions[:, 0] >= 0, sum(map(len, sums)) + torch.arange(len(positions)), -1)
+                index[slots[own] % layout.MAX_TOKENS, rank] = places.view(-1, each)
+                sums.append(pack_weighted_sums_reference(expert_out.cpu(), positions, weights, wire, dtype))
+        index = index.flatten(1)
         records = torch.cat([*sums, torch.zeros(0, wire.row_bytes(hidden, dtype), dtype=torch.uint8)])
         assert_same_bits("combined", sum_records_reference(records, index, wire, hidden, dtype), result.cpu())
 

@@ -32,6 +32,7 @@ def configuration(generator: random.Random) -> tuple[int, dict[str, Any]]:
         "transport": generator.choice(("auto", "direct", "direct", "staged")),
         "lanes": generator.randint(1, 3),
         "align": generator.choice((1, 16, 100)),
+        "invariant": generator.random() < 0.3,
         "dtype": dtype,
     }
 

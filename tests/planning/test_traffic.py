@@ -34,16 +34,17 @@ def test_eight_of_256_experts_on_eight_ranks_reach_5_295() -> None:
 def settings_of(**changed: Any) -> ParallelSettings:
     given: dict[str, Any] = {
         "num_experts": 8, "top_k": 3, "hidden_size": 200, "max_tokens": 64, "wire": "int8", "combine_wire": "int8:row",
-        "grad_wire": "none", "transport": "auto", "lanes": 1, "align": 1, "num_programs": None, "timeout": None,
-        "dtype": None,
+        "grad_wire": "none", "transport": "auto", "lanes": 1, "align": 1, "invariant": False,
+        "num_programs": None, "timeout": None, "dtype": None,
     }  # fmt: skip
     return ParallelSettings.of(**given | changed)
 
 
-def _every_set(comm: Communicator, transport: str) -> list[tuple[int, int]]:
+def _every_set(comm: Communicator, transport: str, invariant: bool) -> list[tuple[int, int]]:
     """Rows and bytes of both legs, for one token of each set of 3 experts of 8: uniform routing, exactly."""
     ids = torch.tensor(list(itertools.combinations(range(8), 3)))
-    with tw.ExpertParallel(comm, 8, 3, 200, 64, wire="int8", combine_wire="int8:row", transport=transport) as ep:
+    wires: dict[str, Any] = {"wire": "int8", "combine_wire": "int8:row"}
+    with tw.ExpertParallel(comm, 8, 3, 200, 64, **wires, transport=transport, invariant=invariant) as ep:
         d = ep.dispatch(torch.randn(len(ids), 200, dtype=torch.bfloat16), ids, torch.rand(ids.shape))
         out = d.tokens
         legs = [d.dispatch_traffic, d.combine_traffic]
@@ -52,14 +53,16 @@ def _every_set(comm: Communicator, transport: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_planned_bytes_are_those_that_a_round_sends(transport: str, ranks: int) -> None:
-    planned = plan_traffic(settings_of(), ranks, 56, torch.bfloat16, transport)  # 8 choose 3
-    for sent in run_ranks(_every_set, ranks, transport, mode="thread"):
+def test_planned_bytes_are_those_that_a_round_sends(transport: str, invariant: bool, ranks: int) -> None:
+    planned = plan_traffic(settings_of(invariant=invariant), ranks, 56, torch.bfloat16, transport)  # 8 choose 3
+    for sent in run_ranks(_every_set, ranks, transport, invariant, mode="thread"):
         for leg, (rows, wire_bytes) in zip(planned, sent, strict=True):
             assert leg.rows == pytest.approx(rows, rel=1e-12)
             assert leg.wire_bytes == pytest.approx(wire_bytes, rel=1e-12)
-            assert leg.own_rows == pytest.approx(56 * reach(8, 3, ranks)[0])
+            alone = invariant and leg.name == "combine"
+            assert leg.own_rows == pytest.approx(56 * (3 / ranks if alone else reach(8, 3, ranks)[0]))
 
 
 def test_hosts_share_the_bytes_of_one_host() -> None:

@@ -1,7 +1,7 @@
 """The way home on the CPU: each token's weighted expert rows into one record at its home, and those records into one.
 
 Both sides of a pair know a sum's place without asking: the token's number, and the sender's ordinal among the ranks
-that own the token's experts.
+that own the token's experts, or with `RoundLayout.INVARIANT` the expert's ordinal among those.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from thinwire.triton_kernels.cpu.lane import (
     WRITTEN,
     check_dtype,
     check_out,
-    destinations,
     mixed_dtypes,
     numbers_at,
     numbers_that_fit,
     owner_of,
     readable_rows,
+    senders,
     sum_layout_of,
     token_count,
 )
@@ -125,26 +125,29 @@ def store_sums(where, begin, stop):
             if terms == 0:
                 continue
             # The ids are the peer's: whatever they are by now, they choose among the token's own places.
-            count = destinations(own + lane.ids + 4 * first, lane, ranks)
-            ordinal = 0
-            while ordinal < count and load_int64(ranks + 8 * ordinal) != lane.rank:
-                ordinal += 1
-            if ordinal == count:
-                continue
-            factors = lane.row_weights + 4 * first
-            record = sums + (token * lane.slots + ordinal) * lane.sum_bytes
-            made = scratch if far else record
-            if row_dtype == AS_THEY_ARE:
-                copy_record(rows, row_stride, chosen, made, layout)
-            else:
-                total = weighted_sum_row(rows, row_stride, row_dtype, chosen, factors, terms, layout, parts)
-                pack_sum_row(total, lane.dtype, made, layout)
-            if lane.weight_grads:
-                grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
-                copy_weight_grads(own + lane.ids + 4 * first, weight_grads + 4 * first, grads, lane, lane.rank)
-            if far:
-                far = store_at(lane.seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
-                streamed |= far
+            count = senders(own + lane.ids + 4 * first, lane, ranks)
+            each_sum = 1 if lane.invariant else terms
+            term = 0
+            for ordinal in range(count):
+                if load_int64(ranks + 8 * ordinal) != lane.rank:
+                    continue
+                named, factors = chosen + 8 * term, lane.row_weights + 4 * (first + term)
+                record = sums + (token * lane.slots + ordinal) * lane.sum_bytes
+                made = scratch if far else record
+                if row_dtype == AS_THEY_ARE:
+                    copy_record(rows, row_stride, named, made, layout)
+                else:
+                    total = weighted_sum_row(rows, row_stride, row_dtype, named, factors, each_sum, layout, parts)
+                    pack_sum_row(total, lane.dtype, made, layout)
+                if lane.weight_grads:
+                    grads = sums - lane.sums + lane.weight_grads + 4 * token * lane.top_k
+                    copy_weight_grads(own + lane.ids + 4 * first, weight_grads + 4 * first, grads, lane, lane.rank)
+                if far:
+                    far = store_at(lane.seen + 8 * source, record, made, lane.sum_row_bytes) & 1 != 0
+                    streamed |= far
+                term += each_sum
+                if term == terms:
+                    break
     if streamed:
         finish_stores()
 
@@ -249,7 +252,7 @@ def sum_tokens(where, begin, stop):
         ids, of_token = first_ids + 4 * token * lane.top_k, 4 * token * lane.top_k
         if lane.weight_grads:
             zero_bytes(weight_grads + of_token, 4 * lane.top_k)
-        count = destinations(ids, lane, ranks)
+        count = senders(ids, lane, ranks)
         for j in range(count):
             # The list of ranks becomes one of records, in place.
             source, place = load_int64(ranks + 8 * j), token * lane.slots + j

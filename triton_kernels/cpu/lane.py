@@ -33,7 +33,7 @@ RANKS_BYTES = 8 * MAX_WORLD
 #: Numbers of a lane that have the names of `RoundLayout`, in lower case.
 _OF_LAYOUT = (
     "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
-    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums", "weight_grads",
+    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums", "invariant", "weight_grads",
 )  # fmt: skip
 
 #: The addresses of the lane's tensors of these names.
@@ -165,6 +165,24 @@ def destinations(ids, lane, ranks):
     for rank in range(lane.world):
         if load_int64(ranks + 8 * rank) != 0:
             store_int64(ranks + 8 * count, rank)
+            count += 1
+    return count
+
+
+@device
+def senders(ids, lane, ranks):
+    """As `destinations`: the rank that each of a token's sums comes from. With `invariant`, one for each expert."""
+    if not lane.invariant:
+        return destinations(ids, lane, ranks)
+    count = 0
+    for k in range(lane.top_k):
+        owner = owner_of(load_int32(ids + 4 * k), lane)
+        if owner >= 0:
+            place = count
+            while place > 0 and load_int64(ranks + 8 * (place - 1)) > owner:
+                store_int64(ranks + 8 * place, load_int64(ranks + 8 * (place - 1)))
+                place -= 1
+            store_int64(ranks + 8 * place, owner)
             count += 1
     return count
 

@@ -90,6 +90,7 @@ class Case:
     hidden: int
     target: str
     backward: bool = False  # a lane that carries gradients of router weights
+    invariant: bool = False  # a lane to which each expert's row comes home by itself
     rows: str = "floats"  # of experts, for the kernels of RECORD_KERNELS; "records", or "as they are"
 
 
@@ -105,6 +106,9 @@ def cases() -> Iterator[Case]:
                 continue  # see COPIERS
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, sizes[-1], target)
+        for wire in ("int8", "int8+h64") if kernel in ("send_sums", "sum_home") else ():
+            for target in OTHER_TARGETS:
+                yield Case(kernel, wire, sizes[-1], target, invariant=True)
         for wire in BLOCK_TARGETS if kernel not in ("pack", "unpack") else ():
             for target in BLOCK_TARGETS[wire]:
                 yield Case(kernel, wire, sizes[-1], target)
@@ -132,7 +136,9 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     """The launcher of a kernel of the direct round, its arguments, and which of its launches the kernel is."""
     top_k, tokens = 8, 128
     x = torch.empty(tokens, case.hidden, dtype=torch.bfloat16)
-    lane = make_lanes(8, 256, top_k, case.hidden, tokens, case.wire, weight_grads=case.backward)[0]
+    lane = make_lanes(
+        8, 256, top_k, case.hidden, tokens, case.wire, weight_grads=case.backward, invariant=case.invariant
+    )[0]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     out = _expert_rows(case, x)
     sends = lane, out, x.dtype, None, lane.weights if case.backward else None, case.rows == "as they are"

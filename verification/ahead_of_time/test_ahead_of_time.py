@@ -67,6 +67,14 @@ def test_sums_that_bring_gradients_of_router_weights_do_not_spill_either(kernel:
     assert not (kernel in PUBLISHERS and target.startswith("sm_") and check_signals(case))
 
 
+@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], TARGETS))
+def test_single_rows_of_experts_do_not_spill_either(target: str) -> None:
+    for kernel in ("send_sums", "sum_home"):
+        case = Case(kernel, "int8", 7168, target, invariant=True)
+        report = compile_case(case)
+        assert not check(case, report), report
+
+
 @pytest.mark.parametrize("rows", exhaustive_but(["as they are"], ["records", "as they are"]))
 @pytest.mark.parametrize("target", exhaustive_but(["sm_90"], TARGETS))
 def test_experts_rows_that_are_records_do_not_spill_either(rows: str, target: str) -> None:

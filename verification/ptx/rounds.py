@@ -62,10 +62,13 @@ class Rounds:
         max_tokens: int = 3,
         wire: str = "int8",
         weight_grads: bool = False,
+        invariant: bool = False,
         seed: int = 0,
         num_programs: int | None = 2,
     ) -> Rounds:
-        lanes = make_lanes(world, num_experts, top_k, hidden, max_tokens, wire, weight_grads=weight_grads)
+        lanes = make_lanes(
+            world, num_experts, top_k, hidden, max_tokens, wire, weight_grads=weight_grads, invariant=invariant
+        )
         for lane in lanes:
             for name, value in vars(lane).items():
                 if isinstance(value, torch.Tensor):

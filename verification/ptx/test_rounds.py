@@ -14,10 +14,10 @@ from verification.ptx.device import Device
 from verification.ptx.rounds import Rounds
 
 
-def _run(world: int, seed: int, *, hidden: int = 64, weight_grads: bool = False) -> None:
+def _run(world: int, seed: int, *, hidden: int = 64, weight_grads: bool = False, invariant: bool = False) -> None:
     device = Device(ranks=world, races=True, seed=seed, warps="any order")
     with device.patch(queued=True):
-        rounds = Rounds.of(device, world, hidden=hidden, weight_grads=weight_grads, seed=seed)
+        rounds = Rounds.of(device, world, hidden=hidden, weight_grads=weight_grads, invariant=invariant, seed=seed)
         rounds.queue()
         rounds.queue(closing=(1,))
         device.run_queued()
@@ -25,8 +25,9 @@ def _run(world: int, seed: int, *, hidden: int = 64, weight_grads: bool = False)
     assert not device.races.found
 
 
-def test_rounds_of_two_ranks_without_a_race() -> None:
-    _run(2, 0)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rounds_of_two_ranks_without_a_race(invariant: bool) -> None:
+    _run(2, 0, invariant=invariant)
 
 
 @pytest.mark.exhaustive
@@ -40,13 +41,13 @@ def test_rounds_without_a_race(world: int, hidden: int, weight_grads: bool) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wire", ["int4", "int6+h64"])
-def test_every_step_of_a_round_gives_what_plain_torch_gives(wire: str) -> None:
+@pytest.mark.parametrize(("wire", "invariant"), [("int4", False), ("int6+h64", False), ("int8+h64", True)])
+def test_every_step_of_a_round_gives_what_plain_torch_gives(wire: str, invariant: bool) -> None:
     """Phase by phase, so that the memory between the kernels is compared too."""
     generator = torch.Generator().manual_seed(3)
     device = Device(ranks=2, warps="any order")
     with device.patch():
-        lanes = make_lanes(2, 5, 3, 150, 4, wire, align=4, weight_grads=True)
+        lanes = make_lanes(2, 5, 3, 150, 4, wire, align=4, weight_grads=not invariant, invariant=invariant)
         for lane in lanes:
             device.register(f"rank {lane.rank}'s buffer", lane.buffer)
         tokens = [Tokens.random(count, 150, 3, 5, torch.bfloat16, generator) for count in (4, 3)]

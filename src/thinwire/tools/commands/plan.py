@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
     request = Request(
         options.ranks, options.experts, options.top_k, options.hidden, options.max_tokens, options.wire,
-        options.combine_wire, options.grad_wire, options.transport, options.lanes, options.align, options.heap,
-        options.hosts, getattr(torch, options.dtype),
+        options.combine_wire, options.grad_wire, options.transport, options.lanes, options.align,
+        options.invariant, options.heap, options.hosts, getattr(torch, options.dtype),
     )  # fmt: skip
     results = None if options.fit is None else read_results(options.fit)
     fits = None if results is None else fits_for(request, results)

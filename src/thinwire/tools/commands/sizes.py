@@ -27,6 +27,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--transport", default="auto", help="auto, direct or staged (auto)")
     sizes.add_argument("--lanes", type=int, default=1, metavar="N", help="rounds open at once (1)")
     sizes.add_argument("--align", type=int, default=1, metavar="N", help="alignment of each expert's rows (1)")
+    sizes.add_argument("--invariant", action="store_true", help="the same result on any number of ranks, in more bytes")
     sizes.add_argument("--heap", default="cuda", help="cuda; posix or threads for CPU ranks (cuda)")
 
 

@@ -40,6 +40,7 @@ class Request:
     transport: str = "auto"
     lanes: int = 1
     align: int = 1
+    invariant: bool = False
     heap: str = "cuda"
     hosts: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -52,17 +53,18 @@ class Request:
             self.ranks, self.experts, self.top_k, self.hidden, self.max_tokens, rank=rank, heap=self.heap,
             wire=self.wire, combine_wire=self.combine_wire, grad_wire=self.grad_wire,
             transport="staged" if self.hosts > 1 else self.transport, lanes=self.lanes, align=self.align,
-            dtype=self.dtype,
+            invariant=self.invariant, dtype=self.dtype,
         )  # fmt: skip
         spread = f"ranks of {self.hosts} hosts do not share memory"
         return replace(plan, reason=spread) if self.hosts > 1 else plan
 
     def legs(self, transport: str, wire: str | WireFormat | None = None) -> tuple[Leg, Leg]:
-        """Dispatch and combine, with `wire` on both instead of their own."""
+        """Dispatch and combine; or ordinary ones with `wire` on both instead of their own."""
         settings = ParallelSettings.of(
             self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
             combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,
-            align=self.align, num_programs=None, timeout=None, dtype=self.dtype,
+            align=self.align, invariant=self.invariant and wire is None, num_programs=None, timeout=None,
+            dtype=self.dtype,
         )  # fmt: skip
         return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
 
@@ -122,8 +124,10 @@ def fits_for(request: Request, results: Results) -> dict[str, Fit]:
     """The fits that predict the request's legs: thinwire's, of this wire and transport, with uniform routing.
 
     Raises:
-        ArgumentError: there is none for a leg; the message lists the existing ones.
+        ArgumentError: there is none for a leg; the message lists the existing ones. Or the request is invariant.
     """
+    if request.invariant:
+        raise ArgumentError("fit and invariant were given, expected one of them: what was measured are ordinary rounds")
     fits, memory = fit_results(results), request.memory()
     found = {}
     for leg in request.legs(memory.transport):

@@ -32,7 +32,8 @@ def describe(planned: Planned) -> str:
         lines.append("  nothing is held between calls; messages live as long as a round")
     lines += [
         "",
-        f"bytes of the busiest rank, uniform routing: a token goes to {planned.fan_out:.3f} ranks, its own included",
+        f"bytes of the busiest rank, uniform routing: a token goes to {planned.fan_out:.3f} ranks, its own included"
+        + ", and each of its experts sends a row back" * planned.request.invariant,
         "  leg       wire     bytes a record   rows sent  rows that stay      MB sent   MB as none   saved",
     ]
     for leg, plain in zip(planned.legs, planned.plain, strict=True):

@@ -72,17 +72,20 @@ def plan_traffic(
     if hosts < 1 or ranks % hosts:
         raise ArgumentError(f"hosts is {hosts}, expected a divisor of {ranks} ranks")
     probabilities = reach(settings.num_experts, settings.top_k, ranks)
-    most, total, each = max(probabilities), sum(probabilities), ranks // hosts
-    # The first rank owns as many experts as any, so it receives most; who owns fewest sends most.
-    fewest = min(probabilities)
-    rows = tokens * max(total - fewest, (ranks - 1) * most)
-    rows_within = tokens * max(sum(probabilities[-each:]) - fewest, (each - 1) * most)
-    share = rows_within / rows if rows else 0.0
+    back, each = probabilities, ranks // hosts
+    if settings.invariant:
+        owned = (len(expert_range(settings.num_experts, ranks, rank)) for rank in range(ranks))
+        back = [settings.top_k * number / settings.num_experts for number in owned]
     legs = []
-    for name, wire, (record_bytes, beside) in (
-        ("dispatch", settings.wire, settings.dispatch_bytes(transport, ranks, tokens, dtype)),
-        ("combine", settings.combine_wire, settings.combine_bytes(transport, ranks, dtype)),
+    for name, wire, records, (record_bytes, beside) in (
+        ("dispatch", settings.wire, probabilities, settings.dispatch_bytes(transport, ranks, tokens, dtype)),
+        ("combine", settings.combine_wire, back, settings.combine_bytes(transport, ranks, dtype)),
     ):
+        # The first rank owns as many experts as any, so it receives most; who owns fewest sends most.
+        most, fewest = max(records), min(records)
+        rows = tokens * max(sum(records) - fewest, (ranks - 1) * most)
+        rows_within = tokens * max(sum(records[-each:]) - fewest, (each - 1) * most)
+        share = rows_within / rows if rows else 0.0
         beside_within = beside * (each - 1) / max(1, ranks - 1)
         within = rows * share * record_bytes + beside_within
         between = rows * (1 - share) * record_bytes + beside - beside_within

@@ -53,7 +53,8 @@ class Configuration:
         settings = ParallelSettings.of(
             options.experts, options.top_k, options.hidden, options.max_tokens, wire=options.wire,
             combine_wire=options.combine_wire, grad_wire=options.grad_wire, transport=options.transport,
-            lanes=options.lanes, align=options.align, num_programs=None, timeout=None, dtype=dtype,
+            lanes=options.lanes, align=options.align, invariant=options.invariant, num_programs=None, timeout=None,
+            dtype=dtype,
         )  # fmt: skip
         beside = options.gradients, options.int8_experts, options.collectives, options.all_to_all_v
         return cls(settings, options.ranks, dtype, *beside)
@@ -64,6 +65,7 @@ class Configuration:
         return (
             f"{self.ranks} ranks, {settings.num_experts} experts, top-{settings.top_k}, hidden {settings.hidden_size}, "
             f"{settings.max_tokens} tokens a rank, {name}; {settings.wire} out, {settings.combine_wire} back"
+            + ", invariant" * settings.invariant
             + f", gradients in {settings.grad_wire}" * self.gradients
             + f", int8 experts of {self.int8_experts}" * (self.int8_experts > 0)
             + ", collectives" * self.collectives

@@ -58,12 +58,13 @@ def launch_staged(settings: ParallelSettings, ranks: int, dtype: torch.dtype, gr
     """Kernels of a round through the process group, and of its backward."""
     hidden, top_k = settings.hidden_size, settings.top_k
     index = torch.empty(1, dtype=torch.int64, device=META)
-    positions = torch.empty(1, top_k, dtype=torch.int64, device=META)
-    weights = torch.empty(1, top_k, device=META, dtype=torch.float32)
-    home = torch.empty(1, min(top_k, ranks), dtype=torch.int64, device=META)
     row = torch.empty(1, hidden, dtype=dtype, device=META)
-    legs = [(settings.wire, settings.combine_wire)] + [(settings.grad_wire, settings.grad_wire)] * gradients
-    for wire, back in legs:
+    for legs in (settings, settings.of_backward)[: 1 + gradients]:
+        wire, back = legs.wire, legs.combine_wire
+        terms, slots = (1, top_k) if legs.invariant else (top_k, min(top_k, ranks))
+        positions = torch.empty(1, terms, dtype=torch.int64, device=META)
+        weights = torch.empty(1, terms, device=META, dtype=torch.float32)
+        home = torch.empty(1, slots, dtype=torch.int64, device=META)
         message, sent_back = _records(wire, hidden, dtype, settings.message_bytes(dtype)), _records(back, hidden, dtype)
         pack.pack_rows(row, wire, index, message)
         pack.unpack_rows(message, wire, index, index, row)
