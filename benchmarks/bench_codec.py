@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.triton_kernels import pack as triton_pack
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

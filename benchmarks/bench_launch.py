@@ -38,9 +38,9 @@ import thinwire as tw
 from benchmarks import timing
 from tests.helpers.stub_driver import StubDriver, stub_driver
 from thinwire.comm import Communicator
+from thinwire.fused.all_to_all import open_channel
 from thinwire.fused.collective import open_collectives
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.direct import open_channel
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks

@@ -41,9 +41,8 @@ from thinwire.tools.bench import baselines, operations
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere, label_of
 from thinwire.tools.bench.measure import measure
 from thinwire.tools.bench.mpi import NAME, OpenMPI
-from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.options import Settings, parse_bytes
 from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
-from thinwire.tools.bench.sizes import parse_bytes
 
 COLUMNS = {
     "operation": "s", "size": "d", "rows": "d", "what": "s", "us": ".1f", "least": ".1f", "most": ".1f",

@@ -21,9 +21,8 @@ from benchmarks import link, timing
 from thinwire.comm import Communicator
 from thinwire.tools.bench.launch import content_of, print_end
 from thinwire.tools.bench.machine import in_words
-from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.options import Settings, parse_rate
 from thinwire.tools.bench.session import Results, run_session
-from thinwire.tools.bench.sizes import parse_rate
 from thinwire.tools.commands import bench
 
 

@@ -1,6 +1,6 @@
 """What the scripts here share: their command line, their tables and the files that they write.
 
-How times are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.machine`'s.
+How times of ranks are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.machine`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from thinwire.testing import run_ranks
 from thinwire.tools.bench.machine import commit, machine
-from thinwire.tools.bench.timing import Laps, Times, captured, interleaved, interleaved_over_ranks, median_ratio
+from thinwire.tools.bench.timing import Laps, Times, interleaved_over_ranks, median_ratio, sampler
 
 __all__ = [
     "Laps",
@@ -42,6 +42,41 @@ __all__ = [
     "verdict",
     "write_json",
 ]
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    limits: Mapping[str, int] | None = None,
+) -> Times:
+    """Seconds of each call, `repeats` rounds of all functions in turn after one that does not count.
+
+    `limits` gives slow functions fewer rounds, the first ones. On a GPU the times are those between two events, so a
+    function should hold enough work to hide its launches, or be `captured`.
+    """
+    sample = sampler(device)
+    times: Times = {name: [] for name in functions}
+    for function in functions.values():
+        sample(function)
+    for number in range(repeats):
+        for name, function in functions.items():
+            if number < (limits or {}).get(name, repeats):
+                times[name].append(sample(function))
+    return times
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """The function as a CUDA graph: its kernels without the time that Python takes to launch them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()  # compiles what is not compiled yet
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def parser(description: str | None, repeats: int | None, timeout_of: str | None = None) -> argparse.ArgumentParser:

@@ -51,12 +51,12 @@ DEFAULT_TIMEOUT = 30.0
 
 
 class Settings(NamedTuple):
-    """What a communicator hands on to those that are made from it."""
+    """What a communicator hands on to those that are made from it, and what `init` is asked for."""
 
-    device: torch.device | str
-    timeout: float
-    integrity: str | None
-    quorum: str | None
+    device: torch.device | str | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    integrity: str | None = None
+    quorum: str | None = None
 
 
 class Communicator(Collectives):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError
-from thinwire.fused.channel import Channel, RecvBuffer, Route, traffic_of
+from thinwire.fused.backend import select_backend
+from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout, traffic_of
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import (
     Counts,
@@ -28,14 +30,16 @@ from thinwire.fused.counts import (
     receive_segments,
     send_segments,
 )
-from thinwire.fused.direct import open_channel
+from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.gradients import Operation
+from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.prepared import PreparedCall, check_out, named_wires, prepared
 from thinwire.fused.staged_all_to_all import StagedRows
-from thinwire.fused.transport import choose
+from thinwire.fused.transport import choose, open_direct, uses_triton
 from thinwire.wire import WireFormat
 
+_KEY = "all_to_all_v"  # under which a communicator keeps its channel
 _MOST_ROWS = 1 << 40  # that are tried to be allocated
 _INTS = frozenset([int])
 
@@ -311,3 +315,34 @@ def _compare_with_peers(
                     f"{received[source]} from rank {source}"
                 )
     return [sent[comm.rank] for sent, _, _ in everyone]
+
+
+def open_channel(
+    comm: Communicator, wire: WireFormat | None = None, piece_bytes: int | None = None, pieces: int = PIECES
+) -> Channel | StagedRows:
+    """The communicator's channel, or what does without. Made at the first call, which is collective.
+
+    Args:
+        wire: what the call at hand wants to send; looked at in the first call only, as are the others.
+        piece_bytes, pieces: see `channel_layout`.
+
+    Raises:
+        TransportUnavailable: no backend can quantise for this wire, on any transport. Raised before peers are asked.
+        ConfigMismatch, PeerTimeout: see `open_direct`.
+    """
+
+    def new() -> Channel | StagedRows:
+        if wire is not None and wire.quantized:
+            select_backend(comm.device, wire)
+        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
+        settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
+        # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
+        on_device = uses_triton(comm)
+
+        def make(memory: SymmetricMemory, crowded: bool) -> Channel:
+            ends = memory, layout, comm.rank, comm.timeout, comm.voters
+            return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm.cpu_share.threads, crowded)
+
+        return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, StagedRows)
+
+    return comm.attached(_KEY, new)

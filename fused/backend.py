@@ -12,11 +12,10 @@ import torch
 
 from thinwire.errors import TransportUnavailable
 from thinwire.log import LOGGER
-from thinwire.triton_kernels import pack, sums
-from thinwire.triton_kernels.cache_keys import settle_cache_keys
+from thinwire.triton_kernels import expert_gemm, pack, sums
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS, HAS_NUMBA, JIT_DISABLED
-from thinwire.triton_kernels.support import require_wire_support
+from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.wire import WireFormat
 
 __all__ = [
@@ -24,9 +23,13 @@ __all__ = [
     "Backend",
     "RoundKernels",
     "reference_backend",
+    "require_wire_support",
     "select_backend",
+    "select_expert_gemm",
     "select_round_kernels",
 ]
+
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,24 @@ def _select(
     return backend
 
 
+def require_wire_support(wire: WireFormat, capability: tuple[int, int]) -> None:
+    """Refuses a wire format that a CUDA device of this compute capability does not support.
+
+    The codec's e4m3 arithmetic is integer arithmetic and would compile for sm_80; Triton's own float8 type does not,
+    nor do experts that compute in float8, so the error advises int8 there: as many bytes, a quarter of the error.
+
+    Raises:
+        TransportUnavailable: `fp8` below compute capability 8.9.
+
+    >>> require_wire_support(WireFormat.parse("int8"), (8, 0))
+    """
+    if wire.name == "fp8" and capability < _FP8_CAPABILITY:
+        raise TransportUnavailable(
+            f"wire format {str(wire)!r} needs a GPU of compute capability 8.9 or newer, this one has "
+            f"{capability[0]}.{capability[1]}; use int8, which takes as many bytes with a quarter of the error"
+        )
+
+
 @dataclass(frozen=True)
 class RoundKernels:
     """The kernels of a round over peers' memory, in the order in which a round calls them.
@@ -130,6 +151,22 @@ def select_round_kernels(backend: Backend, threads: int = 1) -> RoundKernels:
     return RoundKernels(
         send_tokens, dispatch.wait, permute.route, gather, send_sums, dispatch.close_round, sum_home, dispatch.refuse
     )
+
+
+def select_expert_gemm(device: torch.device, wire: WireFormat) -> Callable[..., None]:
+    """The product, with the contract of `thinwire.triton_kernels.expert_gemm.expert_gemm`.
+
+    Raises:
+        TransportUnavailable: there are no kernels for the device.
+    """
+    name = select_backend(device, wire).name
+    if name == "triton":
+        return expert_gemm.expert_gemm
+    if name == "numba":
+        from thinwire.triton_kernels.cpu import expert_gemm as cpu_expert_gemm  # GPU ranks do without numba
+
+        return cpu_expert_gemm.expert_gemm
+    return expert_gemm.expert_gemm_reference
 
 
 def _triton(device: torch.device, reason: str) -> Backend:

@@ -20,11 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from thinwire.comm.exchange import Exchange
-from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
 from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer
 from thinwire.fused.counts import Segments
@@ -32,7 +31,7 @@ from thinwire.fused.direct_transport import BEFORE_CAPTURE
 from thinwire.fused.row_signature import describe_difference, signature_of
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
-from thinwire.triton_kernels.leg_layout import MOST_ROWS, LegLayout
+from thinwire.triton_kernels.leg_layout import MOST_ROWS
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS
 from thinwire.wire import WireFormat
@@ -73,16 +72,10 @@ class DeviceChannel(Channel):
 
     remark = ", by Triton's kernels"
 
-    def __init__(
-        self,
-        memory: SymmetricMemory,
-        layout: LegLayout,
-        rank: int,
-        timeout: float,
-        voters: Exchange | None = None,
-    ) -> None:
-        super().__init__(memory, layout, rank, timeout, voters)
-        self.always_looks = not self.on_gpu  # at headers and reports, after each wait
+    @cached_property
+    def always_looks(self) -> bool:
+        """Whether it looks at headers and reports after each wait: on a GPU that would wait for the device."""
+        return not self.on_gpu
 
     def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> DeviceRowFormat:
         """Never forgotten: captured graphs go on reading its words on the device."""

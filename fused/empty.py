@@ -21,7 +21,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.calls import Attachment
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.errors import ArgumentError, TransportUnavailable
-from thinwire.fused.direct import open_channel
+from thinwire.fused.all_to_all import open_channel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import on_communicator
 from thinwire.fused.transport import uses_triton

@@ -19,10 +19,9 @@ from thinwire.comm.exact.p2p import extent
 from thinwire.comm.exact.reductions import Reduction
 from thinwire.comm.tensors import is_plain, overwrite, require_dense
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, TransportUnavailable
-from thinwire.fused.codec import default_wire, require_float
+from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
+from thinwire.fused.codec import FLOAT_DTYPES, default_wire, require_float, resolve_wire
 from thinwire.fused.gradients import Operation, require_linear, with_gradient
-from thinwire.fused.size_switch import is_auto, resolve_wires
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
@@ -123,21 +122,40 @@ def named_wires(
 ) -> Sequence[str | WireFormat | None]:
     """The wires of a call's legs, with what None and "auto" stand for at this moment.
 
+    "auto" is `none` for tensors below `comm.auto_bytes`, as quantising those takes longer than it saves, and for what
+    is no float. From which size on it pays depends on the operation, the ranks and what is between them: `thinwire
+    bench` shows it. THINWIRE_AUTO_BYTES sets it, for all operations; it must be the same on all ranks.
+
     Args:
         alike: whether all ranks' messages have one size.
         op: of a reduction; only sums are quantised.
+
+    Raises:
+        WireFormatError: "auto" for messages of different sizes, or THINWIRE_WIRE names no format.
     """
     for wire in wires:
-        if wire is None or is_auto(wire):
+        if wire is None or _is_auto(wire):
             break
     else:
         return wires  # without more ado
-    if any(map(is_auto, wires)):
-        comm.check_device("x", x)
-        if Reduction.of(op, x.dtype).name != "sum":
-            return ["none" if is_auto(wire) else wire for wire in wires]
-        return resolve_wires(comm, what, x, wires, alike)
-    return [default_wire() if wire is None else wire for wire in wires]
+    if not any(map(_is_auto, wires)):
+        return [default_wire() if wire is None else wire for wire in wires]
+    comm.check_device("x", x)
+    chosen = WireFormat("none")
+    if Reduction.of(op, x.dtype).name == "sum":
+        if not alike:
+            raise WireFormatError(
+                f'{what}: wire="auto" needs messages of one size on all ranks, which would take different paths '
+                "otherwise; pass a wire format"
+            )
+        by_default = resolve_wire(None)
+        if x.dtype in FLOAT_DTYPES and x.nbytes >= comm.auto_bytes:
+            chosen = by_default if by_default.quantized else WireFormat.parse("int8")
+    return [chosen if _is_auto(wire) else resolve_wire(wire) for wire in wires]
+
+
+def _is_auto(wire: object) -> bool:
+    return isinstance(wire, str) and wire == "auto"
 
 
 def named_op(comm: Communicator, x: torch.Tensor, op: object) -> object:

@@ -17,9 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm.calls import Attachment
 from thinwire.comm.layouts.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layouts.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
-from thinwire.comm.shared_split import shared_split
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -31,6 +31,8 @@ from thinwire.fused.prepared import check_out
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
+
+_Groups = tuple[tuple[int, ...], ...]
 
 
 @on_communicator
@@ -118,6 +120,24 @@ def redistribute(
     return result
 
 
+class _SharedSplit(Attachment):
+    """A communicator as an attachment of the one that it was split from."""
+
+    def __init__(self, communicator: Communicator, groups: _Groups) -> None:
+        self.communicator, self.groups = communicator, groups
+
+    def describe(self) -> str:
+        return f"split: {len(self.groups)} groups, this rank in one of {self.communicator.size}"
+
+    def close(self) -> None:
+        self.communicator._close_all()
+
+
+def shared_split(comm: Communicator, groups: _Groups) -> Communicator:
+    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
+    return comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), groups)).communicator
+
+
 @dataclass(frozen=True)
 class _Link:
     """How rows travel."""
@@ -126,7 +146,7 @@ class _Link:
     wire: WireFormat
     transport: str
 
-    def among(self, groups: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    def among(self, groups: _Groups) -> dict[str, Any]:
         """The arguments of a collective in which each of the groups is by itself."""
         comm = self.comm if len(groups) == 1 else shared_split(self.comm, groups)
         return {"wire": self.wire, "comm": comm, "transport": self.transport}

@@ -19,9 +19,9 @@ from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.fused.direct_transport import DirectTransport
-from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA, JIT_DISABLED
+from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.wire import WireFormat
 
 #: What `transport=` accepts.
@@ -131,25 +131,11 @@ def open_direct(
         PeerTimeout: a peer did not take part.
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
-    found, described = _open_direct(comm, name, num_bytes, settings, make, staged, generation)
-    comm.log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
-    return found
 
-
-def _open_direct(
-    comm: Communicator,
-    name: str,
-    num_bytes: int,
-    settings: Mapping[str, Setting],
-    make: Callable[[SymmetricMemory, bool], _T],
-    staged: Callable[[str, str, bool], _S],
-    generation: int,
-) -> tuple[_T | _S, str]:
-    """As `open_direct`, and what is to be told of it: once all ranks know that they have it, nothing may fail."""
-
-    def refusal(reason: str, no_memory: bool = False) -> tuple[_S, str]:
+    def refusal(reason: str, no_memory: bool = False) -> _S:
         found = staged(name, reason, no_memory)
-        return found, f"{name}: staged, as {reason}"
+        comm.log(f"{name}: staged, as {reason}")
+        return found
 
     if comm.integrity != "none":  # alike on all ranks
         return refusal("checksums (integrity='checksum') are of messages, and the direct transport sends none")
@@ -185,7 +171,9 @@ def _open_direct(
             raise TransportUnavailable(f"{name}: rank {rank} could not use its memory: {text}") from problem
     if isinstance(made, DirectTransport):
         made.peers_calls = peers_calls
-    return made, described
+    # Once all ranks know that they have it, nothing may fail: so it was described before.
+    comm.log(described if described.startswith(f"{name}: ") else f"{name}: {described}")
+    return made
 
 
 def _own_cores() -> list[int]:

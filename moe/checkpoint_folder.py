@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder: which file holds a tensor, and pieces of tensors by their bytes.
+"""A Hugging Face checkpoint folder: its configuration, which file holds a tensor, and pieces of tensors by their bytes.
 
 The folder holds `config.json`, and either `model.safetensors` or `model.safetensors.index.json` with the files that its
 `weight_map` names. All of it may come from a stranger. Files are read at the places their headers give, after those
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.comm.shaped_json import parse
+from thinwire.comm.tensors import is_int
 from thinwire.errors import CheckpointError
 from thinwire.files import open_regular
 from thinwire.moe.safetensors_header import LENGTH_BYTES, MOST_HEADER_BYTES, StoredTensor, parse_header
 
-__all__ = ["CONFIG", "INDEX", "SINGLE", "CheckpointFolder"]
+__all__ = ["CONFIG", "INDEX", "SINGLE", "CheckpointFolder", "ModelConfig"]
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -292,3 +293,43 @@ def write_at(descriptor: int, octets: memoryview, offset: int) -> None:
     done = 0
     while done < len(octets):
         done += os.pwritev(descriptor, [octets[done : done + _MOST_AT_ONCE]], offset + done)
+
+
+class ModelConfig:
+    """The values of a folder's config.json, asked for one value of a known type at a time.
+
+    Where a name is missing, and there is no default, or its value is of another type, each of these raises
+    CheckpointError, which says what was expected.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._where, self._config = folder.path / CONFIG, folder.config
+
+    def get(self, names: str | tuple[str, ...], accepted: str, fits: Callable[[Any], bool], default: Any = None) -> Any:
+        """The value of the first of these names that is there, or the default, if there is one."""
+        names = (names,) if isinstance(names, str) else names
+        for name in names:
+            if name in self._config:
+                value = self._config[name]
+                if not fits(value):
+                    raise CheckpointError(f"{self._where} has {name} {repr(value)[:80]}, expected {accepted}")
+                return value
+        if default is None:
+            raise CheckpointError(f"{self._where} lacks {' or '.join(names)}, expected {accepted}")
+        return default
+
+    def size(self, names: str | tuple[str, ...], default: int | None = None) -> int:
+        return int(self.get(names, "an int of at least 1", lambda value: is_int(value, 1), default))
+
+    def truth(self, name: str, default: bool) -> bool:
+        return bool(self.get(name, "true or false", lambda value: isinstance(value, bool), default))
+
+    def number(self, name: str, default: float) -> float:
+        return float(
+            self.get(
+                name, "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), default
+            )
+        )
+
+    def one_of(self, name: str, accepted: tuple[str, ...], default: str) -> str:
+        return str(self.get(name, " or ".join(map(repr, accepted)), lambda value: value in accepted, default))

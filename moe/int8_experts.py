@@ -10,8 +10,8 @@ from torch import nn
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, RoutingError, WireFormatError
+from thinwire.fused.backend import select_expert_gemm
 from thinwire.fused.counts import new_rows
-from thinwire.fused.expert_gemm import select_expert_gemm
 from thinwire.moe.compiled_round import uncompiled
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.experts import GroupedExperts

@@ -27,7 +27,7 @@ from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Link, RoundGradients, Wants, once
 from thinwire.moe.legs import StartedDispatch, Tokens
 from thinwire.operators import OPS, differentiable, operator, registered
-from thinwire.triton_kernels.codec import sum_dtype
+from thinwire.triton_kernels.codec_reference import sum_dtype
 
 
 class _Parallel(Protocol):

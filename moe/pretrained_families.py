@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import CheckpointError
-from thinwire.moe.checkpoint_folder import CONFIG, CheckpointFolder
+from thinwire.moe.checkpoint_folder import CONFIG, CheckpointFolder, ModelConfig
 from thinwire.moe.experts import ClampedSwiGLU
-from thinwire.moe.model_config import ModelConfig
 from thinwire.moe.routing import RouterConfig
 
 __all__ = ["FAMILIES", "LayerPlan", "Piece", "plan_layer"]

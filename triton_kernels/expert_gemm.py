@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from thinwire.triton_kernels.codec import encode_tile, group_amax, quantize_reference, round_reference
+from thinwire.triton_kernels.codec import encode_tile, group_amax
+from thinwire.triton_kernels.codec_reference import quantize_reference, round_reference
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import store_float32
 from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 
 from thinwire.errors import WireFormatError
-from thinwire.triton_kernels.blocks_reference import rotated_reference
+from thinwire.triton_kernels.codec_reference import rotated_reference
 from thinwire.wire import BLOCK, WireFormat
 
 _ALIGNMENT = 16  # bytes, of rows
@@ -72,10 +72,6 @@ class Int8Weights:
         padding = -channels.shape[2] % _ALIGNMENT
         payload = torch.nn.functional.pad(payload, (0, padding)).contiguous()
         return cls(payload, scales.contiguous(), channels.shape[2], gate is not None, activate)
-
-    def dequantised(self) -> torch.Tensor:
-        """The weights that they encode, float32 [experts, inward, channels]."""
-        return ((self.payload * self.scales.unsqueeze(2))[:, :, : self.inward]).transpose(1, 2)
 
 
 def require_int8_sums(wire: WireFormat, hidden: int) -> None:

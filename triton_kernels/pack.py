@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.codec import dequantize_reference, dequantize_row, quantize_reference, quantize_row
+from thinwire.triton_kernels.codec import dequantize_row, quantize_row
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.wire import WireFormat

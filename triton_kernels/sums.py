@@ -22,18 +22,20 @@ import torch
 
 from thinwire.triton_kernels.blocks import rotated, rotated_back
 from thinwire.triton_kernels.codec import (
-    dequantize_reference,
     group_amax,
     load_record_tile,
+    store_record_tail,
+    store_record_tile,
+    store_rounded_tile,
+    tile_columns,
+)
+from thinwire.triton_kernels.codec_reference import (
+    dequantize_reference,
     quantize_reference,
     round_reference,
     row_reference,
     scaled_reference,
-    store_record_tail,
-    store_record_tile,
-    store_rounded_tile,
     sum_dtype,
-    tile_columns,
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import load_float32, saturated, widened

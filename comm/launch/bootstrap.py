@@ -197,19 +197,19 @@ def init(
     if rank_table is not None:
         table = RankTable.load(rank_table)
         world_size = table.size if world_size is None else world_size
-    domains = current_domains()
+    domains, wanted = current_domains(), Settings(device, timeout, integrity, quorum)
     found = domains.find(domain)
     if found is not None:
-        _require_compatible(found, rank, world_size, device, timeout, integrity, quorum)
+        _require_compatible(found, rank, world_size, wanted)
         return domains.choose(found)
     world = domains.find(None)
     made = world is None
     if world is None:
         if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
-        world = _join(rank, world_size, table, device, timeout, integrity, quorum)
+        world = _join(rank, world_size, table, wanted)
     else:
-        _require_compatible(world, rank, world_size, None, DEFAULT_TIMEOUT)
+        _require_compatible(world, rank, world_size, Settings())
     try:
         digest = None if table is None else hashlib.sha256(repr(table.entries).encode()).hexdigest()[:16]
         world.require_same("thinwire.init", {"domain": domain, "rank_table": digest})
@@ -222,7 +222,7 @@ def init(
         world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
     if domain is None:
         return domains.choose(world)
-    opened = _open_domain(world, domain, device, timeout, integrity, quorum)
+    opened = _open_domain(world, domain, wanted)
     if not opened.in_process:
         atexit.register(opened._close_all)  # before the world, see below
     domains.by_name[domain] = opened
@@ -282,24 +282,17 @@ def as_communicator(comm: Group) -> Communicator:
     return comm if isinstance(comm, Communicator) else current_domains().of_group(*group_of(comm))
 
 
-def _join(
-    rank: int | None,
-    world_size: int | None,
-    table: RankTable | None,
-    device: torch.device | str | None,
-    timeout: float,
-    integrity: str | None,
-    quorum: str | None,
-) -> Communicator:
+def _join(rank: int | None, world_size: int | None, table: RankTable | None, wanted: Settings) -> Communicator:
     """The communicator of the domain None."""
+    device = wanted.device
     if dist.is_initialized():
-        for name, wanted, present in (
+        for name, passed, present in (
             ("rank", rank, dist.get_rank()),
             ("world_size", world_size, dist.get_world_size()),
         ):
-            if wanted not in (None, present):
+            if passed not in (None, present):
                 raise ThinwireError(
-                    f"{name}={wanted} was passed, but torch.distributed is initialised already with {name} {present}"
+                    f"{name}={passed} was passed, but torch.distributed is initialised already with {name} {present}"
                 )
         info = origin = None
         if table is not None:
@@ -309,15 +302,14 @@ def _join(
                 device = "cuda"
             origin = Origin(f"torch.distributed's default group, and {info.source}", "as the rank table says")
         chosen = _choose_device(device, info)[0] if device is not None else None
-        return Communicator(device=chosen, timeout=timeout, integrity=integrity, quorum=quorum, _origin=origin)
+        return Communicator(**wanted._replace(device=chosen)._asdict(), _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
     on_loopback = info.address is None or is_loopback(info.address[0])
-    _make_group(info, chosen_device, timeout, on_loopback)
+    _make_group(info, chosen_device, wanted.timeout, on_loopback)
     try:
         origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
-        settings = Settings(chosen_device, timeout, integrity, quorum)
-        world = Communicator(**settings._asdict(), _origin=origin)
+        world = Communicator(**wanted._replace(device=chosen_device)._asdict(), _origin=origin)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -326,15 +318,9 @@ def _join(
     return world
 
 
-def _open_domain(
-    world: Communicator,
-    name: str,
-    device: torch.device | str | None,
-    timeout: float,
-    integrity: str | None,
-    quorum: str | None,
-) -> Communicator:
+def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicator:
     """A communicator of its own over the ranks of `world`. Collective; all ranks agree on the name already."""
+    device = wanted.device
     if world.in_process and device is not None and torch.device(device).type != world.device.type:
         raise ThinwireError(
             f"device is {str(device)!r}, but these ranks are threads, whose tensors live on {world.device}"
@@ -344,23 +330,17 @@ def _open_domain(
         f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
     )
     settings = Settings(
-        world.device if device is None else device, timeout, integrity or world.integrity, quorum or world.quorum
-    )
+        world.device if device is None else device, wanted.timeout, wanted.integrity or world.integrity,
+        wanted.quorum or world.quorum,
+    )  # fmt: skip
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
     return made
 
 
-def _require_compatible(
-    comm: Communicator,
-    rank: int | None,
-    world_size: int | None,
-    device: torch.device | str | None,
-    timeout: float,
-    integrity: str | None = None,
-    quorum: str | None = None,
-) -> None:
+def _require_compatible(comm: Communicator, rank: int | None, world_size: int | None, asked: Settings) -> None:
+    device, timeout, integrity, quorum = asked
     wanted: dict[str, object] = {
         "rank": rank,
         "world_size": world_size,

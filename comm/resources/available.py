@@ -1,4 +1,4 @@
-"""How much main memory a process can still get.
+"""How much main memory a process can still get, and where Linux says what its control groups may use.
 
 It has to be known before memory is taken: where there is none left, Linux does not refuse, but ends some process.
 """
@@ -11,9 +11,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.comm.resources.control_groups import control_groups
 from thinwire.errors import CapacityError
 
+_ROOT = Path("/sys/fs/cgroup")
 # What a control group's processes may hold: the limit, the use, and the part of it that can be dropped.
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 _VERSION_2 = "memory.max", "memory.current", ("inactive_file", "active_file")
@@ -59,6 +59,29 @@ def _control_group_bytes() -> Iterator[int]:
             continue
         if left is not None:
             yield left
+
+
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's group and of all above it, whose limits hold too, and whether they are version 2's.
+
+    A container may see its own group as the root, under another path: a folder need not be there.
+    """
+    try:
+        memberships = Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux, or not for us to read
+        return
+    for membership in memberships:
+        if membership.count(":") < 2:
+            continue
+        _, controllers, path = membership.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _ROOT / controller if controllers else _ROOT
+        folder = Path(f"{root}{path}")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                break
+            yield group, not controllers
 
 
 def require_available(ranks: int, num_bytes: int, available: int, where: str) -> None:

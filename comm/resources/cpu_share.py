@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from thinwire.comm.resources.control_groups import control_groups
+from thinwire.comm.resources.available import control_groups
 from thinwire.errors import ThinwireError
 
 #: Environment variable that overrides the share: a number of threads, 1 to MOST_THREADS.

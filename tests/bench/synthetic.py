@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.tools.bench.results import COLLECTIVES, EXPERT_OPERATIONS, FORMAT, VERSION
+from thinwire.tools.bench.options import COLLECTIVES, ROUND
+from thinwire.tools.bench.results import FORMAT, VERSION
 
 SERIES = (
     ("thinwire", "int8", "direct"),
@@ -44,12 +45,12 @@ def whole_run(
     series: Any = SERIES,
     tokens: Any = (1, 16, 256, 4096),
     routings: Any = (("uniform", 1.03),),
-    operations: Any = (*EXPERT_OPERATIONS, *COLLECTIVES),
+    operations: Any = (*ROUND, *COLLECTIVES),
 ) -> dict[str, Any]:
     """All operations, sizes and routings of each series, with traffic and load."""
     figures = []
     for operation in operations:
-        for routing, skew in routings if operation in EXPERT_OPERATIONS else ((None, None),):
+        for routing, skew in routings if operation in ROUND else ((None, None),):
             for place, (implementation, wire, transport) in enumerate(series):
                 figures += [
                     figure(
@@ -86,7 +87,7 @@ def odd_runs() -> dict[str, dict[str, Any]]:
     return {
         "a whole run": whole_run(routings=skewed),
         "one figure": results([figure()]),
-        "one of each": results([figure(operation) for operation in (*EXPERT_OPERATIONS, *COLLECTIVES)]),
+        "one of each": results([figure(operation) for operation in (*ROUND, *COLLECTIVES)]),
         "eight peers": whole_run([*SERIES, *((peer, "none", None) for peer in peers)], routings=skewed),
         "every wire": whole_run([("thinwire", f"int8:{2**k}", "direct") for k in range(4, 11)]),
         "six decades": whole_run(tokens=[4**k for k in range(11)]),

@@ -7,8 +7,8 @@ import torch
 
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.tools.bench import checks
+from thinwire.tools.bench.baselines import SeparateInt8
 from thinwire.tools.bench.problems import moved_bound, values
-from thinwire.tools.bench.separate import SeparateInt8
 from thinwire.wire import WireFormat
 
 WIRES = ["int8", "int8:64", "int8:row", "int4", "fp8"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.tools.bench import table
+from thinwire.tools.bench import figures
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Contender
 from thinwire.tools.bench.figures import Sizes, figures_of
@@ -37,13 +37,13 @@ def test_speedups_are_medians_of_the_ratios_within_rounds() -> None:
 
 
 def test_a_line_shows_microseconds_and_gigabytes_or_that_it_is_wrong() -> None:
-    _, line, wrong = (table.line(figure).split() for figure in figures_of(_measured(), SIZES, "gloo"))
+    _, line, wrong = (figures.line(figure).split() for figure in figures_of(_measured(), SIZES, "gloo"))
     assert (
         line
         == "all_gather 4000 4 thinwire int8 - 3000000.0 4000000.0 8000000.0 0.000 0.000 0.000 5.0e-01 0 0.25".split()
     )
     assert wrong == "all_gather 4000 4 other none - WRONG - 7 -".split()
-    heads = table.heading(None, None).splitlines()[-1].split()
+    heads = figures.heading(None, None).splitlines()[-1].split()
     assert heads[:3] == ["operation", "size", "tokens"]
 
 

@@ -18,7 +18,7 @@ from thinwire.testing import run_ranks
 from thinwire.tools.bench import deepep, flashinfer, session
 from thinwire.tools.bench.contender import NotHere
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.installed import on_all_ranks, why_absent
+from thinwire.tools.bench.libraries import on_all_ranks, why_absent
 from thinwire.tools.bench.options import ROUND, Routing, Settings
 from thinwire.tools.bench.session import Results, run_session
 from thinwire.tools.bench.timing import Laps

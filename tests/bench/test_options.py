@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.tools.bench.options import Settings
-from thinwire.tools.bench.sizes import sweep
+from thinwire.tools.bench.options import Settings, sweep
 from thinwire.tools.cli import main
 
 

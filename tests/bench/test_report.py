@@ -19,10 +19,15 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
 from tests.bench.synthetic import figure, odd_runs, results, whole_run
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.report import write_report
+from thinwire.tools.bench.report import write_reports
+from thinwire.tools.bench.results import parse_results
 from thinwire.tools.cli import main
 
 CHROMIUM = shutil.which("chromium")
+
+
+def write_report(run: dict[str, Any], folder: Path) -> list[Path]:
+    return write_reports([parse_results(run, "results")], folder)
 
 
 def page(run: dict[str, Any], folder: Path) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.tools.bench import launch, memory, operations
+from thinwire.tools.bench import launch, machine, operations
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.expert_problem import Round
 from thinwire.tools.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
@@ -256,7 +256,7 @@ def test_a_transport_that_is_not_there_is_skipped_with_its_reason(monkeypatch: p
 
 
 def test_sizes_that_do_not_fit_into_memory_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free", lambda device: 1 << 20)
+    monkeypatch.setattr(machine, "_free", lambda device: 1 << 20)
     results = _run(_with(operations=("all_gather", "moe"), sizes=(6000, 60000), tokens=(1, 1024)))
     assert {line["size_bytes"] for line in results.figures} == {6000, 2 * HIDDEN}
     reasons = {entry["implementation"]: entry["reason"] for entry in results.skipped}
@@ -267,7 +267,7 @@ def test_sizes_that_do_not_fit_into_memory_are_skipped_with_a_reason(monkeypatch
 def test_a_run_that_could_measure_nothing_has_not_succeeded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "_free", lambda device: 1)
+    monkeypatch.setattr(machine, "_free", lambda device: 1)
     monkeypatch.setattr(launch, "run_ranks", _as_threads)
     assert main(["bench", "all_gather", "-b", "6000", "-e", "6000", "--ranks", "2"]) == 1
     assert "# nothing was measured" in capsys.readouterr().out

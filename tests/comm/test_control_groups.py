@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm.resources.control_groups import control_groups
+from thinwire.comm.resources.available import control_groups
 
 ROOT = Path("/sys/fs/cgroup")
 

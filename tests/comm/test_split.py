@@ -18,7 +18,6 @@ import torch.distributed as dist
 from thinwire.comm import Communicator
 from thinwire.comm.groups import keeps_order
 from thinwire.comm.layouts.layout import Layout
-from thinwire.comm.shared_split import shared_split
 from thinwire.errors import (
     ArgumentError,
     ConfigMismatch,
@@ -27,6 +26,7 @@ from thinwire.errors import (
     ThinwireError,
     TransportUnavailable,
 )
+from thinwire.fused.redistribute import shared_split
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks
 

@@ -15,7 +15,7 @@ import torch
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
 from thinwire.tools.cli import main
-from thinwire.tools.doctor import examine, isolated, one_rank, posix, probe, ranks
+from thinwire.tools.doctor import examine, one_rank, posix, probe, ranks
 from thinwire.tools.doctor.finding import MARKS, Finding
 
 # Each ends in a process in which shared memory between processes cannot be had, and runs `argv` there.
@@ -108,19 +108,19 @@ _LINE = json.dumps({"mark": "ok", "name": "first", "text": "fine", "advice": ""}
 )
 def test_a_program_that_hangs_or_dies_is_said_and_what_it_told_is_kept(code: str, said: str) -> None:
     program = f"print({_LINE!r}, flush=True); print('not JSON', flush=True); {code}"
-    lines, ending = isolated.run_lines([sys.executable, "-S", "-c", program], 1.0)
+    lines, ending = probe.run_lines([sys.executable, "-S", "-c", program], 1.0)
     assert lines == [json.loads(_LINE)] and said in ending
 
 
 def test_a_look_that_ends_badly_is_a_problem_beside_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
-    fine, problem = isolated.look("gpus", 1.0)
+    monkeypatch.setattr(probe, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
+    fine, problem = probe.look("gpus", 1.0)
     assert fine.mark == "ok" and problem.mark == "problem"
     assert "was killed by signal 11; the last thing it told: first" in problem.text
 
 
 def test_a_program_that_cannot_be_started_is_said() -> None:
-    assert isolated.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
+    assert probe.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
 
 
 def test_a_probe_that_raises_is_a_problem_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError
 from thinwire.fused import staged
-from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.fused.direct import open_channel
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 

@@ -26,8 +26,7 @@ from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused import transport
 from thinwire.fused.all_reduce import all_reduce
-from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.direct import open_channel
+from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.transport import Staged, open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat

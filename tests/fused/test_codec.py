@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
 from thinwire.errors import TransportUnavailable, WireFormatError
+from thinwire.fused.backend import require_wire_support
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.triton_kernels.codec import (
+from thinwire.triton_kernels.codec_reference import (
     dequantize_reference,
     quantize_reference,
     rotated_reference,
     scaled_reference,
 )
-from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 
 HIDDEN_SIZES = st.one_of(st.sampled_from([1, 7, 127, 128, 129, 4096, 7168]), st.integers(1, 2000))

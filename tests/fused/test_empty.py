@@ -28,7 +28,7 @@ from thinwire.errors import (
     ThinwireError,
     TransportUnavailable,
 )
-from thinwire.fused.direct import open_channel
+from thinwire.fused.all_to_all import open_channel
 from thinwire.fused.empty import SymmetricTensors
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks

@@ -29,11 +29,11 @@ import thinwire as tw
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.symmetric import allocate
 from thinwire.errors import ThinwireError
+from thinwire.fused.all_to_all import open_channel
 from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout, open_collectives
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.direct import open_channel
 from thinwire.fused.direct_transport import DirectTransport, compiled_for
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched

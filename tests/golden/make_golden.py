@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.wires import WIRES
-from thinwire.triton_kernels.codec import quantize_reference
+from thinwire.triton_kernels.codec_reference import quantize_reference
 from thinwire.wire import WIRE_VERSION, WireFormat
 
 PATH = Path(__file__).with_name("records.json")

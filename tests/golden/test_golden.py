@@ -10,7 +10,7 @@ import torch
 from tests.golden.make_golden import HIDDEN, PATH, golden_records, golden_row
 from tests.helpers.wires import WIRES, assert_same_bits
 from thinwire.fused.codec import quantize
-from thinwire.triton_kernels.codec import dequantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference
 from thinwire.wire import WIRE_VERSION, WireFormat
 
 GOLDEN = json.loads(PATH.read_text())

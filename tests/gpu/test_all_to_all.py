@@ -20,10 +20,9 @@ from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout
-from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.direct import open_channel
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
 #: Small enough that segments of a few hundred rows go several times round their rings.

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from thinwire.triton_kernels.codec import (
+from thinwire.triton_kernels.codec_reference import (
     dequantize_reference,
     quantize_reference,
     round_reference,

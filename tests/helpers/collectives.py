@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.fused.partition import gathered_parts, split_parts
-from thinwire.triton_kernels.codec import quantize_reference, round_reference, row_reference, scaled_reference
+from thinwire.triton_kernels.codec_reference import quantize_reference, round_reference, row_reference, scaled_reference
 from thinwire.wire import WireFormat
 
 

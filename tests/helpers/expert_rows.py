@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tests.helpers.wires import assert_same_bits, magnitudes
-from thinwire.triton_kernels.codec import quantize_reference
+from thinwire.triton_kernels.codec_reference import quantize_reference
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm_reference
 from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.wire import WireFormat

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
 from thinwire.moe.routing import expert_range
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.round_layout import COMBINE, CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference

@@ -22,14 +22,13 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.channel import FLAT_ROW
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.direct import open_channel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import all_to_all_v as kernels
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 

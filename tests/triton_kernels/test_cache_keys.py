@@ -15,10 +15,10 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.backend import _triton
 from thinwire.fused.transport import _why_not
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cache_keys import settle_cache_keys
 from thinwire.triton_kernels.collective import gather_recv_kernel, reduce_kernel
 from thinwire.triton_kernels.combine import send_sums_kernel, sum_home_kernel
 from thinwire.triton_kernels.dispatch import send_tokens_kernel, wait_kernel
+from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.triton_kernels.pack import pack_kernel, unpack_kernel
 from thinwire.triton_kernels.permute import gather_kernel
 

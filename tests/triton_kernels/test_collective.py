@@ -22,9 +22,7 @@ from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.comm import Communicator, SymmetricMemory, allocate
 from thinwire.fused.collective import collective_layout
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.codec import (
-    quantize_reference,
-)
+from thinwire.triton_kernels.codec_reference import quantize_reference
 from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
 from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import checksum, codec, pack, sums
+from thinwire.triton_kernels import checksum, pack, sums
 from thinwire.triton_kernels.checksum_seed import seed_of
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -32,7 +33,7 @@ def _poisoned_records(rows: int, row_bytes: int) -> tuple[torch.Tensor, torch.Te
 
 def _check_codec(spec: str, x: torch.Tensor) -> None:
     wire = WireFormat.parse(spec)
-    expected = codec.quantize_reference(x, wire)
+    expected = quantize_reference(x, wire)
     records, whole = _poisoned_records(*expected.shape)
     pack.pack_rows(x, wire, None, records)
     assert torch.equal(records, expected), f"records of {spec} {x.dtype} {list(x.shape)}"
@@ -40,7 +41,7 @@ def _check_codec(spec: str, x: torch.Tensor) -> None:
     for dtype in DTYPES if wire.quantized else (x.dtype,):
         out = torch.full((x.shape[0], x.shape[1] + 3), 7.0, dtype=dtype)
         pack.unpack_rows(records, wire, None, None, out[:, : x.shape[1]])
-        rows = codec.dequantize_reference(expected, wire, x.shape[1], dtype)
+        rows = dequantize_reference(expected, wire, x.shape[1], dtype)
         assert_same_bits(f"{spec} to {dtype}", rows, out[:, :-3], any_nan=not wire.quantized)
         assert (out[:, -3:] == 7.0).all(), "elements behind a row were written"
 
@@ -115,7 +116,7 @@ def _check_combine(spec: str, hidden: int) -> None:
         if wire.quantized:
             assert torch.equal(records, expected), spec
         else:  # which NaN a sum gives is the hardware's affair
-            rows = [codec.dequantize_reference(r, wire, hidden, target) for r in (expected, records)]
+            rows = [dequantize_reference(r, wire, hidden, target) for r in (expected, records)]
             assert_same_bits(spec, *rows)
             assert torch.equal(records[:, hidden * target.itemsize :], expected[:, hidden * target.itemsize :])
         assert (whole[:, expected.shape[1] :] == POISON).all(), spec
@@ -130,7 +131,7 @@ def _combine_records(comm: Communicator) -> None:
     for spec, hidden in [(spec, 150) for spec in WIRES if spec != "none"] + [("int8:row", 9001), ("int8", 9001)]:
         generator, wire = torch.Generator().manual_seed(1), WireFormat.parse(spec)
         rows = torch.randint(0, 256, (9, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
-        rows[4:] = codec.quantize_reference(torch.randn(5, hidden, generator=generator), wire)
+        rows[4:] = quantize_reference(torch.randn(5, hidden, generator=generator), wire)
         positions = torch.tensor([[0, 3, 5], [4, 7, 6], [2, -1, -1], [-1, -1, -1], [8, 5, -1]])
         weights = torch.rand(5, 3, generator=generator)
         records, _ = _poisoned_records(5, wire.row_bytes(hidden))

@@ -1,6 +1,6 @@
 """The codec on the CPU: rows of float32, float16 or bfloat16 to wire records and back.
 
-Equal to `thinwire.triton_kernels.codec` to the last bit; the plain-torch reference there is the reference of this file.
+Equal to `thinwire.triton_kernels.codec` to the last bit. `codec_reference.py` there is the reference of this file too.
 
 `quantize_row` and `dequantize_row` take addresses, so that a kernel elsewhere may quantise a row straight into a peer's
 mapped memory. A layout, `record_layout(...)`, tells them all they must know of the record.

@@ -18,6 +18,7 @@ import torch
 
 from tests.helpers.rounds import make_lanes
 from thinwire.errors import TransportUnavailable
+from thinwire.fused.backend import require_wire_support
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
 from thinwire.triton_kernels import all_to_all_v, checksum, collective, combine, dispatch, pack, permute, sums
@@ -33,7 +34,6 @@ from thinwire.triton_kernels.leg_layout import (
 )
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
-from thinwire.triton_kernels.support import require_wire_support
 from thinwire.wire import WireFormat
 from verification.ahead_of_time.harness import (
     TARGETS,

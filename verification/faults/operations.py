@@ -15,7 +15,7 @@ import thinwire as tw
 from tests.helpers.collectives import all_gathered, all_reduced
 from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 from verification.faults.rules import (
     ALL_GATHER,

@@ -38,7 +38,7 @@ from thinwire.fused.codec import WireRows, dequantize
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.layer import MoELayer
 from thinwire.tools.flight_report import report
-from thinwire.triton_kernels.codec import dequantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference
 from thinwire.triton_kernels.cpu.pack import unpack_rows
 from thinwire.wire import WireFormat
 from verification.fuzz.change import Change, json_behind, json_in_lines, safetensors_header, words_in_lines

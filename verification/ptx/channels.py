@@ -14,7 +14,7 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer, Transfer, channel_layout
 from thinwire.fused.counts import Segments
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from thinwire.wire import WireFormat
 from verification.ptx.collectives import register_ends

@@ -14,7 +14,7 @@ from tests.helpers.rounds import Tokens, arrivals, check_results, home_weight_gr
 from tests.helpers.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan
 from thinwire.triton_kernels import combine, dispatch, permute
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from verification.ptx.device import Device

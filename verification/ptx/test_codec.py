@@ -11,7 +11,7 @@ import torch
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.triton_kernels import pack
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 from verification.ptx.device import Device
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits
 from thinwire.triton_kernels import hardware
-from thinwire.triton_kernels.codec import round_reference
+from thinwire.triton_kernels.codec_reference import round_reference
 from verification.ptx.device import Device
 
 BLOCK = 8192

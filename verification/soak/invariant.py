@@ -26,7 +26,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.plan import merge_repeated_experts
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat
 

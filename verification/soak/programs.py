@@ -33,12 +33,12 @@ from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import PeerTimeout, RoutingError, ThinwireError
-from thinwire.fused.direct import open_channel
+from thinwire.fused.all_to_all import open_channel
 from thinwire.fused.host_channel import HostChannel
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, RanksTimeout, run_ranks
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, round_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference, round_reference
 from thinwire.wire import WireFormat
 
 #: Of another length, all programs would be other ones, and so would those that tests know to show a fault.

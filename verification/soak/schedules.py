@@ -33,7 +33,7 @@ from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.routing import expert_range
 from thinwire.testing import RankError, RanksTimeout, run_ranks
-from thinwire.triton_kernels.codec import (
+from thinwire.triton_kernels.codec_reference import (
     dequantize_reference,
     quantize_reference,
     round_reference,

@@ -21,7 +21,7 @@ import torch
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.errors import WireFormatError
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference, rotated_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference, rotated_reference
 from thinwire.triton_kernels.cpu import codec, pack, sums
 from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
 from thinwire.triton_kernels.cpu.ir import vectors

@@ -24,7 +24,7 @@ from tests.helpers import rounds
 from tests.helpers.wires import DTYPES, assert_same_bits
 from thinwire.errors import RoutingError, WireFormatError
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
-from thinwire.triton_kernels.codec import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.cpu import team
 from thinwire.triton_kernels.cpu.combine import send_sums, sum_home
 from thinwire.triton_kernels.cpu.dispatch import close_round, send_tokens, wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,16 @@ import torch.distributed as dist
 from thinwire.comm import Communicator
 from thinwire.tools.bench import checks, mpi
 from thinwire.tools.bench.checks import Verdict
-from thinwire.tools.bench.contender import Candidate, Contender
+from thinwire.tools.bench.contender import Candidate, Contender, NotHere, of_collective
 from thinwire.tools.bench.mpi import OpenMPI
 from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter, Sum
-from thinwire.tools.bench.separate import SeparateInt8
 from thinwire.wire import WireFormat
 
-COPY = "copy"
+COPY, SYMMETRIC_MEMORY = "copy", "torch symmetric memory"
 EXACT = WireFormat.parse("none")
+_SCALE_BYTES = 2
+#: What torch's kernels over symmetric memory load at once.
+_ALIGNMENT = 16
 #: PyTorch 2.13 has new names for both, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,23 +46,15 @@ def copy(source: torch.Tensor, target: torch.Tensor, operations: tuple[str, ...]
     return Candidate(COPY, "none", None, lambda: Contender(COPY, "none", None, run, judge, sent, (target,)))
 
 
-def _contender(name: str, problem: Problem, call: Callable[[], object], wire: str = "none") -> Contender:
+def _exact(name: str, problem: Problem, call: Callable[[], object]) -> Contender:
     """Of exact collectives: what is moved arrives to the last bit, sums are rounded in some order."""
-
-    def run() -> Mapping[str, torch.Tensor]:
-        call()
-        return {problem.operation: problem.out}
-
-    def judge(operation: str, got: torch.Tensor) -> Verdict:
-        return problem.judge_rounded(got) if isinstance(problem, Sum) else problem.judge(got, EXACT)
-
-    sent = {problem.operation: problem.logical_bytes}
-    return Contender(name, wire, None, run, judge, sent, (problem.out,), (problem.x,))
+    judge = problem.judge_rounded if isinstance(problem, Sum) else partial(problem.judge, wire=EXACT)
+    return of_collective(name, problem, call, judge, problem.logical_bytes)
 
 
 def of_group(problem: Problem, name: str) -> Candidate:
     """The process group's own collective, in the tensor's dtype."""
-    return Candidate(name, "none", None, lambda: _contender(name, problem, _group_call(problem)))
+    return Candidate(name, "none", None, lambda: _exact(name, problem, _group_call(problem)))
 
 
 def _group_call(problem: Problem) -> Callable[[], object]:
@@ -86,25 +81,87 @@ def of_mpi(problem: Problem, world: OpenMPI) -> Candidate:
             call = world.all_to_all_v(x, problem.send_counts, out, problem.recv_counts)
         else:
             call = world.all_gather(x, out)
-        return Candidate(mpi.NAME, "none", None, lambda: _contender(mpi.NAME, problem, call))
+        return Candidate(mpi.NAME, "none", None, lambda: _exact(mpi.NAME, problem, call))
     sum_dtype = world.sum_dtype(dtype)
     wire = "none" if sum_dtype == dtype else str(sum_dtype).removeprefix("torch.")
 
     def make() -> Contender:
         wide, wide_out = x.to(sum_dtype), out.to(sum_dtype)
         reduce = world.reduce_scatter if isinstance(problem, ReduceScatter) else world.all_reduce
-        made = _contender(mpi.NAME, problem, reduce(wide, wide_out), wire)
-        call = made.call
-
-        def run() -> Mapping[str, torch.Tensor]:
-            call()
-            return {problem.operation: wide_out}
-
-        made.call, made.poisoned, made.inputs = run, (wide_out,), (wide,)
-        made.wire_bytes = {problem.operation: problem.logical_bytes * sum_dtype.itemsize / dtype.itemsize}
-        return made
+        call, sent = reduce(wide, wide_out), problem.logical_bytes * sum_dtype.itemsize / dtype.itemsize
+        return of_collective(mpi.NAME, problem, call, problem.judge_rounded, sent, wire, x=wide, out=wide_out)
 
     return Candidate(mpi.NAME, wire, None, make)
+
+
+def of_symmetric_memory(problem: Problem) -> Candidate:
+    """`torch.ops.symm_mem.two_shot_all_reduce_`, of float32 and bfloat16.
+
+    It works in place, on memory of its own: a call copies the tensor there first, and the sum out of it. For ranks that
+    are processes with a GPU each.
+    """
+    return Candidate(SYMMETRIC_MEMORY, "none", None, lambda: _two_shot(problem))
+
+
+def _two_shot(problem: Problem) -> Contender:
+    comm, x, out = problem.comm, problem.x, problem.out
+    if not isinstance(problem, AllReduce):
+        raise NotHere("compared in all_reduce alone")
+    if problem.dtype not in (torch.float32, torch.bfloat16) or x.nbytes % (_ALIGNMENT * comm.size):
+        raise NotHere(f"takes float32 and bfloat16, in multiples of {_ALIGNMENT} bytes for each rank")
+    from torch.distributed import _symmetric_memory
+
+    operations: Any = torch.ops.symm_mem
+    try:
+        buffer = _symmetric_memory.empty(x.shape, dtype=x.dtype, device=x.device)
+        _symmetric_memory.rendezvous(buffer, comm.group.group_name)
+    except RuntimeError as error:
+        raise NotHere(str(error).splitlines()[0]) from error
+    reduce: Callable[..., object] = operations.two_shot_all_reduce_
+
+    def call() -> None:
+        buffer.copy_(x)
+        reduce(buffer, "sum", comm.group.group_name)
+        out.copy_(buffer)
+
+    return of_collective(SYMMETRIC_MEMORY, problem, call, problem.judge_rounded, problem.logical_bytes)
+
+
+class SeparateInt8:
+    """int8 with a bfloat16 scale for each group of consecutive elements, scales behind the elements of a row.
+
+    Raises:
+        NotHere: another format.
+    """
+
+    def __init__(self, wire: WireFormat) -> None:
+        if wire.name != "int8" or wire.row_scale or wire.rotated:
+            raise NotHere("written for int8 in groups alone")
+        self.group, self.qmax = wire.group, wire.qmax
+
+    def row_bytes(self, width: int) -> int:
+        """Of an encoded row of so many elements."""
+        groups = -(-width // self.group)
+        return groups * (self.group + _SCALE_BYTES)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, width] floats to uint8 [rows, row_bytes]."""
+        count, width = rows.shape
+        num_groups = -(-width // self.group)
+        padded = torch.nn.functional.pad(rows, (0, -width % self.group)) if width % self.group else rows
+        groups = padded.float().reshape(count, num_groups, self.group)
+        scales = (groups.abs().amax(-1, keepdim=True) / self.qmax).bfloat16()
+        quantized = (groups / scales.float().clamp_min(1e-38)).round().clamp(-self.qmax, self.qmax).to(torch.int8)
+        payload = quantized.reshape(count, num_groups * self.group).view(torch.uint8)
+        return torch.cat([payload, scales.reshape(count, num_groups).view(torch.uint8)], 1)
+
+    def decode(self, encoded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Back to [rows, width]."""
+        count, groups = encoded.shape[0], -(-width // self.group)
+        payload = encoded[:, : groups * self.group].contiguous().view(torch.int8)
+        scales = encoded[:, groups * self.group :].contiguous().view(torch.bfloat16)
+        floats = payload.view(count, groups, self.group).float() * scales.float().view(count, groups, 1)
+        return floats.view(count, groups * self.group)[:, :width].to(dtype)
 
 
 def quantized_by_hand(problem: Problem, wire: str, group: str) -> Candidate:
@@ -158,14 +215,10 @@ def _quantized(problem: Problem, codec: SeparateInt8, wire: str, name: str) -> C
             total = codec.decode(received, share, torch.float32).sum(0, keepdim=True)
             out.copy_(codec.decode(gather(codec.encode(total)), share, x.dtype).view(-1)[: problem.elements])
 
-    def run() -> Mapping[str, torch.Tensor]:
-        call()
-        return {problem.operation: out}
-
-    def judge(operation: str, got: torch.Tensor) -> Verdict:
+    def judge(got: torch.Tensor) -> Verdict:
         if not isinstance(problem, Sum):
             return problem.judge(got, parsed)
         counts = [max(0, min(share, problem.elements - rank * share)) for rank in range(size)]
         return problem.judge_quantized(got, parsed, counts, -(-share // codec.group) * codec.group)
 
-    return Contender(name, wire, None, run, judge, {problem.operation: sent}, (out,), (x,))
+    return of_collective(name, problem, call, judge, sent, wire)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from thinwire.tools.bench.checks import Verdict
+from thinwire.tools.bench.problems import Problem
 
 
 class NotHere(Exception):
@@ -54,6 +55,28 @@ class Contender:
             tensor.neg_()
         for tensor in self.poisoned:
             tensor.fill_(float("nan"))
+
+
+def of_collective(
+    implementation: str,
+    problem: Problem,
+    call: Callable[[], object],
+    judge: Callable[[torch.Tensor], Verdict],
+    sent_bytes: float,
+    wire: str = "none",
+    transport: str | None = None,
+    x: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> Contender:
+    """One whose `call` reads x and fills `out`, None being the problem's own, which `judge` then compares."""
+    x, filled = problem.x if x is None else x, problem.out if out is None else out
+
+    def run() -> Mapping[str, torch.Tensor]:
+        call()
+        return {problem.operation: filled}
+
+    sent = {problem.operation: sent_bytes}
+    return Contender(implementation, wire, transport, run, lambda _, got: judge(got), sent, (filled,), (x,))
 
 
 def label_of(implementation: str, wire: str, transport: str | None) -> str:

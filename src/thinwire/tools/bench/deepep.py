@@ -2,7 +2,7 @@
 
 Written against `deep_ep.Buffer` of DeepEP 2.1.0, and not run. It moves a row once for each rank that owns one of a
 token's experts, so the rows are sorted by expert behind its dispatch and weighted and summed before its combine, in
-torch operations (`rank_rows`); so is quantising for its e4m3 dispatch.
+torch operations (`libraries`); so is quantising for its e4m3 dispatch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere, label_of
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.installed import on_all_ranks
-from thinwire.tools.bench.rank_rows import by_expert, summed
+from thinwire.tools.bench.libraries import by_expert, on_all_ranks, summed
 from thinwire.tools.bench.timing import Laps
 from thinwire.wire import WireFormat
 

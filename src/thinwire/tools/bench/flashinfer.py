@@ -2,7 +2,7 @@
 
 Written against `flashinfer.comm.MoeAlltoAll` of FlashInfer 0.6.18, and not run. It moves a row once for each rank that
 owns one of a token's experts, into a place for each token of each rank, so rows are sorted by expert behind its
-dispatch and weighted and summed before its combine, in torch operations (`rank_rows`). Rows of a rank arrive in any
+dispatch and weighted and summed before its combine, in torch operations (`libraries`). Rows of a rank arrive in any
 order: each token's number travels with it.
 """
 
@@ -18,8 +18,7 @@ from thinwire.comm import Communicator
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere, label_of
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.installed import on_all_ranks
-from thinwire.tools.bench.rank_rows import by_expert, summed
+from thinwire.tools.bench.libraries import by_expert, on_all_ranks, summed
 from thinwire.tools.bench.timing import Laps
 from thinwire.wire import WireFormat
 

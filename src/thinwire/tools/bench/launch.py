@@ -19,10 +19,9 @@ from thinwire.files import open_to_write, write_file
 from thinwire.testing import run_ranks
 from thinwire.tools.bench.machine import commit, in_words, machine
 from thinwire.tools.bench.options import DEFAULT_RANKS, ROUND, Settings
+from thinwire.tools.bench.results import FORMAT, VERSION, parse_results
 from thinwire.tools.bench.session import THREADS, Results, run_session
 from thinwire.tools.bench.traffic import expert_ids, read_matrix
-
-_FORMAT = {"format": "thinwire bench", "version": 1}
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
@@ -83,9 +82,9 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         if json_file is not None:
             write_file(json_file, text.encode())
         if plot_folder is not None:
-            from thinwire.tools.bench.report import write_report
+            from thinwire.tools.bench.report import write_reports
 
-            for file in write_report(json.loads(text), plot_folder):
+            for file in write_reports([parse_results(json.loads(text), "results")], plot_folder):
                 print(f"# wrote {file}")
     return 1 if results.wrong or not results.figures else 0
 
@@ -127,7 +126,8 @@ def content_of(
     """What is written to JSON: times in seconds, sizes in bytes, bandwidths in bytes a second."""
     routings = list(map(str, settings.routings))
     return {
-        **_FORMAT,
+        "format": FORMAT,
+        "version": VERSION,
         "command": command,
         "commit": commit(),
         "machine": described,

@@ -1,4 +1,4 @@
-"""On what something was measured: the machine, the versions, the commit."""
+"""On what something was measured: the machine, the versions, the commit; and whether its memory suffices for that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.resources.available import available_bytes
 from thinwire.version import VERSION
+
+#: Of what is free, for all ranks that share it.
+_SHARE = 0.5
+#: A check has sums of all elements in float64 and three times in float32, next to the tensors that contenders keep.
+_OF_A_COLLECTIVE = 16
+#: Copies of the rows of experts that contenders hold at once, and bytes of a check for each element of all tokens.
+_ROW_COPIES, _CHECKED_BYTES = 6, 20
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -77,3 +85,27 @@ def commit() -> str | None:
     if (Path(root) / "src" / "thinwire" / "tools" / "bench" / here.name).resolve() != here:
         return None
     return name + ("-dirty" if changes else "")
+
+
+def memory_of_collective(size_bytes: int) -> int:
+    """Bytes that a rank needs for a buffer of so many."""
+    return _OF_A_COLLECTIVE * size_bytes
+
+
+def memory_of_round(tokens: int, hidden: int, top_k: int, ranks: int, itemsize: int) -> int:
+    """Bytes that a rank needs for a round, where experts get equally many rows."""
+    return tokens * hidden * (_ROW_COPIES * top_k * itemsize + _CHECKED_BYTES * ranks)
+
+
+def why_too_large(needed: int, ranks: int, device: torch.device) -> str | None:
+    """Why so many bytes on each of so many ranks are too many for the memory that they share; None if they fit."""
+    free = _free(device)
+    if needed * ranks <= _SHARE * free:
+        return None
+    return f"needs about {needed * ranks / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free"
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()

@@ -16,7 +16,7 @@ from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.tools.bench.checks import Verdict
-from thinwire.tools.bench.contender import Candidate, Contender, label_of
+from thinwire.tools.bench.contender import Candidate, Contender, label_of, of_collective
 from thinwire.tools.bench.expert_problem import Round
 from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
 from thinwire.tools.bench.timing import Laps
@@ -45,16 +45,8 @@ def straight(problem: AllToAll | AllGather) -> Candidate:
 def _collective(problem: Problem, wire: str, transport: str, out: torch.Tensor | None = None) -> Contender:
     out = problem.out if out is None else out
     call, parsed = _call(problem, wire, transport, out), WireFormat.parse(wire)
-
-    def run() -> Mapping[str, torch.Tensor]:
-        call()
-        return {problem.operation: out}
-
-    def judge(operation: str, got: torch.Tensor) -> Verdict:
-        return problem.judge(got, parsed)
-
-    sent = {problem.operation: sent_bytes(problem, parsed)}
-    return Contender(NAME, wire, transport, run, judge, sent, (out,), (problem.x,))
+    judge = partial(problem.judge, wire=parsed)
+    return of_collective(NAME, problem, call, judge, sent_bytes(problem, parsed), wire, transport, out=out)
 
 
 def _call(problem: Problem, wire: str, transport: str, out: torch.Tensor) -> Callable[[], object]:

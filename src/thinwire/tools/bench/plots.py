@@ -13,7 +13,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from thinwire.tools.bench.results import COLLECTIVES, EXPERT_OPERATIONS, Figure, Results, Seconds
+from thinwire.tools.bench.options import COLLECTIVES, ROUND
+from thinwire.tools.bench.results import Figure, Results, Seconds
 from thinwire.tools.bench.style import (
     DARK,
     WIRE_COLOURS,
@@ -67,7 +68,7 @@ def draw(results: Results) -> tuple[list[Picture], list[str]]:
     styles = Styles(_series(figure) for figure in timed)
     pictures: list[Picture | str] = []
     with styled():
-        for operation in EXPERT_OPERATIONS:
+        for operation in ROUND:
             figures = [figure for figure in timed if figure.operation == operation]
             if figures:
                 pictures += [_latency(operation, figures, styles), _skew(operation, figures, styles)]

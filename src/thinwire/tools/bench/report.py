@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import TransportUnavailable
 from thinwire.files import write_file
-from thinwire.tools.bench.results import Figure, Results, Skipped, parse_results
+from thinwire.tools.bench.results import Figure, Results, Skipped
 
 if TYPE_CHECKING:
     from thinwire.tools.bench.plots import Picture
@@ -58,16 +58,6 @@ def require_matplotlib() -> None:
         raise TransportUnavailable(
             "a report needs matplotlib, which is not installed: pip install 'thinwire[bench]'"
         ) from None
-
-
-def write_report(results: dict[str, Any], folder: Path) -> list[Path]:
-    """The report of one run, in the form of its results file, as `write_reports` makes it.
-
-    Raises:
-        ThinwireError: the file has no results.
-        TransportUnavailable: matplotlib is not installed.
-    """
-    return write_reports([parse_results(results, "results")], folder)
 
 
 def write_reports(runs: Sequence[Results], folder: Path) -> list[Path]:

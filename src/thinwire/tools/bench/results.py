@@ -28,14 +28,12 @@ from thinwire.fields import (
     whole,
     within,
 )
+from thinwire.tools.bench.options import MOST_EXPERTS, MOST_RANKS, OPERATIONS
 
 #: What the first two fields of a file say.
 FORMAT, VERSION = "thinwire bench", 1
-#: What is measured: what ranks send all ranks, and what sends tokens to their experts and back.
-COLLECTIVES = ("all_to_all_v", "all_gather", "reduce_scatter", "all_reduce")
-EXPERT_OPERATIONS = ("dispatch", "combine", "moe")
 
-_MOST_RANKS, _MOST_EXPERTS, _MOST_FIGURES, _MOST_SETTINGS = 1024, 1 << 16, 10_000, 200
+_MOST_FIGURES, _MOST_SETTINGS = 10_000, 200
 _COMMAND_CHARACTERS, _LIST_CHARACTERS = 4000, 10_000
 _T = TypeVar("_T")
 
@@ -54,7 +52,7 @@ class Figure:
     """One operation of one size as one implementation does it.
 
     Attributes:
-        operation: one of COLLECTIVES and EXPERT_OPERATIONS.
+        operation: one of `options.OPERATIONS`.
         transport, routing: None where the implementation or the operation has none.
         skew: rows of the busiest rank by the mean over ranks; 1 is balanced.
         tokens: tokens or rows of a rank.
@@ -147,7 +145,7 @@ def parse_results(value: object, source: str) -> Results:
     fields = Fields(value, source)
     for name, wanted in (("format", FORMAT), ("version", VERSION)):
         fields.get(name, just(wanted))
-    ranks = fields.get("ranks", within(1, _MOST_RANKS))
+    ranks = fields.get("ranks", within(1, MOST_RANKS))
     return Results(
         source=source,
         command=fields.get("command", text_of(_COMMAND_CHARACTERS)),
@@ -160,7 +158,7 @@ def parse_results(value: object, source: str) -> Results:
         figures=fields.get("figures", list_of(_figure, _MOST_FIGURES)),
         skipped=fields.get("skipped", list_of(_skipped, _MOST_FIGURES)),
         traffic=fields.get("traffic", or_none(_square(ranks))),
-        expert_load=fields.get("expert_load", or_none(_not_empty(list_of(_rows, _MOST_EXPERTS)))),
+        expert_load=fields.get("expert_load", or_none(_not_empty(list_of(_rows, MOST_EXPERTS)))),
         copy_bandwidth=fields.get("copy_bandwidth", or_none(_positive(_bandwidth))),
         link_bandwidth=fields.get("link_bandwidth", or_none(_positive(_bandwidth))),
     )
@@ -226,7 +224,7 @@ def _seconds(value: object) -> Seconds:
 def _figure(value: object) -> Figure:
     fields = Fields(value, "")
     return Figure(
-        operation=fields.get("operation", one_of((*COLLECTIVES, *EXPERT_OPERATIONS))),
+        operation=fields.get("operation", one_of(OPERATIONS)),
         implementation=fields.get("implementation", text),
         wire=fields.get("wire", text),
         transport=fields.get("transport", or_none(text)),

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
+from thinwire.tools.bench.baselines import SeparateInt8
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, label_of
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.separate import SeparateInt8
 from thinwire.tools.bench.timing import Laps
 from thinwire.wire import WireFormat
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.tools.bench import baselines, deepep, flashinfer, memory, mpi, symmetric_memory, table
+from thinwire.tools.bench import baselines, deepep, flashinfer, machine, mpi
 from thinwire.tools.bench.contender import Candidate, NotHere
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.figures import Sizes, figures_of
-from thinwire.tools.bench.installed import why_absent
+from thinwire.tools.bench.figures import Sizes, figures_of, heading, line
+from thinwire.tools.bench.libraries import why_absent
 from thinwire.tools.bench.measure import measure
 from thinwire.tools.bench.mpi import OpenMPI
 from thinwire.tools.bench.operations import collective, expert_round, straight
@@ -92,7 +92,7 @@ class Session:
                     self._skip(option, "ranks that are threads have no process group")
         self._has_symmetric_memory = self.comm.device.type == "cuda" and self.group is not None
         if "symmetric_memory" in chosen and not self._has_symmetric_memory:
-            self._skip(symmetric_memory.NAME, "it is for processes with a GPU each")
+            self._skip(baselines.SYMMETRIC_MEMORY, "it is for processes with a GPU each")
 
     def _skip(self, implementation: str, reason: str, **where: object) -> None:
         entry = {"implementation": implementation, "reason": reason, **where}
@@ -106,13 +106,13 @@ class Session:
                 # What all ranks share equally has no routing.
                 for routing in self.settings.routings if operation == "all_to_all_v" else (None,):
                     for number, size in enumerate(self.settings.sizes):
-                        if self._fits(f"{operation} of {size} bytes", memory.of_collective(size)):
+                        if self._fits(f"{operation} of {size} bytes", machine.memory_of_collective(size)):
                             self._collective(self._problem(operation, size, routing), routing, first=number == 0)
         legs = [operation for operation in ROUND if operation in self.settings.operations]
         if legs:
             for routing in self.settings.routings:
                 for number, tokens in enumerate(self.settings.tokens):
-                    needed = memory.of_round(
+                    needed = machine.memory_of_round(
                         tokens, self.settings.hidden, self.settings.top_k, self.comm.size, self.dtype.itemsize
                     )
                     if self._fits(f"a round of {tokens} tokens", needed):
@@ -121,7 +121,7 @@ class Session:
 
     def _fits(self, what: str, needed: int) -> bool:
         """Whether all ranks have memory for it; if one has not, all leave it out."""
-        reasons = self.comm.all_gather_object(memory.why_too_large(needed, self._sharing, self.comm.device))
+        reasons = self.comm.all_gather_object(machine.why_too_large(needed, self._sharing, self.comm.device))
         reason = next(filter(None, reasons), None)
         if reason is not None:
             self._skip(what, reason)
@@ -163,7 +163,7 @@ class Session:
             for wire in self._quantized_wires():
                 yield baselines.quantized_by_hand(problem, wire, self.group)
         if "symmetric_memory" in chosen and self._has_symmetric_memory:
-            yield symmetric_memory.of_symmetric_memory(problem)
+            yield baselines.of_symmetric_memory(problem)
         if "copy" in chosen:
             source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
             yield baselines.copy(source, torch.empty_like(source), (problem.operation,))
@@ -236,9 +236,9 @@ class Session:
             return
         if first:
             size = next(iter(sizes.values()))
-            print(table.heading(size.routing, size.skew))
+            print(heading(size.routing, size.skew))
         for figure in figures:
-            print(table.line(figure), flush=True)
+            print(line(figure), flush=True)
 
 
 def run_session(comm: Communicator, settings: Settings) -> Results:

@@ -2,7 +2,7 @@
 
 A picture is 8 inches wide and shown 800 pixels wide, so that 9 points are read as such. Colour says who: the
 implementation, or which wire format of thinwire's own; the marker says the wire format, and a dashed line that rows
-were staged. The colours of those that are named here are apart for the colour-blind, too (`tests/bench/test_style.py`).
+were staged. The colours of those that are named here are apart for the colour-blind, too (`tests/bench/test_plots.py`).
 """
 
 from __future__ import annotations

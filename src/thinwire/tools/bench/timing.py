@@ -20,26 +20,9 @@ _MOST_CALLS = 2000
 _CALIBRATION_CALLS = 3
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    repeats: int,
-    limits: Mapping[str, int] | None = None,
-) -> Times:
-    """Seconds of each call, `repeats` rounds of all functions in turn after one that does not count.
-
-    `limits` gives slow functions fewer rounds, the first ones. On a GPU the times are those between two events, so a
-    function should hold enough work to hide its launches, or be `captured`.
-    """
-    sample = _sample_cuda if device.type == "cuda" else _sample_cpu
-    times: Times = {name: [] for name in functions}
-    for function in functions.values():
-        sample(function)
-    for number in range(repeats):
-        for name, function in functions.items():
-            if number < (limits or {}).get(name, repeats):
-                times[name].append(sample(function))
-    return times
+def sampler(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """What gives the seconds of a call; on a GPU those between two events."""
+    return _sample_cuda if device.type == "cuda" else _sample_cpu
 
 
 def _sample_cpu(function: Callable[[], object]) -> float:
@@ -122,7 +105,7 @@ def interleaved_over_ranks(
         sample_seconds: 0 makes a sample of one call.
         laps: where a function marks its parts. Its times are then those of the parts, named by them.
     """
-    sample = _sample_cuda if comm.device.type == "cuda" else _sample_cpu
+    sample = sampler(comm.device)
     calls = {name: _agree_on_calls(comm, function, sample_seconds) for name, function in functions.items()}
     if laps is not None:
         laps.take()
@@ -143,7 +126,7 @@ def _agree_on_calls(comm: Communicator, function: Callable[[], object], sample_s
     if sample_seconds == 0:
         return 1
     comm.barrier()
-    sample = _sample_cuda if comm.device.type == "cuda" else _sample_cpu
+    sample = sampler(comm.device)
     taken = sample(_repeated(function, _CALIBRATION_CALLS)) / _CALIBRATION_CALLS
     slowest = max(comm.all_gather_object(taken))
     return max(1, min(_MOST_CALLS, round(sample_seconds / slowest)))
@@ -155,19 +138,6 @@ def _repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
             function()
 
     return run
-
-
-def captured(function: Callable[[], object]) -> Callable[[], object]:
-    """The function as a CUDA graph: its kernels without the time that Python takes to launch them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()  # compiles what is not compiled yet
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:

@@ -59,9 +59,8 @@ def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> 
 
     if not HAS_TRITON:
         raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
-    from thinwire.tools.warmup.compile import cache_folder, compile_ahead
+    from thinwire.tools.warmup.compile import cache_folder, compile_ahead, describe
     from thinwire.tools.warmup.configuration import Configuration
-    from thinwire.tools.warmup.report import describe
     from thinwire.tools.warmup.target import archs_here
 
     configuration = Configuration.of(options)
@@ -75,8 +74,7 @@ def _for_cpu(progress: Progress, began: float) -> str:
 
     if not HAS_NUMBA:
         raise TransportUnavailable("kernels for CPU ranks need numba: pip install 'thinwire[cpu]'")
-    from thinwire.tools.warmup.cpu import compile_for_cpu
-    from thinwire.tools.warmup.report import describe_cpu
+    from thinwire.tools.warmup.cpu import compile_for_cpu, describe_cpu
 
     progress.stage("numba's kernels, by one process")
     return describe_cpu(compile_for_cpu(), time.monotonic() - began)

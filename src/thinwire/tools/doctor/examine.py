@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from thinwire.files import write_file
 from thinwire.tools.doctor.finding import Finding
-from thinwire.tools.doctor.isolated import look
+from thinwire.tools.doctor.probe import look
 from thinwire.tools.doctor.ranks import examine_processes, examine_threads
 from thinwire.version import VERSION
 

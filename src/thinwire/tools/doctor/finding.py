@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from thinwire.errors import ThinwireError
 
@@ -47,3 +48,11 @@ def gib(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes / 1024:.1f} KiB"
+
+
+def read_text(path: str | Path) -> str:
+    """What the file holds; empty where it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

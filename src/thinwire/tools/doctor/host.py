@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.doctor.finding import Finding, gib, judged
+from thinwire.tools.doctor.finding import Finding, gib, judged, read_text
 
 
 def processors() -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def memory() -> Iterator[Finding]:
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     chosen = {name: re.search(r"\[(\w+)\]", _first_line(folder / name) or "") for name in ("enabled", "shmem_enabled")}
     shown = ", ".join(f"{name} {found[1]}" for name, found in chosen.items() if found)
-    reserved = re.search(r"HugePages_Total:\s*(\d+)", _text("/proc/meminfo"))
+    reserved = re.search(r"HugePages_Total:\s*(\d+)", read_text("/proc/meminfo"))
     text = f"transparent: {shown or f'unknown, no {folder}'}; reserved: {reserved[1] if reserved else 'unknown'}"
     yield Finding("ok", "huge pages", text)
 
@@ -80,7 +80,7 @@ def shared_memory() -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         yield Finding("note", "memfd_create", f"refused: {error}", "see shared memory between processes, below")
     mounted = r"^\S+ \S+ \S+ \S+ /proc (\S+) .*- proc \S+ (\S+)$"
-    options = re.search(mounted, _text("/proc/self/mountinfo"), re.MULTILINE)
+    options = re.search(mounted, read_text("/proc/self/mountinfo"), re.MULTILINE)
     if options is None:
         yield Finding("note", "/proc", "not mounted", "CPU ranks find each other's memory there")
     else:
@@ -90,17 +90,10 @@ def shared_memory() -> Iterator[Finding]:
     scope = _first_line("/proc/sys/kernel/yama/ptrace_scope")
     shown = "no yama" if scope is None else f"yama's ptrace_scope is {scope}"
     yield Finding("ok", "tracing", f"{shown}; it restricts attaching, and peers' files are opened without that")
-    seccomp = re.search(r"^Seccomp:\s*(\d)", _text("/proc/self/status"), re.MULTILINE)
+    seccomp = re.search(r"^Seccomp:\s*(\d)", read_text("/proc/self/status"), re.MULTILINE)
     kinds = {"0": "none", "1": "strict", "2": "a filter"}
     yield Finding("ok", "seccomp", kinds.get(seccomp[1], "unknown") if seccomp else "unknown")
 
 
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
 def _first_line(path: str | Path) -> str | None:
-    return next(iter(_text(path).splitlines()), None)
+    return next(iter(read_text(path).splitlines()), None)

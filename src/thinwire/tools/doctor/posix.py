@@ -18,8 +18,9 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
+
+from thinwire.tools.doctor.finding import read_text
 
 _NUM_BYTES = 1 << 20
 _PR_GET_DUMPABLE = 3
@@ -58,22 +59,15 @@ def first_failure() -> Failure | None:
 def _known(step: str) -> str:
     """What this process can see that bears on a step."""
     if step == "memfd_create":
-        found = re.search(r"^Seccomp:\s*(\d)", _text("/proc/self/status"), re.MULTILINE)
+        found = re.search(r"^Seccomp:\s*(\d)", read_text("/proc/self/status"), re.MULTILINE)
         return f"Seccomp {found[1]}" if found else "Seccomp unknown"
     if step == "posix_fallocate":
         return f"RLIMIT_FSIZE {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}"
     if step == "mmap":
         return f"RLIMIT_AS {resource.getrlimit(resource.RLIMIT_AS)[0]}"
-    if not _text("/proc/self/status"):
+    if not read_text("/proc/self/status"):
         return "no /proc"
     return "dumpable" if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 else "not dumpable"
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def explain(failure: Failure) -> tuple[str, str]:

@@ -1,20 +1,69 @@
-"""The looks that need no ranks: `python -m thinwire.tools.doctor.probe NAME` prints a line for each finding."""
+"""The looks that need no ranks, each in a process of its own: one that ends it, or never returns, is a finding too.
+
+`python -m thinwire.tools.doctor.probe NAME` prints a line for each finding.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 from thinwire.tools.doctor import gpus, host, software
 from thinwire.tools.doctor.finding import Finding
 
+_REPORT = "please report this, with the output of: {}"
 PROBES: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
     "software": (software.versions, software.settings, software.caches),
     "host": (host.processors, host.memory, host.limits, host.shared_memory),
     "gpus": (gpus.devices, gpus.peers, gpus.topology),
 }
+
+
+def look(name: str, seconds: float) -> list[Finding]:
+    """What the probes of that name find within a time limit."""
+    command = [sys.executable, "-m", "thinwire.tools.doctor.probe", name]
+    lines, ending = run_lines(command, seconds)
+    findings = [Finding(**line) for line in lines]
+    if ending:
+        last = f"; the last thing it told: {findings[-1].name}" if findings else ""
+        advice = _REPORT.format(" ".join(["python", *command[1:]]))
+        findings.append(Finding("problem", name, f"the look at it {ending}{last}", advice))
+    return findings
+
+
+def run_lines(command: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """The lines of JSON that a program prints, and how it ended if that was not well; a hung one is killed."""
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        return [], f"could not be started: {error.strerror}"
+    return read_lines(process, seconds)
+
+
+def read_lines(process: subprocess.Popen[bytes], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """The same of one that runs."""
+    ending = ""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        ending = f"did not come back within {seconds:g} s and was ended"
+    told = []
+    for line in output.decode(errors="replace").splitlines():
+        try:
+            told.append(json.loads(line))
+        except ValueError:
+            continue  # some library's own words
+    if not ending and process.returncode:
+        said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+        how = f"was killed by signal {-process.returncode}" if process.returncode < 0 else "failed"
+        ending = f"{how}, saying: {said[0][:200]}"
+    return told, ending
 
 
 def tell(probe: Callable[[], Iterator[Finding]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.tools.doctor import posix
 from thinwire.tools.doctor.finding import Finding
-from thinwire.tools.doctor.isolated import read_lines, run_lines
+from thinwire.tools.doctor.probe import read_lines, run_lines
 
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
 #: What to do about a message, by words that are in it.

@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.errors import TransportUnavailable
 from thinwire.tools.progress import Report
 from thinwire.tools.warmup.configuration import Configuration
-from thinwire.tools.warmup.target import find_target
+from thinwire.tools.warmup.target import collect, find_target
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Compiled:
     Attributes:
         name: of the function; a configuration has several of one name.
         arch: that it was compiled for.
-        key: by which Triton's cache knows it, hashed.
         cached: whether the cache had it.
         seconds: that it took.
         num_bytes: of its files in the cache.
@@ -35,7 +34,6 @@ class Compiled:
 
     name: str
     arch: str
-    key: str
     cached: bool
     seconds: float
     num_bytes: int
@@ -87,8 +85,6 @@ def _processes(arch: str, jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 @functools.lru_cache(maxsize=1)
 def _collected(configurations: tuple[Configuration, ...], arch: str) -> dict[str, Callable[[], Any]]:
-    from thinwire.tools.warmup.collect import collect
-
     def launch() -> None:
         for configuration in configurations:
             configuration.launch()
@@ -114,7 +110,7 @@ def _compile(configurations: tuple[Configuration, ...], arch: str, key: str) -> 
     kernel = work()
     seconds = time.monotonic() - began
     num_bytes = sum(os.stat(path).st_size for path in kernel.metadata_group.values())
-    return Compiled(kernel.name, arch, key, hits == [True], seconds, num_bytes)
+    return Compiled(kernel.name, arch, hits == [True], seconds, num_bytes)
 
 
 def cache_folder() -> Path:
@@ -122,3 +118,27 @@ def cache_folder() -> Path:
     import triton
 
     return Path(triton.knobs.cache.dir)
+
+
+def describe(
+    configuration: Configuration, compiled: Sequence[Compiled], jobs: int, seconds: float, folder: Path
+) -> str:
+    """A line for each kernel, and what all of it took."""
+    lines = [configuration.describe(), ""]
+    groups: dict[tuple[str, str], list[Compiled]] = {}
+    for each in compiled:
+        groups.setdefault((each.arch, each.name), []).append(each)
+    lines.append(f"{'':9}{'kernel':30}{'variants':>8}{'compiled':>10}{'seconds':>9}{'KiB':>8}")
+    for (arch, name), group in sorted(groups.items()):
+        made = sum(not each.cached for each in group)
+        size = sum(each.num_bytes for each in group) / 1024
+        spent = sum(each.seconds for each in group)
+        lines.append(f"{arch:9}{name:30}{len(group):>8}{made:>10}{spent:>9.1f}{size:>8.0f}")
+    made = sum(not each.cached for each in compiled)
+    size = sum(each.num_bytes for each in compiled) / 2**20
+    lines += [
+        "",
+        f"{made} compiled and {len(compiled) - made} found there in {seconds:.1f} s by {jobs} processes; "
+        f"{size:.1f} MiB in {folder}",
+    ]
+    return "\n".join(lines)

@@ -104,3 +104,14 @@ def compile_for_cpu() -> CpuKernels:
         tuple(kernel.__name__ for kernel in kernels if kernel.stats.cache_misses),
         tuple(sorted({Path(kernel.stats.cache_path) for kernel in kernels if kernel.stats.cache_path})),
     )
+
+
+def describe_cpu(kernels: CpuKernels, seconds: float) -> str:
+    """One line for people."""
+    found, compiled = len(kernels.names), len(kernels.compiled)
+    size = sum(path.stat().st_size for folder in kernels.folders for path in folder.iterdir() if path.is_file()) / 2**20
+    where = ", ".join(map(str, kernels.folders)) or "no folder: none can be written, and every process compiles"
+    return (
+        f"kernels for CPU ranks, of any sizes: {compiled} compiled and {found - compiled} found there in {seconds:.1f} "
+        f"s; {size:.1f} MiB in {where}"
+    )

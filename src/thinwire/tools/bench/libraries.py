@@ -1,10 +1,16 @@
-"""Libraries that may be installed: whether one can take part, and what it says where it cannot."""
+"""What adapters of libraries that may be installed have in common: whether one can take part, and its experts' rows.
+
+Rows travel once for each rank that owns an expert of theirs: repeated and sorted by expert, and summed again. That is
+left to users of such libraries. Written in torch operations, without a wait for the device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from thinwire.comm import Communicator
 from thinwire.tools.bench.contender import NotHere
@@ -55,3 +61,42 @@ def _in_words(error: Exception) -> str:
     """One line; the type is told, too, as many libraries assert without a message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class ExpertRows(NamedTuple):
+    """Rows of experts, by ascending expert.
+
+    Attributes:
+        source: int64 [rows], which received row each one is.
+        weights: float32 [rows, 1], the weight of that token's expert.
+    """
+
+    source: torch.Tensor
+    weights: torch.Tensor
+
+
+def by_expert(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, rows: int) -> ExpertRows:
+    """The rows of a rank's experts, by expert, and within one by place.
+
+    Args:
+        ids: [received, top_k] this rank's experts, negative for those that are elsewhere.
+        weights: float32 [received, top_k].
+        place: int64 [received], different ones below `received`: the order within an expert.
+        rows: how many ids are not negative.
+    """
+    absent = torch.iinfo(torch.int64).max
+    keys = torch.where(ids >= 0, ids.long() * len(ids) + place[:, None], absent)
+    order = keys.flatten().argsort()[:rows]
+    return ExpertRows(order // ids.shape[1], weights.flatten()[order, None])
+
+
+def summed(expert_out: torch.Tensor, rows: ExpertRows, received: int) -> torch.Tensor:
+    """Weighted sums of what experts made of each received row, in float32 and then rounded: [received, hidden].
+
+    Args:
+        expert_out: [rows, hidden].
+        rows: of `by_expert`.
+        received: how many rows there are; those without an expert here become zero.
+    """
+    total = torch.zeros(received, expert_out.shape[1], device=expert_out.device, dtype=torch.float32)
+    return total.index_add_(0, rows.source, expert_out * rows.weights).to(expert_out.dtype)
