@@ -48,7 +48,7 @@ COLUMNS = {
 
 
 def errors_of_collectives(comm: Communicator, wire: str = "int8") -> dict[str, float]:
-    """One rank's part: its errors in a format of eight bits, by column. Collective.
+    """One rank's part: its errors in a wire format, by column. Collective.
 
     Raises:
         AssertionError: ranks ended with different bits.

@@ -204,7 +204,8 @@ def test_ragged_and_empty_parts_in_place_or_not(world: int) -> None:
 
 def _rows(comm: Communicator) -> None:
     ranks = Ranks(comm, 2048)
-    for number, (row, wire) in enumerate(((64, "int8"), (200, "int8:row"), (40, "none"), (1, "int4"))):
+    rows = ((70, "int8+h64"), (200, "int8:row"), (40, "none"), (1, "int4"), (64, "int8"))
+    for number, (row, wire) in enumerate(rows):  # the rotated ones travel in both legs
         counts = (2 * row + 3, row - 1)[: comm.size]
         ranks.check(Call(OPS[number % 3], counts, wire, wire, row=row, rows_per_chunk=3, seed=row))
 
@@ -216,8 +217,9 @@ def test_rows_of_any_length(world: int) -> None:
 
 def _long_rows(comm: Communicator) -> None:
     ranks = Ranks(comm, 12032)
-    for op, wire in ((ALL_REDUCE, "int8:row"), (REDUCE_SCATTER, "int8")):
-        ranks.check(Call(op, (9000, 11), wire, "int8:row", row=9000, rows_per_chunk=1))
+    for op, wire in ((ALL_REDUCE, "int8:row"), (REDUCE_SCATTER, "int8"), (ALL_REDUCE, "int8:row+h64")):
+        gather_wire = wire if op == ALL_REDUCE else "int8:row"
+        ranks.check(Call(op, (9000, 11), wire, gather_wire, row=9000, rows_per_chunk=1))
 
 
 @pytest.mark.exhaustive

@@ -99,7 +99,9 @@ def _pack_and_unpack(comm: Communicator) -> None:
 def _combine(comm: Communicator) -> None:
     for spec in WIRES:
         _check_combine(spec, 150)
-    _check_combine("int8:row", 9001)  # two tiles, so two passes
+    for spec in ("int8:row", "int8:row+h64"):
+        _check_combine(spec, 9001)  # two tiles, so two passes
+    _check_combine_of_records("int8+h64", 150)
 
 
 def _check_combine(spec: str, hidden: int) -> None:
@@ -127,17 +129,21 @@ def _check_combine(spec: str, hidden: int) -> None:
 
 
 def _combine_records(comm: Communicator) -> None:
-    """Records of any bytes are added up as what they stand for."""
     for spec, hidden in [(spec, 150) for spec in WIRES if spec != "none"] + [("int8:row", 9001), ("int8", 9001)]:
-        generator, wire = torch.Generator().manual_seed(1), WireFormat.parse(spec)
-        rows = torch.randint(0, 256, (9, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
-        rows[4:] = quantize_reference(torch.randn(5, hidden, generator=generator), wire)
-        positions = torch.tensor([[0, 3, 5], [4, 7, 6], [2, -1, -1], [-1, -1, -1], [8, 5, -1]])
-        weights = torch.rand(5, 3, generator=generator)
-        records, _ = _poisoned_records(5, wire.row_bytes(hidden))
-        sums.pack_weighted_sums(rows, positions, weights, wire, torch.bfloat16, records, hidden)
-        expected = sums.pack_weighted_sums_reference(rows, positions, weights, wire, torch.bfloat16, hidden)
-        assert torch.equal(records, expected), spec
+        _check_combine_of_records(spec, hidden)
+
+
+def _check_combine_of_records(spec: str, hidden: int) -> None:
+    """Records of any bytes are added up as what they stand for."""
+    generator, wire = torch.Generator().manual_seed(1), WireFormat.parse(spec)
+    rows = torch.randint(0, 256, (9, wire.row_bytes(hidden)), dtype=torch.uint8, generator=generator)
+    rows[4:] = quantize_reference(torch.randn(5, hidden, generator=generator), wire)
+    positions = torch.tensor([[0, 3, 5], [4, 7, 6], [2, -1, -1], [-1, -1, -1], [8, 5, -1]])
+    weights = torch.rand(5, 3, generator=generator)
+    records, _ = _poisoned_records(5, wire.row_bytes(hidden))
+    sums.pack_weighted_sums(rows, positions, weights, wire, torch.bfloat16, records, hidden)
+    expected = sums.pack_weighted_sums_reference(rows, positions, weights, wire, torch.bfloat16, hidden)
+    assert torch.equal(records, expected), spec
 
 
 def _checksums(comm: Communicator) -> None:

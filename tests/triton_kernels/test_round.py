@@ -72,6 +72,10 @@ def _every_wire(comm: Communicator) -> None:
         _rounds(wire, dtype=(torch.bfloat16, torch.float32, torch.float16)[number % 3])
 
 
+def _rotated(comm: Communicator) -> None:
+    _rounds("int8+h64", world=1, counts=(1,), hidden=70, num_experts=1, top_k=1)
+
+
 def _shapes(comm: Communicator) -> None:
     _rounds("int8", world=1, counts=(5,), num_experts=3)
     _rounds("int8", world=3, counts=(0, 5, 1), rounds=2, align=4, weight_grads=True)
@@ -161,6 +165,7 @@ def _a_silent_rank(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        _rotated,
         pytest.param(_every_wire, marks=pytest.mark.exhaustive),
         pytest.param(_shapes, marks=pytest.mark.exhaustive),
         pytest.param(_fewer_tokens_each_round, marks=pytest.mark.exhaustive),

@@ -181,7 +181,8 @@ def quantize_row(x, dtype, record, layout):
             last = inverses + 4 * (groups - 1)
             source = x + start * size
             if blocks:
-                load_blocks(source, min(columns, hidden - start), dtype, rotated, floats)
+                if not look or tile < all_columns:  # else all of the row is still there
+                    load_blocks(source, min(columns, hidden - start), dtype, rotated, floats)
                 source = floats
             payload = record + (start * bits >> 3)
             store_int32(last, 0)  # where the last group has no whole block

@@ -29,7 +29,7 @@ import torch
 import thinwire as tw
 from benchmarks.timing import machine, read_json, write_json
 from tests.helpers.collectives import all_gathered, all_reduced, reduce_scattered, through
-from tests.helpers.wires import DTYPES, assert_same_bits
+from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import PeerTimeout, RoutingError, ThinwireError
@@ -40,11 +40,6 @@ from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference, round_reference
 from thinwire.wire import WireFormat
-
-#: Of another length, all programs would be other ones, and so would those that tests know to show a fault.
-WIRES = (
-    "int8", "int8:row", "int8:16", "int8:64", "int8:1024", "int4", "int4:16", "int4:1024", "fp8", "fp8:32", "none",
-)  # fmt: skip
 from verification.interrupts.calls import Interrupted, Raise
 from verification.soak.schedules import RandomRound, Schedule, Settings
 
@@ -626,7 +621,7 @@ def draw_program(seed: int, world: int, interrupted: bool = False) -> list[str]:
         draw, of = rng.randrange(1 << 20), rng.choice(comms)
         later = rng.random() < 0.4
         transport, dtype = rng.choice(("direct", "staged", "auto")), rng.choice(("float32", "float16", "bfloat16"))
-        wire = rng.choice((*WIRES, "int8", "none"))
+        wire = rng.choice((*WIRES, "int10+h64", "int8", "none"))
         shape = rng.choice(([7], [3000], [4, 130], [33, 5, 3], [1, 1], [9000]))
         through_ = f"wire={wire!r}, transport={transport!r}, later={later}"
         kind = rng.choice((

@@ -89,6 +89,13 @@ def test_rows_of_every_magnitude_and_length(spec: str, dtype: torch.dtype) -> No
 
 
 @every_dtype
+@pytest.mark.parametrize("hidden", [8192, 8193, 20_000])
+def test_rotated_rows_of_one_scale_in_one_tile_and_in_several(hidden: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, hidden, generator=torch.Generator().manual_seed(hidden)).to(dtype)
+    assert_equals_reference(f"{dtype} {hidden}", x, WireFormat.parse("int8:row+h64"))
+
+
+@every_dtype
 @every_wire
 def test_rows_that_lie_apart(spec: str, dtype: torch.dtype) -> None:
     wire = WireFormat.parse(spec)
