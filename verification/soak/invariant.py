@@ -156,8 +156,8 @@ def main() -> None:
     if options.json:
         command = f"python -m verification.soak.invariant {shlex.join(sys.argv[1:])}"
         write_json(
-            options.json, command=command, machine=machine(torch.device("cpu")), programs=options.programs, first=options.first, runs=runs,
-            runs_by_ranks=dict(sorted(by_world.items())), seconds=seconds,
+            options.json, command=command, machine=machine(torch.device("cpu")), programs=options.programs,
+            first=options.first, runs=runs, runs_by_ranks=dict(sorted(by_world.items())), seconds=seconds,
         )  # fmt: skip
 
 
