@@ -11,7 +11,7 @@ PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all lint types imports ahead-of-time docs soak fuzz protocol serve-check bench clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/runs
 	$(RUN) -m thinwire demo
 
 # Every module, every error, each transport on 2 and 3 ranks and each kernel, interpreted: minutes.
@@ -85,8 +85,13 @@ docs: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# What a demo needs; pip says what it does, as PyTorch may take a while.
+$(VENV)/runs: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --constraint constraints.txt --editable '.[cpu]'
+	touch $@
+
+$(VENV)/ready: $(VENV)/runs
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[triton,cpu,bench,dev]'
 	touch $@
 

@@ -9,7 +9,7 @@ Every run starts from the shipped model, which was trained on documentation, and
     int8 both ways      gradients in int8 too (`grad_wire="int8"`)
 
 Each rank holds its share of the experts, and a replica of the rest, of which `tw.all_reduce` adds the gradients up.
-Needs matplotlib for the picture: `pip install 'thinwire[bench]'`.
+Needs matplotlib for the picture: `pip install matplotlib`.
 """
 
 from __future__ import annotations

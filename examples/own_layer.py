@@ -16,16 +16,17 @@ HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 8, 2, 48
 class OwnLayer(nn.Module):
     """A router, the same on every rank, and this rank's experts."""
 
-    def __init__(self, ep: tw.ExpertParallel, experts: list[nn.Module], router: nn.Linear) -> None:
+    def __init__(self, ep: tw.ExpertParallel) -> None:
         super().__init__()
-        self.ep, self.router, self.layer = ep, router, ep.next_layer()  # so that ranks never meet in two layers
-        self.experts = nn.ModuleList(experts[ep.local_experts.start : ep.local_experts.stop])
+        self.ep, self.layer = ep, ep.next_layer()  # so that ranks never meet in two layers
+        torch.manual_seed(0)  # on every rank: all have the same router, and each expert is the same wherever it is
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = tw.LocalExperts(ep, make_expert)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
         d = self.ep.dispatch(x, ids, weights, layer=self.layer)
-        rows = d.tokens.split(d.expert_counts.tolist())  # d.tokens: a row for each of this rank's experts, by expert
-        return self.ep.combine(torch.cat([expert(r) for expert, r in zip(self.experts, rows, strict=True)]), d)
+        return self.ep.combine(self.experts(d.tokens, d.expert_counts), d)  # d.tokens: this rank's rows, by expert
 
 
 class ByToken(OwnLayer):
@@ -35,23 +36,21 @@ class ByToken(OwnLayer):
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
         d = self.ep.dispatch(x, ids, weights, layer=self.layer)
         records, ids, weights = d.records, d.record_ids, d.record_weights  # ids of this rank's experts, -1 for others
-        parts = [(weights * (ids == e)).sum(1, keepdim=True) * expert(records) for e, expert in enumerate(self.experts)]
+        experts = enumerate(self.experts.values())
+        parts = [(weights * (ids == e)).sum(1, keepdim=True) * expert(records) for e, expert in experts]
         return self.ep.combine(torch.stack(parts).sum(0), d, weighted=True)
 
 
-def make_model() -> tuple[list[nn.Module], nn.Linear]:
-    """The whole model, the same wherever it is made."""
-    torch.manual_seed(0)
-    wide = 2 * HIDDEN
-    experts = [nn.Sequential(nn.Linear(HIDDEN, wide), nn.GELU(), nn.Linear(wide, HIDDEN)) for _ in range(EXPERTS)]
-    return [*experts], nn.Linear(HIDDEN, EXPERTS)
+def make_expert(number: int) -> nn.Module:
+    """Any module that takes and gives rows. Its weights are drawn for its number."""
+    return nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
 
 
 def train(comm: tw.Communicator, kind: type[OwnLayer], wire: str, tokens: torch.Tensor, steps: int) -> list[float]:
     """Teaches the layer to turn tokens around, each rank with its share of them; gives the mean loss of each step."""
     mine, losses = tokens[comm.rank :: comm.size], []
     with tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, max_tokens=TOKENS, wire=wire) as ep:
-        layer = kind(ep, *make_model())
+        layer = kind(ep)
         optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
         for _ in range(steps):
             optimizer.zero_grad()

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 import thinwire as tw
-from thinwire.moe.checkpoint import load_checkpoint, save_checkpoint
 
 HIDDEN, FF, EXPERTS, TOP_K, TOKENS = 256, 512, 8, 2, 100
 
@@ -24,7 +23,7 @@ def run_rank(comm: tw.Communicator, path: str, tokens: torch.Tensor, wire: str) 
         if comm.rank == 0:
             print(ep.explain())
         layer = tw.MoELayer(HIDDEN, FF, EXPERTS, TOP_K, ep=ep)
-        load_checkpoint(layer, path, ep.local_experts)  # the router, the same everywhere, and this rank's experts
+        tw.load_checkpoint(layer, path)  # the router, the same everywhere, and this rank's experts
         return layer(tokens[comm.rank :: comm.size])
 
 
@@ -33,8 +32,7 @@ def main() -> None:
     whole, tokens = tw.MoELayer(HIDDEN, FF, EXPERTS, TOP_K), torch.randn(TOKENS, HIDDEN)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = str(Path(folder) / "layer.safetensors")
-        save_checkpoint(whole, path)  # weights are stored as bfloat16
-        load_checkpoint(whole, path)
+        tw.save_checkpoint(whole, path)
         expected = whole(tokens)
         for wire in ("none", "int8"):
             outputs = tw.testing.run_ranks(run_rank, 3, path, tokens, wire)

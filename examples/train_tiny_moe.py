@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch.nn import functional as F
 
-from thinwire.moe.checkpoint import save_checkpoint
+from thinwire.moe.checkpoint_writer import save_checkpoint
 from thinwire.moe.routing import load_balancing_loss
 from thinwire.moe.tiny import TinyMoE, TinyMoEConfig, bits_per_byte, load_tiny_moe, text_windows
 
@@ -249,7 +249,7 @@ def main() -> None:
     (args.out / "heldout.txt").write_bytes(heldout)
     training = {"seed": args.seed, "steps": args.steps, "batch": args.batch, "python": platform.python_version()}
     metadata = {"config": model.config.to_json(), "training": json.dumps(training, sort_keys=True)}
-    save_checkpoint(model, args.out / "tiny_moe.safetensors", metadata)
+    save_checkpoint(model, args.out / "tiny_moe.safetensors", metadata, dtype=torch.bfloat16)
     write_card(args, names, train_text, heldout, seconds)
 
 

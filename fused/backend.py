@@ -171,7 +171,7 @@ def select_expert_gemm(device: torch.device, wire: WireFormat) -> Callable[..., 
 
 def _triton(device: torch.device, reason: str) -> Backend:
     if not HAS_TRITON:
-        raise TransportUnavailable(f"tensors on {device} need Triton: pip install 'thinwire[triton]'")
+        raise TransportUnavailable(f"tensors on {device} need Triton: pip install triton")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise TransportUnavailable(
             "Triton runs on CPU tensors only under its interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
@@ -186,7 +186,7 @@ def _numba(device: torch.device, reason: str, threads: int) -> Backend:
         raise TransportUnavailable(f"the numba backend takes CPU tensors, not tensors on {device}")
     if not HAS_NUMBA:
         raise TransportUnavailable(
-            "CPU tensors need numba, which must compile: pip install 'thinwire[cpu]' without NUMBA_DISABLE_JIT (or set "
+            "CPU tensors need numba, which must compile: pip install numba without NUMBA_DISABLE_JIT (or set "
             f"{BACKEND_VARIABLE}=torch, many times slower)"
         )
     # Here, not above: loading numba takes a while, and GPU ranks do without it.

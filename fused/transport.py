@@ -8,6 +8,7 @@ which remembers why.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -92,6 +93,8 @@ def choose(
     if transport == "direct":
         kind = no_memory if found.no_memory else TransportUnavailable
         raise kind(f"{name} cannot take the direct transport: {found.reason}")
+    if found.no_memory:
+        warnings.warn(f"{name} takes the staged transport, which is slower: {found.reason}", RuntimeWarning, 2)
     for wire in wires:
         select_backend(comm.device, wire)
     try:

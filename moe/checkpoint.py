@@ -1,133 +1,121 @@
-"""Saving and loading a model with MoE layers; a rank reads only its own experts' bytes.
-
-The file is one safetensors file. Expert weights are stored stacked, ``[num_experts, ...]``, so that the experts of a
-rank are one contiguous piece of each of them.
-"""
+"""Loading a model with MoE layers, and its optimiser, from a file of `save_checkpoint`: each rank its own experts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.files import open_regular
-from thinwire.moe.layer import MoELayer
-
-
-def _expert_tensors(model: nn.Module) -> dict[str, MoELayer]:
-    """The names of all stacked expert tensors, each with its layer."""
-    return {
-        f"{prefix}.experts.{name}" if prefix else f"experts.{name}": layer
-        for prefix, layer in model.named_modules()
-        if isinstance(layer, MoELayer)
-        for name, _ in layer.experts.named_parameters()
-    }
-
-
-def save_checkpoint(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-    """Write the parameters and persistent buffers of an unsharded model to a safetensors file.
-
-    Floating-point tensors are rounded to bf16, others stored as they are. The file appears under ``path`` only when it
-    is complete.
-
-    Args:
-        model: any module; its `MoELayer` children hold all their experts.
-        path: the file to write; an existing one is replaced.
-        metadata: strings stored in the file's header, such as a model's configuration as JSON; None for none.
-
-    Raises:
-        CheckpointError: a layer of ``model`` is sharded and so lacks the other ranks' experts.
-    """
-    for name, layer in _expert_tensors(model).items():
-        if len(layer.local_experts) != layer.num_experts:
-            raise CheckpointError(
-                f"{name} holds experts {layer.local_experts} only; a checkpoint needs all {layer.num_experts}: "
-                "save from an unsharded model"
-            )
-    tensors = {
-        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    target = Path(path)
-    # In a folder of its own, which only this user may write to: in the target's, others may be able to put a link where
-    # a file of a known name is about to be.
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
-        unfinished = Path(folder) / target.name
-        # safetensors creates files that only their owner may read; keep what the umask gives any other new file.
-        unfinished.touch()
-        mode = unfinished.stat().st_mode
-        save_file(tensors, unfinished, metadata=dict(metadata or {}))
-        unfinished.chmod(mode)
-        unfinished.replace(target)
+from thinwire.moe.local_experts import LocalExperts
+from thinwire.moe.optimizer_state import OPTIMIZER, SETTINGS, OptimizerState
+from thinwire.moe.places import Place, placed_tensors
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata strings of a checkpoint; no tensor is read.
+    """The metadata strings of a checkpoint, as `save_checkpoint` was given them; no tensor is read.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a safetensors file.
     """
     with _open(path) as file:
-        return dict(file.metadata() or {})
+        return {key: text for key, text in (file.metadata() or {}).items() if key != SETTINGS}
 
 
-def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], experts: range | None = None) -> dict[str, str]:
+def load_checkpoint(
+    model: nn.Module, path: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, str]:
     """Fill ``model`` from a file that `save_checkpoint` wrote, and return the file's metadata.
 
-    Of each stacked expert tensor only the slice ``experts.start:experts.stop`` is read. Values are converted to the
-    dtype and device of the model's own tensors. Everything is compared, and converted, before the first value is
-    copied, so that a file that does not fit leaves the model as it was. Whole numbers must fit their dtype.
+    Experts may be spread over any number of ranks, or over none: a rank reads what its model holds, of stacked experts
+    the rows of its own. It is not collective. Values are converted to the dtype and device of the model's own tensors.
+    Everything is compared, and converted, before the first value is copied, so that a file that does not fit leaves the
+    model as it was. Whole numbers must fit their dtype.
 
     Args:
-        model: a module with the names and shapes of the saved one, its expert tensors ``[len(experts), ...]``.
+        model: a module with the names and shapes of the saved one.
         path: the safetensors file.
-        experts: global ids of the experts that every MoE layer of ``model`` holds; None for all.
+        optimizer: takes the state that was saved, by the names of its parameters, and all settings that are numbers,
+            such as learning rates. It has the same groups of parameters as the saved one, and the same other settings.
+            None leaves all that in the file.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a safetensors file; it lacks a tensor, or has one too many or of another shape
-            or kind of dtype; or the model's layers do not hold the experts asked for, or it has tensors that cannot be
-            filled.
+            or kind of dtype; it has no optimiser's state, or one that does not fit; or the model has tensors that
+            cannot be filled.
     """
-    expert_tensors = _expert_tensors(model)
-    for name, layer in expert_tensors.items():
-        wanted = range(layer.num_experts) if experts is None else experts
-        if wanted != layer.local_experts:
-            raise CheckpointError(f"{name} holds experts {layer.local_experts}, but {wanted} were asked for")
-    for name, tensor in model.state_dict().items():
+    held = placed_tensors(model)
+    for name, (tensor, _) in held.items():
         _check_can_be_filled(name, tensor)
-    stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, layer in expert_tensors.items():
-        stored[name] = (layer.num_experts, *stored[name][1:])  # a file holds all experts
+    state = None if optimizer is None else OptimizerState(held, optimizer)
     with _open(path) as file:
-        _check_names_and_shapes(file, path, stored)
+        metadata = dict(file.metadata() or {})
+        settings = metadata.pop(SETTINGS, None)
+        of_optimizer = [name for name in file.keys() if name.startswith(OPTIMIZER)]
+        others = {*of_optimizer, *_experts_elsewhere(model, held, file.keys())}
+        _check_names_and_shapes(file, path, {name: place.shape for name, (_, place) in held.items()}, others)
         values = {}
-        for name, tensor in model.state_dict().items():
-            if name in expert_tensors:
-                read = functools.partial(_slice_of, file, name, expert_tensors[name].local_experts)
-            else:
-                read = functools.partial(file.get_tensor, name)
+        for name, (tensor, place) in held.items():
+            read = functools.partial(_part_of, file, name, place, tensor)
             values[name] = _converted(read, tensor, f"{path}: {name}")
+        if state is not None:
+            if settings is None:
+                raise CheckpointError(f"{path} has no optimiser's state: it was saved without optimizer=")
+            stored = {}
+            for name in of_optimizer:
+                placed = state.place_of(name, tuple(file.get_slice(name).get_shape()))
+                if placed is not None:
+                    parameter, place = placed
+                    with _errors_named(f"{path}: {name}"):
+                        part = _part_of(file, name, place, parameter)
+                    stored[name] = _sharded_like(part, parameter) if part.dim() else part
+            state.fill(settings, stored)
         with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                tensor.copy_(values[name])
-        return dict(file.metadata() or {})
+            for name, (tensor, _) in held.items():
+                tensor.copy_(_sharded_like(values[name], tensor))
+        return metadata
 
 
-def _check_can_be_filled(name: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{name} of the model is a {type(tensor).__name__}; a checkpoint holds tensors only")
+def _part_of(file: Any, name: str, place: Place, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a stored tensor, as `like` does."""
+    if place.first is None:
+        found: torch.Tensor = file.get_tensor(name)
+    else:
+        found = file.get_slice(name)[place.first : place.first + len(like)]
+    return found
+
+
+def _sharded_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor as `tensor` is sharded by `fully_shard`, if it is; nothing is sent."""
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def _experts_elsewhere(model: nn.Module, held: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The tensors of experts that are `LocalExperts` of other ranks, by what their own are called."""
+    found = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LocalExperts):
+            start = f"{prefix}." if prefix else ""
+            absent = [f"{start}{number}." for number in range(module.ep.num_experts) if str(number) not in module]
+            found |= {name for name in names if name.startswith(tuple(absent))}
+    return found.difference(held)
+
+
+def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     try:
         if tensor.is_meta:
             raise ArgumentError(f"{name} is on meta, where tensors have no values; to_empty() gives it memory")
@@ -143,28 +131,29 @@ def _check_can_be_filled(name: str, tensor: object) -> None:
 
 def _converted(read: Callable[[], torch.Tensor], tensor: torch.Tensor, what: str) -> torch.Tensor:
     """A value of a file as it is to be copied into a tensor of the model, of that one's dtype."""
-    try:
+    with _errors_named(what):
         value = read()
         same_kind = _kind(value) == _kind(tensor)
         converted = value.to(tensor.dtype) if same_kind else value
         fits = same_kind and (_kind(value) != "int" or bool((converted.to(value.dtype) == value).all()))
-    except (RuntimeError, NotImplementedError, SafetensorError) as error:  # a dtype that torch knows by name alone
-        raise CheckpointError(f"{what} cannot be read as {tensor.dtype}: {error}") from error
     if not fits:
         values = "" if not same_kind else ", with numbers that do not fit"
         raise CheckpointError(f"{what} is {value.dtype}{values}, expected a kind of {tensor.dtype}")
     return converted
 
 
+@contextlib.contextmanager
+def _errors_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, SafetensorError) as error:  # a dtype that torch knows by name alone
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
+
+
 def _kind(tensor: torch.Tensor) -> str:
     if tensor.is_floating_point():
         return "float"
     return "complex" if tensor.is_complex() else "bool" if tensor.dtype == torch.bool else "int"
-
-
-def _slice_of(file: Any, name: str, owned: range) -> torch.Tensor:
-    found: torch.Tensor = file.get_slice(name)[owned.start : owned.stop]
-    return found
 
 
 def _open(path: str | os.PathLike[str]) -> Any:
@@ -179,8 +168,11 @@ def _open(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _check_names_and_shapes(file: Any, path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]) -> None:
-    found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+def _check_names_and_shapes(
+    file: Any, path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]], others: set[str]
+) -> None:
+    """Raises CheckpointError unless a file has what is expected, and besides that at most `others`."""
+    found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if name not in others}
     problems = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in found]
     problems += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in expected]
     different = [name for name, shape in expected.items() if found.get(name, shape) != shape]

@@ -68,6 +68,12 @@ class Dispatched(ABC):
         self._num_sent = x.shape[0]  # tokens that this rank dispatched
         self.lane = lane
 
+    def __repr__(self) -> str:
+        state = "open" if self._rounds.open_rounds[self.lane] is self else "over"
+        return (
+            f"Dispatched({self._num_sent} tokens of {self._dtype} sent, {self._rounds.name}, lane {self.lane}, {state})"
+        )
+
     # -----------------------------------------------------------------------------------------------------------------
     # By expert
 

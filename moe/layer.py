@@ -40,7 +40,7 @@ class MoELayer(nn.Module):
     those of ``ep``, so that a rank which leaves one out gets an error. In backward an expert gets the gradient of all
     ranks' tokens, and the router that of this rank's: add the router's up over the ranks. Built with ``ep`` it draws
     random experts and a random router of its own, which has to be the same on every rank: load existing ones with
-    `thinwire.moe.checkpoint.load_checkpoint`, or use `shard`.
+    `thinwire.load_checkpoint`, or use `shard`.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
     shared expert is added to it in the dtype of ``x``.

@@ -476,6 +476,13 @@ class ExpertParallel:
             self._closed, self._parent = True, os.getppid()
             self._assembly.rounds.open_rounds[:] = [None] * self.lanes
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.transport
+        return (
+            f"ExpertParallel(num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
+            f"max_tokens={self.max_tokens}, wire='{self.wire}', rank {self.comm.rank} of {self.comm.size}, {state})"
+        )
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "

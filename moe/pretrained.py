@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.moe.checkpoint_folder import CheckpointFolder
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.pretrained_families import LayerPlan, Piece, plan_layer
 from thinwire.moe.safetensors_header import StoredTensor
+from thinwire.moe.together import together
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -125,7 +125,7 @@ def save_moe_layers(
                 checkpoint.copy_to(unfinished)
             return str(unfinished.resolve())
 
-        unfinished = _together(comm, "copy the checkpoint", copy if is_first else lambda: "")
+        unfinished = together(comm, "copy the checkpoint", copy if is_first else lambda: "")
 
         def overwrite() -> str:
             with CheckpointFolder(unfinished, writable=True) as checkpoint:
@@ -137,13 +137,13 @@ def save_moe_layers(
                             _write(checkpoint, piece, layer)
             return ""
 
-        _together(comm, "write its experts", overwrite)
+        together(comm, "write its experts", overwrite)
 
         def finish() -> str:
             os.rename(unfinished, target)
             return ""
 
-        _together(comm, "give the checkpoint its name", finish if is_first else lambda: "")
+        together(comm, "give the checkpoint its name", finish if is_first else lambda: "")
 
 
 def _layer_number(layer: object) -> int:
@@ -235,25 +235,3 @@ def _group(layers: Mapping[int, MoELayer]) -> tuple[Communicator | None, bool]:
         raise ArgumentError("layers is sharded over different groups, expected all whole or all of one group")
     (comm,) = comms.values()
     return comm, comm is None or comm.rank == 0
-
-
-def _together(comm: Communicator | None, what: str, step: Callable[[], str]) -> str:
-    """What the step returned on rank 0; where it failed on one rank, all raise."""
-    done, error = "", None
-    try:
-        done = step()
-    except Exception as raised:
-        if comm is None:
-            raise
-        error = raised
-    if comm is None:
-        return done
-    why = None if error is None else f"{type(error).__name__}: {error}"[:MOST_TEXT]
-    told = comm.all_gather_data((done, why), (str, str | None))
-    if error is not None:
-        raise error
-    for rank, (_, why) in enumerate(told):
-        if why is not None:
-            raise CheckpointError(f"rank {rank} could not {what}: {why}")
-    first: str = told[0][0]
-    return first

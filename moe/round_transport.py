@@ -139,7 +139,10 @@ class Rounds:
         given = x.shape
         if x.dtype not in dtypes or len(given) != 2 or given[1] != config.hidden_size:
             accepted = config.describe_dtypes() if config.dtype is None else config.dtype
-            raise RoutingError(f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed")
+            remedy = ": x.flatten(0, -2) makes it so" if len(given) > 2 and given[-1] == config.hidden_size else ""
+            raise RoutingError(
+                f"x is {x.dtype} {list(x.shape)}; {accepted} [tokens, {config.hidden_size}] is needed{remedy}"
+            )
         tokens = given[0]
         if tokens > config.max_tokens:
             raise CapacityError(

@@ -8,7 +8,10 @@ for, and besides that no name is there twice: the library takes the last of them
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +20,15 @@ from thinwire.comm.shaped_json import parse
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CheckpointError
 
-__all__ = ["LENGTH_BYTES", "MOST_HEADER_BYTES", "StoredTensor", "parse_header"]
+__all__ = [
+    "LENGTH_BYTES",
+    "MOST_HEADER_BYTES",
+    "StoredTensor",
+    "dtype_name",
+    "make_header",
+    "offsets_of",
+    "parse_header",
+]
 
 #: Of the number in front of the header.
 LENGTH_BYTES = 8
@@ -35,6 +46,10 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _FLOATS.items()} | {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -100,6 +115,59 @@ def parse_header(octets: bytes, file_bytes: int, source: str) -> dict[str, Store
         name: StoredTensor(entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype.
+
+    Raises:
+        CheckpointError: it has none here.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{dtype} cannot be stored; one of {', '.join(map(str, _NAMES))} can")
+    return _NAMES[dtype]
+
+
+def _bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * _BITS[dtype] // 8
+
+
+def offsets_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+    """Where each tensor begins behind the header: those of wide elements come first, so all are aligned.
+
+    >>> offsets_of({"flags": ("BOOL", (3,)), "w": ("F32", (2,))})
+    {'w': 0, 'flags': 8}
+    """
+    in_order = sorted(tensors, key=lambda name: -_BITS[tensors[name][0]])
+    ends = accumulate((_bytes_of(*tensors[name]) for name in in_order), initial=0)
+    return dict(zip(in_order, ends, strict=False))
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """What a file begins with, and the bytes of the tensors behind it, which lie where `offsets_of` says.
+
+    Args:
+        tensors: safetensors' name of each one's dtype, and its shape.
+        metadata: strings by name.
+
+    Raises:
+        CheckpointError: more than can be read again.
+
+    >>> header, end = make_header({"w": ("F32", (2,))}, {})
+    >>> parse_header(header[8:], len(header) + end, "file")["w"].offset == len(header)
+    True
+    """
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, begin in offsets_of(tensors).items():
+        dtype, shape = tensors[name]
+        end = begin + _bytes_of(dtype, shape)
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    octets = json.dumps(described, separators=(",", ":")).encode()
+    octets += b" " * (-len(octets) % LENGTH_BYTES)
+    if len(octets) > MOST_HEADER_BYTES:
+        raise CheckpointError(f"a header of {len(octets)} bytes; at most {MOST_HEADER_BYTES} are read")
+    return len(octets).to_bytes(LENGTH_BYTES, "little") + octets, end
 
 
 def _span(name: str, entry: Any, source: str) -> tuple[int, int]:

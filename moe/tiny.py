@@ -164,7 +164,7 @@ def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel
     if "config" not in metadata:
         raise CheckpointError(f"{path} has no 'config' in its metadata, only {sorted(metadata)}")
     model = TinyMoE(TinyMoEConfig.from_json(metadata["config"]), ep=ep)
-    load_checkpoint(model, path, None if ep is None else ep.local_experts)
+    load_checkpoint(model, path)
     return model.eval()
 
 

@@ -21,6 +21,7 @@ from thinwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+ROOMS = ("comm", "fused", "moe", "triton_kernels")
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: What the site makes of the README and of `--help`.
 MADE = {"index.md", "reference/command-line.md"}
@@ -49,6 +50,13 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
         assert there.exists() or made, f"{page.name} points to {target}"
         if anchor and there.suffix == ".md" and not made:
             assert anchor in _headings(there), f"{page.name} points to {target}#{anchor}"
+
+
+def test_every_environment_variable_has_its_line() -> None:
+    shown = set(re.findall(r"^\| `(THINWIRE_\w+)`", (DOCS / "environment.md").read_text(), re.MULTILINE))
+    package = [*(ROOT / "src").rglob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))]
+    used = {name for path in package for name in re.findall(r"\b(THINWIRE_[A-Z_]*[A-Z])\b", path.read_text())}
+    assert shown == used
 
 
 def test_the_navigation_has_every_page() -> None:
@@ -82,13 +90,19 @@ def _layer_of_the_quick_start(comm: tw.Communicator) -> tuple[torch.Tensor, torc
     exec(_quick_start().partition("\ncomm = tw.init()")[0], names)
     with tw.ExpertParallel(comm, num_experts=8, top_k=2, hidden_size=16, max_tokens=8) as ep:
         layer = names["MoE"](ep, hidden=16, experts=8, top_k=2)
-        return layer.router.weight.detach(), torch.stack([expert.weight.detach() for expert in layer.experts])
+        return layer.router.weight.detach(), torch.stack([expert.weight.detach() for expert in layer.experts.values()])
 
 
 def test_ranks_of_the_quick_start_have_one_router_and_different_experts() -> None:
     (router, first), (other, second) = run_ranks(_layer_of_the_quick_start, 2)
     experts = torch.cat((first, second)).flatten(1)
     assert torch.equal(router, other) and len(experts.unique(dim=0)) == 8
+
+
+def test_the_training_page_shows_its_example() -> None:
+    example = (DOCS.parent / "examples" / "train_and_resume.py").read_text()
+    shown = re.findall(r"```python\n(.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    assert any(len(block) > 1000 and example.endswith(block) for block in shown)
 
 
 @pytest.mark.exhaustive

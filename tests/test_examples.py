@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,25 @@ def test_a_layer_of_ones_own_learns_as_it_does_on_one_rank() -> None:
     assert len(alone) == 4 and alone[-1] < alone[0] / 4
     assert all(abs(a - b) < 1e-4 for a, b in zip(alone, exact, strict=True))
     assert all(abs(a - b) < 0.01 for losses in quantized for a, b in zip(alone, losses, strict=True))
+
+
+def test_a_training_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+
+    def losses(ranks: int, steps: int, name: str) -> list[float]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        script = [str(ROOT / "examples" / "train_and_resume.py"), str(tmp_path / name), "--steps", str(steps)]
+        done = subprocess.run([*command, *script], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+
+    whole = losses(2, 40, "whole")
+    assert len(whole) == 4 and whole[-1] < 0.6 * whole[0]
+    assert losses(2, 20, "parts") == whole[:2]
+    for got, want in zip(losses(3, 40, "parts"), whole[2:], strict=True):
+        assert abs(got - want) < 0.01
 
 
 def test_the_sharded_product_gives_what_the_whole_one_gives() -> None:

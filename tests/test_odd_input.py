@@ -23,7 +23,8 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.shaped_json import decode, unique_keys
-from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from thinwire.moe.checkpoint import load_checkpoint, read_metadata
+from thinwire.moe.checkpoint_writer import save_checkpoint
 from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.routing import load_balancing_loss, top_k_route
 from thinwire.testing import run_ranks

@@ -32,7 +32,7 @@ else:
             self.__name__ = function.__name__
 
         def __getitem__(self, grid: object) -> Any:
-            raise TransportUnavailable(f"kernel {self.__name__} needs Triton: pip install 'thinwire[triton]'")
+            raise TransportUnavailable(f"kernel {self.__name__} needs Triton: pip install triton")
 
     class _MissingTriton(_Missing):
         @staticmethod

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
     from thinwire.fused.prepare import prepare as prepare
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
+    from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
+    from thinwire.moe.checkpoint_writer import save_checkpoint as save_checkpoint
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.experts import GroupedExperts as GroupedExperts
     from thinwire.moe.int8_experts import Int8Experts as Int8Experts
     from thinwire.moe.layer import MoELayer as MoELayer
+    from thinwire.moe.local_experts import LocalExperts as LocalExperts
     from thinwire.moe.memory import plan_memory as plan_memory
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
+    from thinwire.moe.places import expert_parameter_names as expert_parameter_names
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
     from thinwire.tracing import trace as trace
@@ -58,12 +62,16 @@ _MODULES = {
     "fused.prepare": "Prepared prepare",
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",
+    "moe.checkpoint": "load_checkpoint",
+    "moe.checkpoint_writer": "save_checkpoint",
     "moe.dispatched": "Dispatched",
     "moe.experts": "GroupedExperts",
     "moe.int8_experts": "Int8Experts",
     "moe.layer": "MoELayer",
+    "moe.local_experts": "LocalExperts",
     "moe.memory": "plan_memory",
     "moe.parallel": "ExpertParallel",
+    "moe.places": "expert_parameter_names",
     "moe.pretrained": "load_moe_layer save_moe_layers",
     "tracing": "trace",
     "wire": "WireFormat",

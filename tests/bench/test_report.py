@@ -165,7 +165,7 @@ def test_it_needs_matplotlib_and_no_torch(module: str, status: int, tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "output").exists() == (status == 0)
-    assert status == 0 or "matplotlib, which is not installed: pip install 'thinwire[bench]'" in done.stderr
+    assert status == 0 or "matplotlib, which is not installed: pip install matplotlib" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,5 +42,8 @@ except ImportError as error:
 """
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "needs transformers 5.23 or newer" in done.stdout and "pip install 'thinwire[transformers]'" in done.stdout
+    assert (
+        "needs transformers 5.23 or newer" in done.stdout
+        and "pip install 'transformers>=5.23' accelerate" in done.stdout
+    )
     assert found in done.stdout

@@ -302,3 +302,31 @@ def _missing_signal(comm: Communicator) -> None:
 
 def test_without_its_wait_a_rank_would_miss_tokens() -> None:
     run_ranks(_missing_signal, 2)
+
+
+def _described(comm: Communicator, transport: str) -> None:
+    with ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as ep:
+        name = "ExpertParallel(num_experts=4, top_k=2, hidden_size=64, max_tokens=8, wire='int8', rank 0 of 1, "
+        assert repr(ep) == f"{name}{transport})"
+        with pytest.raises(RoutingError, match=r"\[tokens, 64\] is needed: x.flatten\(0, -2\) makes it so"):
+            ep.dispatch(torch.ones(2, 3, 64), torch.zeros(2, 3, 2, dtype=torch.int64), torch.ones(2, 3, 2))
+        d = ep.dispatch(torch.ones(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+        assert repr(d) == f"Dispatched(3 tokens of torch.float32 sent, {transport}, lane 0, open)"
+        ep.combine(d.tokens, d)
+        assert repr(d).endswith("lane 0, over)")
+    assert repr(ep) == f"{name}closed)"
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_objects_and_errors_say_what_they_are(transport: str) -> None:
+    run_ranks(_described, 1, transport, mode="thread")
+
+
+def _too_large(comm: Communicator) -> None:
+    with pytest.warns(RuntimeWarning, match="ExpertParallel takes the staged transport, which is slower: .* bytes"):
+        ep = ExpertParallel(comm, 4, 2, 64, 10**9)
+    assert ep.transport == "staged"
+
+
+def test_a_transport_that_memory_is_not_there_for_is_left_with_a_warning() -> None:
+    run_ranks(_too_large, 1, mode="thread")

@@ -102,7 +102,7 @@ else:
         """A function that says what is missing."""
 
         def unavailable(*args: object, **kwargs: object) -> Any:
-            raise TransportUnavailable(f"{function.__name__} needs numba: pip install 'thinwire[cpu]'")
+            raise TransportUnavailable(f"{function.__name__} needs numba: pip install numba")
 
         return unavailable
 

@@ -79,7 +79,7 @@ def main() -> int:
     try:
         fuzzer = f"atheris {metadata.version('atheris')}"
     except metadata.PackageNotFoundError:
-        parser.error("atheris is not installed: pip install 'thinwire[fuzz]'")
+        parser.error("atheris is not installed: pip install atheris")
     runs = Runs("verification.fuzz", arguments.json, arguments.add, fuzzer=fuzzer)
     stored: dict[str, Any] = runs.stored.get("targets", {})
     bad = executions = 0

@@ -31,7 +31,7 @@ except ImportError as error:
         found = "it is not installed"
     raise ImportError(
         "thinwire.integrations.transformers needs transformers 5.23 or newer, where implementations of expert "
-        f"parallelism can be registered, and {found}: pip install 'thinwire[transformers]'"
+        f"parallelism can be registered, and {found}: pip install 'transformers>=5.23' accelerate"
     ) from error
 
 __all__ = ["NAMES", "ThinwireEP", "register"]

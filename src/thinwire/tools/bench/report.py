@@ -56,7 +56,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise TransportUnavailable(
-            "a report needs matplotlib, which is not installed: pip install 'thinwire[bench]'"
+            "a report needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
 
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and str(options.json) == "-":
         raise ArgumentError("--json - is no file, expected a path: the table goes to standard output")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ArgumentError(f"--plot {options.plot} needs matplotlib: pip install 'thinwire[bench]'")
+        raise ArgumentError(f"--plot {options.plot} needs matplotlib: pip install matplotlib")
 
     from thinwire.tools.bench.launch import run_bench
 

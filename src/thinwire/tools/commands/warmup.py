@@ -58,7 +58,7 @@ def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> 
     from thinwire.triton_kernels.compat import HAS_TRITON
 
     if not HAS_TRITON:
-        raise TransportUnavailable("kernels for GPUs need Triton: pip install 'thinwire[triton]'")
+        raise TransportUnavailable("kernels for GPUs need Triton: pip install triton")
     from thinwire.tools.warmup.compile import cache_folder, compile_ahead, describe
     from thinwire.tools.warmup.configuration import Configuration
     from thinwire.tools.warmup.target import archs_here
@@ -73,7 +73,7 @@ def _for_cpu(progress: Progress, began: float) -> str:
     from thinwire.triton_kernels.cpu import HAS_NUMBA
 
     if not HAS_NUMBA:
-        raise TransportUnavailable("kernels for CPU ranks need numba: pip install 'thinwire[cpu]'")
+        raise TransportUnavailable("kernels for CPU ranks need numba: pip install numba")
     from thinwire.tools.warmup.cpu import compile_for_cpu, describe_cpu
 
     progress.stage("numba's kernels, by one process")

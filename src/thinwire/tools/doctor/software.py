@@ -26,13 +26,11 @@ def versions() -> Iterator[Finding]:
         else "CPU"
     )
     yield Finding("ok", "torch", f"{torch.__version__}, a {build} build")
-    for package, extra, what in (
-        ("numpy", "", ""), ("numba", "cpu", "kernels for CPU ranks"), ("triton", "triton", "kernels for GPUs"),
-    ):  # fmt: skip
+    for package, what in (("numpy", "arrays"), ("numba", "kernels for CPU ranks"), ("triton", "kernels for GPUs")):
         try:
             yield Finding("ok", package, metadata.version(package))
         except metadata.PackageNotFoundError:
-            yield Finding("note", package, f"not installed: no {what}", f"pip install 'thinwire[{extra}]'")
+            yield Finding("note", package, f"not installed: no {what}", f"pip install {package}")
     if torch.distributed.is_nccl_available():
         yield Finding("ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:

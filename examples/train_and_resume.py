@@ -1,0 +1,68 @@
+"""Train a mixture-of-experts layer among dense ones, save it with its optimiser, and resume, also on other ranks.
+
+    torchrun --nproc-per-node 2 examples/train_and_resume.py training.safetensors --steps 20
+    torchrun --nproc-per-node 3 examples/train_and_resume.py training.safetensors --steps 40
+
+The second command goes on where the first one ended.
+"""
+
+import argparse
+import os
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.moe.routing import load_balancing_loss
+
+BATCH, HIDDEN, EXPERTS, TOP_K = 96, 64, 6, 2
+
+
+class Block(nn.Module):
+    def __init__(self, ep: tw.ExpertParallel) -> None:
+        super().__init__()
+        self.dense = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = tw.MoELayer(HIDDEN, 2 * HIDDEN, EXPERTS, TOP_K).shard(ep)  # made whole, then cut
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, routing = self.moe.forward_with_routing(self.dense(x))
+        return y, load_balancing_loss(routing.router_logits, routing.topk_ids, EXPERTS)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("path")
+parser.add_argument("--steps", type=int, default=20)
+options = parser.parse_args()
+
+comm = tw.init()
+ep = tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, max_tokens=BATCH)
+torch.manual_seed(0)  # on every rank: what all of them hold is the same
+model = Block(ep).to(comm.device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+done = 0
+if os.path.exists(options.path):
+    done = int(tw.load_checkpoint(model, options.path, optimizer=optimizer)["steps"])
+experts = tw.expert_parameter_names(model)
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)  # each is on one rank only
+parallel = DistributedDataParallel(model)
+
+for step in range(done, options.steps):
+    batch = torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))  # the whole one, cut by rank
+    mine = batch[comm.rank :: comm.size].to(comm.device)
+    y, balance = parallel(mine)
+    loss = (y - mine.flip(1)).square().sum() * comm.size / batch.numel() + 0.01 * balance
+    optimizer.zero_grad()
+    loss.backward()
+    for name in experts:
+        if (gradient := model.get_parameter(name).grad) is not None:  # a rank may have no experts
+            gradient /= comm.size  # a sum over ranks; DDP's gradients are means
+    optimizer.step()
+    if (step + 1) % 10 == 0:
+        mean = loss.detach() / comm.size
+        comm.all_reduce(mean)
+        if comm.rank == 0:
+            print(f"step {step + 1}: loss {float(mean):.6f}")
+
+tw.save_checkpoint(model, options.path, {"steps": str(max(done, options.steps))}, optimizer=optimizer)
+comm.close()

@@ -1,0 +1,195 @@
+"""Saving a model with MoE layers, and its optimiser, to one safetensors file: each rank writes its own experts' bytes.
+
+Expert weights of `MoELayer` are stored stacked, ``[num_experts, ...]``, so that the experts of a rank are one
+contiguous piece of each of them. Those of `LocalExperts` have the experts' numbers in their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.errors import CheckpointError
+from thinwire.moe.checkpoint_folder import write_at
+from thinwire.moe.optimizer_state import OPTIMIZER, SETTINGS, OptimizerState
+from thinwire.moe.places import Place, group_of_experts, placed_tensors, whole
+from thinwire.moe.safetensors_header import dtype_name, make_header, offsets_of
+from thinwire.moe.together import together
+
+if TYPE_CHECKING:
+    from thinwire.comm.communicator import Communicator
+
+_LONGEST_NAME = 2000  # characters
+_ROWS_AT_ONCE = 200  # tensors that ranks tell each other of in a message, whatever their names
+
+
+def save_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's parameters and persistent buffers, and an optimiser's state, to one safetensors file.
+
+    Collective where experts are spread over ranks, by sharded `MoELayer` or `LocalExperts`: each rank writes its own
+    experts' bytes, and rank 0 all else, which is the same everywhere. All ranks must see the folder. What
+    `fully_shard` has sharded is gathered, one tensor at a time. The file does not say how many ranks there were.
+    It appears under ``path`` only when it is complete. If one rank fails, all raise, and nothing is left behind.
+
+    Args:
+        model: any module, without what wraps it, such as DistributedDataParallel. Tensors are stored as they are.
+        path: the file to write; an existing one is replaced.
+        metadata: strings stored in the file's header, such as the number of the step; None for none. Rank 0's count.
+        optimizer: of torch.optim, over parameters of ``model``. A state has its parameter's shape and dtype, or is a
+            number; so those of LBFGS and Adafactor cannot be stored.
+        dtype: rounds the model's floating-point tensors to this one; None keeps theirs.
+
+    Raises:
+        CheckpointError: experts are spread over different groups; ranks have different models or optimisers; a
+            parameter of ``optimizer`` is not the model's; a tensor, setting or string that cannot be stored; or another
+            rank failed.
+        OSError: what the system says of writing.
+    """
+    comm = group_of_experts(model)
+    is_first = comm is None or comm.rank == 0
+    parts: list[tuple[str, torch.Tensor, Place]] = []
+    text: dict[str, str] = {}
+
+    def collect() -> str:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise CheckpointError(f"dtype is {dtype!r}, expected None or a floating-point dtype")
+        text.update(_checked_metadata(metadata))
+        tensors = placed_tensors(model)
+        parts.extend((name, tensor, place) for name, (tensor, place) in tensors.items())
+        if optimizer is not None:
+            state = OptimizerState(tensors, optimizer)
+            parts.extend(state.tensors())
+            text[SETTINGS] = state.settings()
+        for name, tensor, _ in parts:
+            dtype_name(tensor.dtype)
+            if len(name) > _LONGEST_NAME or not _is_text(name):
+                raise CheckpointError(f"{name[:80]!r} has {len(name)} characters, or such as cannot be written")
+            if comm is None and isinstance(tensor, DTensor):
+                raise CheckpointError(f"{name} is sharded, and no experts are: torch.distributed.checkpoint saves it")
+        return ""
+
+    together(comm, "describe its model", collect)
+    as_stored = {
+        name: tensor.dtype if dtype is None or name.startswith(OPTIMIZER) or not tensor.is_floating_point() else dtype
+        for name, tensor, _ in parts
+    }
+    rows = {name: (dtype_name(as_stored[name]), place) for name, _, place in parts}
+    stored = _agree(comm, rows, text.get(SETTINGS, ""))
+    with contextlib.ExitStack() as stack:
+
+        def create() -> str:
+            # In a folder of its own, which only this user may write to: in the target's, others may be able to put a
+            # link where a file of a known name is about to be.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".unfinished-", dir=Path(path).parent))
+            header, end = make_header(stored, text)
+            with open(Path(folder).resolve() / "checkpoint", "xb") as file:
+                file.write(header)
+                file.truncate(len(header) + end)
+            return json.dumps([file.name, len(header)])
+
+        unfinished, first = json.loads(together(comm, "make the file", create if is_first else lambda: ""))
+        offsets = offsets_of(stored)
+
+        def write() -> str:
+            error: Exception | None = None
+            with open(unfinished, "r+b") as file:
+                for name, tensor, place in parts:
+                    tensor = whole(tensor)  # also after an error, as the others take part in it
+                    if error is None and (place.mine or is_first):
+                        try:
+                            _write(file.fileno(), tensor.to(as_stored[name]), first + offsets[name], place)
+                        except Exception as raised:
+                            error = raised
+                if error is not None:
+                    raise error
+                os.fsync(file.fileno())
+            return ""
+
+        together(comm, "write its part", write)
+
+        def finish() -> str:
+            Path(unfinished).replace(path)
+            return ""
+
+        together(comm, "give the file its name", finish if is_first else lambda: "")
+
+
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    if not isinstance(metadata, Mapping | None):
+        raise CheckpointError(f"metadata is a {type(metadata).__name__}, expected a dict of strings or None")
+    for item in (metadata or {}).items():
+        if not all(isinstance(text, str) and _is_text(text) for text in item):
+            raise CheckpointError(f"metadata has {item[0]!r}: {repr(item[1])[:80]}, expected strings")
+        if item[0] == SETTINGS:
+            raise CheckpointError(f"metadata has {SETTINGS!r}, under which the optimiser's settings are stored")
+    return dict(metadata or {})
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 has it: not half of a pair of surrogates."""
+    return text.encode(errors="ignore").decode() == text
+
+
+def _write(descriptor: int, tensor: torch.Tensor, offset: int, place: Place) -> None:
+    """All of a part to its place in a file, of which the whole begins at `offset`."""
+    octets = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    row = len(octets) // max(1, len(tensor)) if place.first else 0
+    write_at(descriptor, octets.data, offset + row * (place.first or 0))
+
+
+def _agree(
+    comm: Communicator | None, own: dict[str, tuple[str, Place]], settings: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of all ranks, in the order of rank 0, then of others.
+
+    Raises:
+        CheckpointError: on all ranks, where they differ, or the settings of the optimiser.
+    """
+    if comm is None:
+        return {name: (dtype, place.shape) for name, (dtype, place) in own.items()}
+    rows = [[name, dtype, list(place.shape), place.mine] for name, (dtype, place) in own.items()]
+    digest = hashlib.sha256(_common(settings, own).encode()).hexdigest()
+    begun = comm.all_gather_data((len(rows), digest), (int, str))
+    told: list[list[Any]] = [[] for _ in range(comm.size)]
+    for start in range(0, max(count for count, _ in begun), _ROWS_AT_ONCE):
+        part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool)])
+        for rank, more in enumerate(part):
+            told[rank] += more
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    common = {name for name, _, _, mine in told[0] if not mine}
+    for rank, of_rank in enumerate(told):
+        for name, dtype, shape, mine in of_rank:
+            if found.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)) or mine == (name in common):
+                raise CheckpointError(f"ranks have different models: rank {rank} has {name}, {dtype} {shape}")
+        missing = common - {name for name, *_ in of_rank}
+        if missing:
+            raise CheckpointError(f"ranks have different models: rank {rank} lacks {min(missing)}")
+        if begun[rank][1] != begun[0][1]:
+            raise CheckpointError(f"ranks have different optimisers: the settings of rank {rank} are not rank 0's")
+    return found
+
+
+def _common(settings: str, own: Mapping[str, tuple[str, Place]]) -> str:
+    """Settings of an optimiser without the names of parameters that other ranks need not have."""
+    if not settings:
+        return settings
+    found = json.loads(settings)
+    group_of = {name: number for name, number in found["group_of"].items() if not own[name][1].mine}
+    return json.dumps([found["groups"], group_of], sort_keys=True)

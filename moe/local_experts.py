@@ -1,0 +1,78 @@
+"""A rank's experts as modules of any kind, each with weights that do not depend on which rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from thinwire.errors import RoutingError
+
+if TYPE_CHECKING:
+    from thinwire.moe.parallel import ExpertParallel
+
+
+_T = TypeVar("_T")
+
+
+def made_alone(seed: int, make: Callable[[], _T]) -> _T:
+    """What `make` makes of random numbers of this seed; the random numbers of the program go on as if it had not."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:  # otherwise a seed would wait for CUDA's start
+            torch.cuda.manual_seed(seed)
+        return make()
+
+
+def seed_of_experts() -> int:
+    """A random number for the experts of a layer: the same on ranks that were seeded alike, which go on alike."""
+    return int(torch.randint(1 << 62, ()))
+
+
+class LocalExperts(nn.ModuleDict):
+    """The experts of this rank, by their numbers: modules that take rows [n, hidden] and give as many.
+
+    Expert e is ``factory(e)``, made of random numbers of its own. So experts differ from each other, and each is the
+    same on whichever rank it is, if all ranks were seeded alike. The random numbers that follow are alike on all ranks,
+    too, so whatever is made next on every rank, such as a router, is the same. Ranks that are threads of one process
+    share their random numbers; there this does not hold.
+
+    Args:
+        ep: whose ``local_experts`` are made.
+        factory: makes the expert of a number.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 8, max_tokens=16) as ep:
+    ...     experts = tw.LocalExperts(ep, lambda number: nn.Linear(8, 8))
+    >>> list(experts), experts(torch.zeros(3, 8), torch.tensor([1, 0, 2, 0])).shape
+    (['0', '1', '2', '3'], torch.Size([3, 8]))
+    """
+
+    def __init__(self, ep: ExpertParallel, factory: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.ep, seed = ep, seed_of_experts()
+        for number in ep.local_experts:
+            self[str(number)] = made_alone(seed + number, partial(factory, number))
+
+    def forward(self, rows: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
+        """Runs each expert on its rows; for `ExpertParallel.combine`.
+
+        Args:
+            rows: ``d.tokens``, [rows, hidden], sorted by expert, of a round without padding (``align=1``).
+            expert_counts: ``d.expert_counts``, int64 [local experts]. On CUDA this waits for them.
+
+        Raises:
+            RoutingError: counts of other experts, or of more or fewer rows.
+        """
+        counts = expert_counts.tolist()
+        if len(counts) != len(self) or sum(counts) != len(rows):
+            raise RoutingError(
+                f"expert_counts are {counts}, for {len(rows)} rows; {len(self)} numbers that sum to that are needed: "
+                "LocalExperts takes d.tokens and d.expert_counts of an ExpertParallel with align=1"
+            )
+        parts = [expert(part) for expert, part in zip(self.values(), rows.split(counts), strict=True)]
+        return torch.cat(parts) if parts else rows

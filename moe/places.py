@@ -1,0 +1,96 @@
+"""Which part of a model's tensors this rank has: experts are its own, all else is the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.errors import CheckpointError
+from thinwire.moe.layer import MoELayer
+from thinwire.moe.local_experts import LocalExperts
+
+if TYPE_CHECKING:
+    from thinwire.comm.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's part of a tensor lies in the whole.
+
+    Attributes:
+        shape: of the whole.
+        first: the row of the whole that is the part's first; None: the part is all of it.
+        mine: whether it is of experts that are spread over ranks, so that this rank writes it, whatever others have.
+    """
+
+    shape: tuple[int, ...]
+    first: int | None = None
+    mine: bool = False
+
+
+def _expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
+    """Of the tensors of experts that are spread over ranks. They are known as objects: wrappers rename them."""
+    for module in model.modules():
+        if not isinstance(module, MoELayer | LocalExperts) or module.ep is None or module.ep.comm.size == 1:
+            continue
+        if isinstance(module, MoELayer):
+            for part in module.experts.parameters():
+                yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts.start, True)
+        else:
+            for tensor in module.state_dict(keep_vars=True).values():
+                yield tensor, Place(tuple(tensor.shape), None, True)
+
+
+def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
+    """What `model.state_dict()` holds, by name: parameters and buffers themselves, with their places.
+
+    Raises:
+        CheckpointError: something else is there, or experts are not.
+    """
+    found = model.state_dict(keep_vars=True)
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{name} of the model is a {type(tensor).__name__}; a checkpoint holds tensors only")
+        if id(tensor) not in known:
+            raise CheckpointError(f"{name} is among the model's state, but is none of its parameters and buffers")
+    experts = {id(tensor): place for tensor, place in _expert_places(model)}
+    if experts.keys() - {id(tensor) for tensor in found.values()}:
+        raise CheckpointError("the model's state_dict() leaves out experts of this rank; a checkpoint would lack them")
+    return {name: (tensor, experts.get(id(tensor), Place(tuple(tensor.shape)))) for name, tensor in found.items()}
+
+
+def group_of_experts(model: nn.Module) -> Communicator | None:
+    """The group over which a model's experts are spread; None if they are not.
+
+    Raises:
+        CheckpointError: layers are spread over different groups.
+    """
+    spread = (module for module in model.modules() if isinstance(module, MoELayer | LocalExperts))
+    comms = {id(module.ep.comm): module.ep.comm for module in spread if module.ep is not None}
+    if len(comms) > 1:
+        raise CheckpointError("the model's experts are spread over different groups; a checkpoint is made by one group")
+    return next(iter(comms.values()), None)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which ranks have shards, as `fully_shard` leaves them. Collective for these."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def expert_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that only this rank has: those of its experts, in sharded `MoELayer`s and `LocalExperts`.
+
+    Their gradients are sums over all ranks' tokens. DistributedDataParallel has to ignore them, by
+    ``_set_params_and_buffers_to_ignore_for_model``, and `fully_shard`, as ``ignored_params``.
+
+    >>> expert_parameter_names(MoELayer(8, 16, num_experts=4, top_k=2))  # not sharded
+    []
+    """
+    experts = {id(tensor) for tensor, _ in _expert_places(model)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in experts]

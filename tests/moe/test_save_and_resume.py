@@ -1,0 +1,430 @@
+"""A training with experts on several ranks is saved, and goes on there, or on another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("numba", reason="CPU ranks need numba")
+
+import thinwire as tw
+from thinwire.comm.communicator import Communicator
+from thinwire.errors import CheckpointError, RoutingError
+from thinwire.moe.places import whole
+from thinwire.testing import RankError, run_ranks
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 32, 5, 2, 24
+
+
+class Model(nn.Module):
+    """Experts of both kinds, and dense weights."""
+
+    def __init__(self, ep: tw.ExpertParallel, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
+        self.own = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.layer = ep.next_layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.moe(self.dense(x))
+        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
+        d = self.own.ep.dispatch(x, ids, weights, layer=self.layer)
+        return self.own.ep.combine(self.own(d.tokens, d.expert_counts), d)
+
+
+def parallel(comm: Communicator) -> tw.ExpertParallel:
+    return tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, wire="none")
+
+
+def batch(comm: Communicator) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))[comm.rank :: comm.size]
+
+
+def steps(model: Model, optimizer: torch.optim.Optimizer, comm: Communicator, count: int) -> None:
+    experts = tw.expert_parameter_names(model)
+    assert len(experts) == (2 + 2 * len(model.own) if comm.size > 1 else 0)
+    for _ in range(count):
+        optimizer.zero_grad()
+        (model(batch(comm)).square().sum() / TOKENS).backward()
+        for name, parameter in model.named_parameters():
+            if name not in experts:
+                comm.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+def train(comm: Communicator, path: str, resumed: bool) -> torch.Tensor:
+    with parallel(comm) as ep:
+        model = Model(ep, seed=4 if resumed else 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if resumed else 1e-2)
+        if resumed:
+            assert tw.load_checkpoint(model, path, optimizer=optimizer) == {"steps": "3"}
+        else:
+            steps(model, optimizer, comm, 3)
+            tw.save_checkpoint(model, path, {"steps": "3"}, optimizer=optimizer)
+        steps(model, optimizer, comm, 2)
+        return model(batch(comm)).detach()
+
+
+def test_a_training_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> None:
+    path = str(tmp_path / "training.safetensors")
+    outputs = {0: run_ranks(train, 2, path, False)}
+    assert [file.name for file in tmp_path.iterdir()] == ["training.safetensors"]
+    outputs |= {ranks: run_ranks(train, ranks, path, True) for ranks in (2, 1, 3)}
+    together = {}
+    for ranks, parts in outputs.items():
+        together[ranks] = torch.zeros(TOKENS, HIDDEN)
+        for rank, part in enumerate(parts):
+            together[ranks][rank :: len(parts)] = part
+    assert torch.equal(together[0], together[2])
+    torch.testing.assert_close(together[0], together[1])
+    torch.testing.assert_close(together[0], together[3])
+
+
+def weights_of(comm: Communicator) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    with parallel(comm) as ep:
+        experts = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
+        return {name: weight.detach() for name, weight in experts.named_parameters()} | {"next": torch.rand(1)}
+
+
+def test_experts_are_the_same_on_whichever_rank_they_are() -> None:
+    alone = run_ranks(weights_of, 1)[0]
+    shared = run_ranks(weights_of, 3)
+    found = {name: weight for rank in shared for name, weight in rank.items()}
+    assert found.keys() == alone.keys() and all(torch.equal(alone[name], found[name]) for name in alone)
+    assert all(torch.equal(rank["next"], alone["next"]) for rank in shared)
+    weights = torch.stack([alone[f"{number}.weight"] for number in range(EXPERTS)]).flatten(1)
+    assert len(weights.unique(dim=0)) == EXPERTS
+
+
+def misused(comm: Communicator, folder: str) -> None:
+    path = Path(folder) / "model.safetensors"
+    with parallel(comm) as ep:
+        model = Model(ep)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        steps(model, optimizer, comm, 1)
+
+        def refused(what: str, **arguments: object) -> None:
+            with pytest.raises(CheckpointError, match=what):
+                tw.save_checkpoint(model, path, **arguments)  # type: ignore[arg-type]
+
+        refused("parameter of shape .* that is not the model's", optimizer=torch.optim.SGD([torch.ones(2)], lr=1.0))
+        model.register_buffer("odd", torch.zeros(2 + comm.rank))
+        refused("ranks have different models: rank 1 has odd, F32")
+        model.odd = torch.zeros(2, dtype=torch.complex128)
+        refused("complex128 cannot be stored")
+        model.odd = torch.zeros(2)
+        if comm.rank == 1:
+            model.extra = nn.Parameter(torch.zeros(1))
+        refused("ranks have different models: rank 1 has extra")
+        if comm.rank == 1:
+            del model.extra
+        tw.save_checkpoint(model, path)
+        with pytest.raises(CheckpointError, match="has no optimiser's state"):
+            tw.load_checkpoint(model, path, optimizer=optimizer)
+        comm.barrier()
+        tw.save_checkpoint(model, path, optimizer=optimizer)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            model.dense.weight += 1
+        dense, others = model.dense.parameters(), [p for n, p in model.named_parameters() if "dense" not in n]
+        for other, what in (
+            (
+                torch.optim.SGD([{"params": dense}, {"params": others}], lr=0.1),
+                "has 1 groups of parameters, here are 2",
+            ),
+            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True), "nesterov is False in the"),
+        ):
+            with pytest.raises(CheckpointError, match=what):
+                tw.load_checkpoint(model, path, optimizer=other)
+        assert torch.equal(model.dense.weight, before["dense.weight"] + 1)  # it is as it was
+        assert tw.load_checkpoint(model, path) == {}
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(misused, 2, str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def full(comm: Communicator, path: str, sharded: bool) -> None:
+    with parallel(comm) as ep:
+        model = Model(ep)
+        if sharded:
+            own = {model.get_parameter(name) for name in tw.expert_parameter_names(model)}
+            fully_shard(model, mesh=DeviceMesh.from_group(comm.group, "cpu"), ignored_params=own)
+        if comm.rank == 1:
+            model.moe.experts.w_in = nn.Parameter(model.moe.experts.w_in.to("meta"))
+        tw.save_checkpoint(model, path)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_where_one_rank_cannot_write_all_raise_and_nothing_is_left(sharded: bool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(full, 2, str(tmp_path / "model.safetensors"), sharded, mode="process" if sharded else "thread")
+    assert "rank 1 could not write its part" in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def only_one(comm: Communicator, path: str) -> list[str]:
+    """Rank 1 alone passes what cannot be stored."""
+    said = []
+    with parallel(comm) as ep:
+        model = Model(ep)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for odd, usual in (
+            ({"metadata": {"steps": 20}}, {}),
+            ({"metadata": 5}, {}),
+            ({"metadata": {"a": "\ud800"}}, {}),
+            ({"metadata": {"thinwire.optimizer": "x"}}, {}),
+            ({"dtype": torch.int32}, {}),
+            ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.2)}, {"optimizer": optimizer}),
+            ({"optimizer": optimizer}, {}),
+        ):
+            with pytest.raises(CheckpointError) as raised:
+                tw.save_checkpoint(model, path, **(odd if comm.rank == 1 else usual))  # type: ignore[arg-type]
+            said.append(str(raised.value))
+    return said
+
+
+def test_what_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(only_one, 2, str(tmp_path / "model.safetensors"), mode="thread")
+    assert all("rank 1 could not describe its model" in said for said in first[:5]) and len(first) == 7
+    assert ["metadata" in said for said in second] == [True] * 4 + [False] * 3
+    assert first[5:] == second[5:] and all("ranks have different optimisers" in said for said in first[5:])
+    assert not list(tmp_path.iterdir())
+
+
+class Renamed(nn.Module):
+    """As wrappers for activation checkpointing do, it is not in the names of the state."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+        self._register_state_dict_hook(self._drop)
+
+    @staticmethod
+    def _drop(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}inner.")]:
+            state[prefix + name.removeprefix(f"{prefix}inner.")] = state.pop(name)
+
+
+def wrapped(comm: Communicator, path: str) -> None:
+    with parallel(comm) as ep:
+        layer = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
+        model = nn.ModuleDict({"first": Renamed(layer), "second": layer})  # twice
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert "first.experts.w_in" in before and len(tw.expert_parameter_names(model)) == 2
+        tw.save_checkpoint(model, path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        tw.load_checkpoint(model, path)
+        assert all(
+            torch.equal(value, before[name]) for name, value in model.state_dict().items() if ".experts." in name
+        )
+
+
+def test_experts_are_known_whatever_they_are_called(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    run_ranks(wrapped, 2, path, mode="thread")
+    with safe_open(path, framework="pt") as file:
+        assert file.get_slice("first.experts.w_in").get_shape() == [EXPERTS, HIDDEN, 16]
+
+
+def few_experts(comm: Communicator, path: str) -> None:
+    torch.manual_seed(0)
+    with tw.ExpertParallel(comm, 2, 1, HIDDEN, TOKENS, wire="none") as ep:
+        layer = tw.MoELayer(HIDDEN, 16, 2, 1).shard(ep)
+        own = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
+        model = nn.ModuleDict({"layer": layer, "own": own})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        layer(batch(comm)).sum().backward()
+        for parameter in own.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for parameter in layer.router.parameters():
+            comm.all_reduce(parameter.grad)
+        optimizer.step()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        tw.save_checkpoint(model, path, optimizer=optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        tw.load_checkpoint(model, path, optimizer=optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_may_have_no_experts(ranks: int, tmp_path: Path) -> None:
+    run_ranks(few_experts, ranks, str(tmp_path / "model.safetensors"))
+
+
+def stepped(
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: object
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **settings})
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda tensors, text: tensors.update({"optimizer/weight/exp_avg": torch.zeros(1)}), r"is \[1\], expected"),
+        (lambda tensors, text: tensors.update({"optimizer/weight/exp_avg": torch.zeros(())}), None),
+        (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8, dtype=torch.int32)}), "int32"),
+        (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8).double()}), "float64"),
+        (lambda tensors, text: [tensors.pop(f"optimizer/{name}/step") for name in ("weight", "bias")], "cannot take"),
+        (lambda tensors, text: text.update({"thinwire.optimizer": "no JSON"}), "settings cannot be read"),
+        (lambda tensors, text: text.update({"thinwire.optimizer": "[]"}), "settings cannot be read"),
+        (lambda tensors, text: text.update({"thinwire.optimizer": '{"groups": [3], "group_of": {}}'}), "be read"),
+        (lambda tensors, text: text.update({"thinwire.optimizer": '{"groups": [], "group_of": {}}'}), "has 0 groups"),
+        (lambda tensors, text: set_in(text, "lr", "evil"), "lr is 'evil'"),
+        (lambda tensors, text: set_in(text, "lr", [0.1]), "lr is"),
+        (lambda tensors, text: set_in(text, "betas", [0.1]), "betas is"),
+        (lambda tensors, text: set_in(text, "amsgrad", True), "amsgrad is True"),
+    ],
+)  # fmt: skip
+def test_a_strangers_optimiser_state_is_refused_and_changes_nothing(change, what, tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    path = tmp_path / "model.safetensors"
+    tw.save_checkpoint(model, path, optimizer=optimizer)
+    with safe_open(path, framework="pt") as file:
+        tensors, text = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())
+    set_in(text, "fused", True)
+    change(tensors, text)
+    tensors["weight"] = torch.zeros(8, 8)
+    save_file(tensors, path, metadata=text)
+    weight, before = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    if what is None:
+        tw.load_checkpoint(model, path, optimizer=optimizer)
+        assert optimizer.param_groups[0]["fused"] is None  # as it was
+        return
+    with pytest.raises(CheckpointError, match=what):
+        tw.load_checkpoint(model, path, optimizer=optimizer)
+    after = optimizer.state_dict()
+    assert torch.equal(model.weight, weight) and after["param_groups"] == before["param_groups"]
+    for number, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
+    optimizer.step()
+
+
+def set_in(text: dict[str, str], key: str, value: object) -> None:
+    """Changes a setting among a file's metadata."""
+    settings = json.loads(text["thinwire.optimizer"])
+    settings["groups"][0][key] = value
+    text["thinwire.optimizer"] = json.dumps(settings)
+
+
+def test_settings_of_a_scheduler_come_back_and_groups_are_not_mixed_up(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model, optimizer = stepped(torch.optim.SGD, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    optimizer.step()
+    scheduler.step()
+    tw.save_checkpoint(model, path, optimizer=optimizer)
+    again, fresh = stepped(torch.optim.SGD, lr=3.0, momentum=0.9)
+    tw.load_checkpoint(again, path, optimizer=fresh)
+    group = fresh.param_groups[0]
+    assert (group["lr"], group["initial_lr"], group["momentum"]) == (pytest.approx(1e-3), 1e-2, 0.5)
+    for first, second in (("weight", "bias"), ("bias", "weight")):
+        groups = [{"params": [model.get_parameter(first)], "lr": 0.1}, {"params": [model.get_parameter(second)]}]
+        split = torch.optim.SGD(groups, lr=9.0)
+        if first == "weight":
+            tw.save_checkpoint(model, path, optimizer=split)
+    with pytest.raises(CheckpointError, match="and .* in another one"):
+        tw.load_checkpoint(model, path, optimizer=split)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
+def test_optimisers_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(2, 8)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    with pytest.raises(CheckpointError, match="the optimiser"):
+        tw.save_checkpoint(model, tmp_path / "model.safetensors", optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"amsgrad": True}, {"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.25)}]
+)
+def test_an_optimiser_comes_back_as_it_was(settings: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model, optimizer = stepped(**settings)
+    tw.save_checkpoint(model, path, optimizer=optimizer)
+    again, fresh = stepped(**settings)
+    tw.load_checkpoint(again, path, optimizer=fresh)
+    for each in (model, again):
+        each.zero_grad()
+        each(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()
+    fresh.step()
+    assert torch.equal(model.weight, again.weight) and type(fresh.param_groups[0]["lr"]) is type(
+        settings.get("lr", 0.1)
+    )
+
+
+def wrong_counts(comm: Communicator) -> None:
+    with parallel(comm) as ep:
+        experts = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
+        with pytest.raises(RoutingError, match=re.escape("expert_counts are [1, 2], for 3 rows; 5 numbers")):
+            experts(torch.zeros(3, HIDDEN), torch.tensor([1, 2]))
+        with pytest.raises(RoutingError, match="for 4 rows"):
+            experts(torch.zeros(4, HIDDEN), torch.tensor([1, 2, 0, 0, 0]))
+
+
+def test_local_experts_refuse_counts_that_do_not_fit() -> None:
+    run_ranks(wrong_counts, 1, mode="thread")
+
+
+def sharded(comm: Communicator, path: str, resumed: bool) -> dict[str, torch.Tensor]:
+    with parallel(comm) as ep:
+        model = Model(ep, seed=4 if resumed else 3)
+        own = {model.get_parameter(name) for name in tw.expert_parameter_names(model)}
+        fully_shard(model, mesh=DeviceMesh.from_group(comm.group, "cpu"), ignored_params=own)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if resumed:
+            tw.load_checkpoint(model, path, optimizer=optimizer)
+        else:
+            (model(batch(comm)).square().sum() / TOKENS).backward()
+            optimizer.step()
+            tw.save_checkpoint(model, path, optimizer=optimizer)
+        found = dict(model.named_parameters())
+        for name, parameter in model.named_parameters():
+            found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+        return {name: whole(value).detach() for name, value in found.items()}
+
+
+def test_what_fully_shard_has_sharded_is_stored_whole(tmp_path: Path) -> None:
+    path = str(tmp_path / "sharded.safetensors")
+    before, after = run_ranks(sharded, 2, path, False), run_ranks(sharded, 2, path, True)
+    for was, now in zip(before, after, strict=True):
+        assert was.keys() == now.keys() and all(torch.equal(was[name], now[name]) for name in was)
+    with safe_open(path, framework="pt") as file:
+        assert file.get_slice("dense.weight").get_shape() == [HIDDEN, HIDDEN]
+        assert file.get_slice("optimizer/moe.experts.w_in/exp_avg").get_shape() == [EXPERTS, HIDDEN, 16]
+    others = run_ranks(sharded, 3, path, True)
+    assert all(torch.equal(rank["dense.weight"], before[0]["dense.weight"]) for rank in others)

@@ -1,0 +1,56 @@
+"""What is built has all of the package, or is not built."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.exhaustive
+ROOT = Path(__file__).parents[1]
+ROOMS = ("comm", "fused", "moe", "triton_kernels")
+
+
+def copied(target: Path) -> Path:
+    """The clone's package, with its links."""
+    for name in ("src", *ROOMS):
+        shutil.copytree(
+            ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+        )
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    """A wheel."""
+    command = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source)]
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True)
+
+
+def test_a_wheel_has_every_module(tmp_path: Path) -> None:
+    done = build(copied(tmp_path / "source"), tmp_path / "wheels")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("thinwire/")}
+    wanted = {
+        f"thinwire/{path.relative_to(ROOT / 'src' / 'thinwire')}" for path in (ROOT / "src" / "thinwire").rglob("*.py")
+    }
+    wanted |= {f"thinwire/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert len(wanted) > 200 and wanted <= inside
+
+
+def test_without_its_links_it_is_not_built(tmp_path: Path) -> None:
+    source = copied(tmp_path / "source")
+    for room in ROOMS:  # as git leaves them with core.symlinks=false: files that hold the link's target
+        link = source / "src" / "thinwire" / room
+        link.unlink()
+        link.write_text(f"../../{room}")
+    done = build(source, tmp_path / "wheels")
+    assert done.returncode != 0
+    assert "src/thinwire has no folder comm, fused, moe, triton_kernels" in done.stdout + done.stderr
