@@ -30,7 +30,7 @@ def made_alone(seed: int, make: Callable[[], _T]) -> _T:
 
 def seed_of_experts() -> int:
     """A random number for the experts of a layer: the same on ranks that were seeded alike, which go on alike."""
-    return int(torch.randint(1 << 62, ()))
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 class LocalExperts(nn.ModuleDict):

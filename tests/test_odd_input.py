@@ -474,7 +474,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize(
     ("stored", "held", "told"),
     [
-        (torch.ones(3), torch.zeros(3, dtype=torch.int64), "second is torch.bfloat16, expected a kind of torch.int64"),
+        (torch.ones(3), torch.zeros(3, dtype=torch.int64), "second is torch.float32, expected a kind of torch.int64"),
         (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool), "second is torch.int64"),
         (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.complex64), "second is torch.int64"),
         (torch.tensor([1, 2, 300]), torch.zeros(3, dtype=torch.uint8), "numbers that do not fit"),

@@ -27,7 +27,7 @@ class Peerless:
     """A stand-in for an ExpertParallel on a rank that receives nothing; it counts the rounds."""
 
     def __init__(self, local_experts: range, config: TinyMoEConfig) -> None:
-        self.local_experts = local_experts
+        self.local_experts, self.comm = local_experts, SimpleNamespace(size=2)
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
         self.rounds = 0
 
