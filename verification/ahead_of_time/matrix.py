@@ -366,6 +366,7 @@ def main() -> int:
         for case, report, faults in pool.map(_row, list(cases()), chunksize=4):
             failures += bool(faults)
             name = case.kernel + {"floats": "", "records": ", records", "as they are": ", as is"}[case.rows]
+            name += ", invariant" * case.invariant
             print(
                 f"{name:24}{case.wire:10}{case.hidden:>7} {case.target:8}{report.registers:>5}{report.spills:>7}"
                 f"{report.fused:>5}{report.load_bytes:>6}{report.store_bytes:>6}{report.barriers:>5}"
