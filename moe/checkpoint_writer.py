@@ -29,6 +29,7 @@ from thinwire.moe.together import together
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
 
+_Part = tuple[str, torch.Tensor, Place]
 _LONGEST_NAME = 2000  # characters
 _ROWS_AT_ONCE = 200  # tensors that ranks tell each other of in a message, whatever their names
 
@@ -64,25 +65,18 @@ def save_checkpoint(
     """
     comm = group_of_experts(model)
     is_first = comm is None or comm.rank == 0
-    parts: list[tuple[str, torch.Tensor, Place]] = []
+    parts: list[_Part] = []
     text: dict[str, str] = {}
 
     def collect() -> str:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CheckpointError(f"dtype is {dtype!r}, expected None or a floating-point dtype")
         text.update(_checked_metadata(metadata))
-        tensors = placed_tensors(model)
-        parts.extend((name, tensor, place) for name, (tensor, place) in tensors.items())
-        if optimizer is not None:
-            state = OptimizerState(tensors, optimizer)
-            parts.extend(state.tensors())
-            text[SETTINGS] = state.settings()
-        for name, tensor, _ in parts:
-            dtype_name(tensor.dtype)
-            if len(name) > _LONGEST_NAME or not _is_text(name):
-                raise CheckpointError(f"{name[:80]!r} has {len(name)} characters, or such as cannot be written")
-            if comm is None and isinstance(tensor, DTensor):
-                raise CheckpointError(f"{name} is sharded, and no experts are: torch.distributed.checkpoint saves it")
+        found, settings = _parts_of(model, optimizer)
+        if comm is None and any(isinstance(tensor, DTensor) for _, tensor, _ in found):
+            raise CheckpointError("the model is sharded, and no experts are: torch.distributed.checkpoint saves it")
+        parts.extend(found)
+        text.update(settings)
         return ""
 
     together(comm, "describe its model", collect)
@@ -105,21 +99,10 @@ def save_checkpoint(
             return json.dumps([file.name, len(header)])
 
         unfinished, first = json.loads(together(comm, "make the file", create if is_first else lambda: ""))
-        offsets = offsets_of(stored)
 
         def write() -> str:
-            error: Exception | None = None
-            with open(unfinished, "r+b") as file:
-                for name, tensor, place in parts:
-                    tensor = whole(tensor)  # also after an error, as the others take part in it
-                    if error is None and (place.mine or is_first):
-                        try:
-                            _write(file.fileno(), tensor.to(as_stored[name]), first + offsets[name], place)
-                        except Exception as raised:
-                            error = raised
-                if error is not None:
-                    raise error
-                os.fsync(file.fileno())
+            places = {name: first + offset for name, offset in offsets_of(stored).items()}
+            _write_all(unfinished, parts, as_stored, places, is_first)
             return ""
 
         together(comm, "write its part", write)
@@ -129,6 +112,47 @@ def save_checkpoint(
             return ""
 
         together(comm, "give the file its name", finish if is_first else lambda: "")
+
+
+def _parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Part], dict[str, str]]:
+    """What this rank has of a model and an optimiser, and the latter's settings as metadata.
+
+    Raises:
+        CheckpointError: some of it cannot be stored.
+    """
+    tensors = placed_tensors(model)
+    parts = [(name, tensor, place) for name, (tensor, place) in tensors.items()]
+    for name in tensors:
+        if name.startswith(OPTIMIZER):
+            raise CheckpointError(f"the model has a tensor {name!r}; such names are those of an optimiser's state")
+    settings = {}
+    if optimizer is not None:
+        state = OptimizerState(tensors, optimizer)
+        parts.extend(state.tensors())
+        settings[SETTINGS] = state.settings()
+    for name, tensor, _ in parts:
+        dtype_name(tensor.dtype)
+        if len(name) > _LONGEST_NAME or not _is_text(name):
+            raise CheckpointError(f"{name[:80]!r} has {len(name)} characters, or some that cannot be written")
+    return parts, settings
+
+
+def _write_all(
+    path: str, parts: list[_Part], dtypes: Mapping[str, torch.dtype], places: Mapping[str, int], is_first: bool
+) -> None:
+    """This rank's parts to a file in which each tensor begins at its place. An error is raised at the end."""
+    error: Exception | None = None
+    with open(path, "r+b") as file:
+        for name, tensor, place in parts:
+            tensor = whole(tensor)  # also after an error, as the others take part in it
+            if error is None and (place.mine or is_first):
+                try:
+                    _write(file.fileno(), tensor.to(dtypes[name]), places[name], place)
+                except Exception as raised:
+                    error = raised
+        if error is not None:
+            raise error
+        os.fsync(file.fileno())
 
 
 def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
