@@ -56,8 +56,10 @@ class ParallelSettings:
                 raise RoutingError(f"{name} is {value!r}; an int of at least 1, and below 2**31, is needed")
         if not is_int(self.max_tokens, 0):
             raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0, and below 2**31, is needed")
-        if self.top_k > _MAX_TOP_K:
-            raise RoutingError(f"top_k is {self.top_k}; at most {_MAX_TOP_K} experts a token are supported")
+        if self.top_k > min(self.num_experts, _MAX_TOP_K):
+            raise RoutingError(
+                f"top_k is {self.top_k}; at most all {self.num_experts} experts, and {_MAX_TOP_K}, can be named"
+            )
         if self.timeout is not None and not is_seconds(self.timeout):
             raise RoutingError(
                 f"timeout is {self.timeout!r}; a finite number of seconds above 0, at most 1e9, is needed"

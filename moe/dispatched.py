@@ -24,14 +24,14 @@ from thinwire.fused.codec import WireRows
 from thinwire.moe.gradients import Link
 from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Arrived, Records, RowRouting, check_capacity, experts_of, take
-from thinwire.moe.round_transport import Rounds
+from thinwire.moe.round_transport import OnLane, Rounds
 from thinwire.triton_kernels.round_layout import ABANDONED
 
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
 
 
-class Dispatched(ABC):
+class Dispatched(OnLane, ABC):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
     On the direct transport rows and index are the lane's own, on CUDA counts and offsets too: the next dispatch on the
@@ -51,6 +51,8 @@ class Dispatched(ABC):
     index: torch.Tensor
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
+
+    _how_over = "it was combined"
 
     # Of a round as it begins; on the class, as setting each would be a good part of making one.
     _tokens: torch.Tensor | None = None
@@ -314,7 +316,7 @@ class Dispatched(ABC):
         """
         self._require_open()
         with self._rounds.call("abandon", self.lane, (), self._dtype):
-            self._rounds.open_rounds[self.lane] = None
+            self._rounds.open_rounds[self.lane], self._how_over = None, "it was abandoned"
             self._rounds.close_round(self.lane, ABANDONED)
 
     def _check_combine(self, expert_out: ExpertRows, out: torch.Tensor | None, weighted: object) -> torch.Tensor:
@@ -408,10 +410,8 @@ class Dispatched(ABC):
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
-            raise LaneError(
-                f"this round on lane {self.lane} is over: it was combined or abandoned, or a later dispatch took its "
-                "lane"
-            )
+            how = "its ExpertParallel was closed" if self._rounds.closed else self._how_over
+            raise LaneError(f"this round on lane {self.lane} is over: {how}")
 
     @property
     def _arrived(self) -> Arrived:

@@ -99,8 +99,7 @@ class GroupedExperts(nn.Module):
         self.w_in = nn.Parameter(torch.empty(inward, dtype=dtype, device=device))
         self.w_gate = nn.Parameter(torch.empty(inward, dtype=dtype, device=device)) if gated else None
         self.w_out = nn.Parameter(torch.empty(outward, dtype=dtype, device=device))
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
+        self.draw()
 
         def zeros(width: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(num_experts, width, dtype=dtype, device=device))
@@ -108,6 +107,13 @@ class GroupedExperts(nn.Module):
         self.b_in = zeros(ff_size) if bias else None
         self.b_gate = zeros(ff_size) if bias and gated else None
         self.b_out = zeros(hidden_size) if bias else None
+
+    @torch.no_grad()
+    def draw(self, expert: int | None = None) -> None:
+        """Draws the matrices of one of the experts held here, or of all, from N(0, 1 / fan-in)."""
+        for weight in (self.w_in, self.w_gate, self.w_out):
+            if weight is not None:
+                nn.init.normal_(weight if expert is None else weight[expert], std=1.0 / math.sqrt(weight.shape[1]))
 
     _logged = ""  # the choice that the logger was told last
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
+from thinwire.moe.local_experts import made_alone, seed_of_experts
 from thinwire.moe.routing import RouterConfig, top_k_route
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ class MoELayer(nn.Module):
     collective: every rank of the group calls it as often as the others, with any number of tokens, also none, and so it
     is with backward. All ranks make the layers of a model in the same order: a layer knows itself by its place among
     those of ``ep``, so that a rank which leaves one out gets an error. In backward an expert gets the gradient of all
-    ranks' tokens, and the router that of this rank's: add the router's up over the ranks. Built with ``ep`` it draws
-    random experts and a random router of its own, which has to be the same on every rank: load existing ones with
-    `thinwire.load_checkpoint`, or use `shard`.
+    ranks' tokens, and the router that of this rank's: add the router's up over the ranks. Built with ``ep`` on ranks
+    that were seeded alike, they all have the same router, and each expert is the same on whichever rank it is.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
     shared expert is added to it in the dtype of ``x``.
@@ -94,7 +94,14 @@ class MoELayer(nn.Module):
         self.register_buffer("correction_bias", correction if self.router_config.correction_bias else None)
 
         experts = partial(GroupedExperts, activation=activation, gated=gated, dtype=dtype, device=device)
-        self.experts = experts(len(self.local_experts), hidden_size, ff_size, bias=expert_bias)
+        make = partial(experts, len(self.local_experts), hidden_size, ff_size, bias=expert_bias)
+        if ep is None:
+            self.experts = make()
+        else:  # each from random numbers of its own, or ranks that were seeded alike would all have the same ones
+            seed = seed_of_experts()
+            self.experts = made_alone(seed, make)
+            for place, number in enumerate(self.local_experts):
+                made_alone(seed + number, partial(self.experts.draw, place))
         self.shared = experts(1, hidden_size, shared_ff_size) if shared_ff_size else None
 
     def _owned(self, ep: ExpertParallel) -> range:

@@ -13,16 +13,17 @@ import torch
 
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.gradients import Link, RoundGradients, Wants
-from thinwire.moe.round_transport import Rounds
+from thinwire.moe.round_transport import OnLane, Rounds
 
 #: What is dispatched: x, topk_ids and topk_weights.
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _AS_IT_IS = contextlib.nullcontext()
 
 
-class Started:
+class Started(OnLane):
     """A leg of which this rank has sent its part, until it is finished or a later dispatch takes the lane."""
 
+    _how_over = "it was finished"
     end: Callable[[], Any]  # waits for the peers' part
 
     def __init__(self, rounds: Rounds, lane: int) -> None:

@@ -31,8 +31,8 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.gradients import MOST_LAYERS, Wants
 from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
-from thinwire.moe.round_transport import Rounds
-from thinwire.moe.shared import shared
+from thinwire.moe.round_transport import OVERTAKEN, Rounds
+from thinwire.moe.shared import ends_with, shared
 from thinwire.operators import register
 from thinwire.wire import WireFormat
 
@@ -56,7 +56,7 @@ class ExpertParallel:
     Args:
         comm: the group: a communicator, a process group, or a DeviceMesh of one axis.
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
-        top_k: experts a token may name, at most 32.
+        top_k: experts a token may name, at most 32 and no more than there are.
         hidden_size: elements of a token.
         max_tokens: the most tokens a rank dispatches at once; the same on every rank. `ensure_capacity` makes room for
             more.
@@ -140,6 +140,7 @@ class ExpertParallel:
         self.num_local_experts = len(self.local_experts)  # of a range torch.compile makes symbols
         self.dispatch_backend, self.combine_backend = config.dispatch_backend, config.combine_backend
         self.grad_backend = config.grad_backend
+        ends_with(config.comm, self)
 
     shared: classmethod[ExpertParallel, ..., ExpertParallel] = classmethod(shared)  # torch.compile wants its name
 
@@ -256,7 +257,7 @@ class ExpertParallel:
                 f"this {name} was started by another ExpertParallel, or is over since rebuild or ensure_capacity"
             )
         if rounds.open_rounds[lane] is not started:
-            raise LaneError(f"this {name} on lane {lane} is over: it was finished, or a later dispatch took its lane")
+            raise LaneError(f"this {name} on lane {lane} is over: {started._how_over}")
         with torch.no_grad():
             return started.finish()
 
@@ -430,7 +431,8 @@ class ExpertParallel:
             PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
             ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
         """
-        self._require_not_closed()
+        if not self.comm.closed:  # with which this one is closed, too, and may go on with another
+            self._require_not_closed()
         if isinstance(group, Communicator):
             comm = group
         elif group is None or isinstance(group, Iterable):
@@ -495,6 +497,7 @@ class ExpertParallel:
         started = self._assembly.rounds.open_rounds[lane]
         if isinstance(started, Started):
             self.comm.settle()
+            started._how_over = OVERTAKEN
             with contextlib.suppress(RoutingError):  # of a leg that nobody asks for any more
                 started.finish()
         return self._assembly.rounds  # which may be others after that
@@ -503,6 +506,10 @@ class ExpertParallel:
         if self._parent is not None:
             raise LaneError(f"this ExpertParallel is of process {self._parent}, from which this one was forked")
         if self._closed:
+            try:
+                self.comm.require_open()
+            except ThinwireError as error:
+                raise LaneError(f"this ExpertParallel is closed, as {error}") from None
             raise LaneError("this ExpertParallel is closed")
 
     def _require_lane(self, lane: object) -> None:

@@ -14,7 +14,14 @@ from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
 from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
+OVERTAKEN = "a later dispatch took its lane; combine or abandon it before that, or make the ExpertParallel with lanes=2"
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
+
+
+class OnLane:
+    """What a lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished."""
+
+    _how_over: str  # once it is over, for who tries to go on with it
 
 
 class Rounds:
@@ -27,8 +34,7 @@ class Rounds:
         self.config = config
         self.reason, self.no_memory = reason, no_memory
         self.closed = False
-        # What each lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished.
-        self.open_rounds: list[object] = [None] * config.lanes
+        self.open_rounds: list[OnLane | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
         self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched
         self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
@@ -57,8 +63,10 @@ class Rounds:
 
     def leave_open(self, lane: int) -> None:
         """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
-        self.open_rounds[lane] = None
+        left, self.open_rounds[lane] = self.open_rounds[lane], None
         if self.is_open(lane):
+            if left is not None:
+                left._how_over = OVERTAKEN
             with self.call("abandon", lane):
                 self.close_round(lane, LEFT_OPEN)
 
@@ -146,8 +154,8 @@ class Rounds:
         tokens = given[0]
         if tokens > config.max_tokens:
             raise CapacityError(
-                f"{tokens} tokens were passed; this ExpertParallel has room for {config.max_tokens}: ensure_capacity "
-                "makes more"
+                f"{tokens} tokens were passed; this ExpertParallel has room for max_tokens={config.max_tokens}: make "
+                f"it with more, or call ensure_capacity({tokens}) on all ranks"
             )
         shape = (tokens, config.top_k)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:

@@ -1,12 +1,13 @@
-"""One ExpertParallel for all layers of a group that ask for the same settings."""
+"""What a communicator knows of its ExpertParallels: it ends them, and gives the same to all layers that ask for one."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from thinwire.comm import Group
+from thinwire.comm import Communicator, Group
 from thinwire.comm.calls import Attachment
 from thinwire.compiler import opaque
 from thinwire.moe.config import ParallelConfig
@@ -14,21 +15,33 @@ from thinwire.moe.config import ParallelConfig
 _T = TypeVar("_T")
 
 
-class _Shared(Attachment):
-    """What was made for one communicator, in that order; what was rebuilt onto its successor is known to that one."""
+class _Made(Attachment):
+    """What was made for one communicator; what was rebuilt onto its successor is known to that one.
+
+    Attributes:
+        all: which end with the communicator, unless they end before.
+        shared: those of them that `shared` made, in that order.
+    """
 
     outlives_shrink = True
 
     def __init__(self) -> None:
-        self.made: list[Any] = []
+        self.all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shared: list[Any] = []
 
     def describe(self) -> str:
-        return f"shared ExpertParallel: {sum(not ep._closed for ep in self.made)}"
+        shared = sum(not ep._closed for ep in self.shared)
+        return f"ExpertParallel: {sum(not ep._closed for ep in self.all)}, of them shared: {shared}"
 
     def close(self) -> None:
-        for ep in self.made:
+        for ep in [*self.all]:
             if ep.comm.closed:  # and not rebuilt onto another group
                 ep.close()
+
+
+def ends_with(comm: Communicator, ep: Any) -> None:
+    """Has an ExpertParallel closed when its communicator is."""
+    comm.attached("ExpertParallel", _Made).all.add(ep)
 
 
 def _serves(made: ParallelConfig, wanted: ParallelConfig) -> bool:
@@ -68,10 +81,10 @@ def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     bound.apply_defaults()
     wanted = ParallelConfig.of(*bound.args[1:], **bound.kwargs, comm=comm)
     wanted.comm.require_open()
-    registry: _Shared = wanted.comm.attached("shared ExpertParallel", _Shared)
-    registry.made = [ep for ep in registry.made if not ep._closed]
-    found = next((ep for ep in registry.made if _serves(ep._assembly.config, wanted)), None)
+    known: _Made = wanted.comm.attached("ExpertParallel", _Made)
+    known.shared = [ep for ep in known.shared if not ep._closed]
+    found = next((ep for ep in known.shared if _serves(ep._assembly.config, wanted)), None)
     if found is None:
         found = cls(*bound.args, **bound.kwargs)
-        registry.made.append(found)
+        known.shared.append(found)
     return found

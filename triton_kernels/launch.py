@@ -18,6 +18,7 @@ nobody may launch when it is done.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from thinwire import triton_kernels
+from thinwire import first_run, triton_kernels
 from thinwire.triton_kernels.compat import HAS_TRITON, triton
 from thinwire.triton_kernels.end import End
 from thinwire.triton_kernels.signal import INTERPRETED
@@ -161,7 +162,9 @@ class Launcher:
         hooked = hooks or self._kernel.pre_run_hooks
         found = None if hooked or device != self._device else self._compiled.get(kind)
         if found is None:
-            compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
+            is_new = not hooked and kind not in self._compiled
+            with first_run.said(self._kernel.__name__) if is_new else contextlib.nullcontext():
+                compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
             if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
                 self._compiled[kind] = compiled.function, *_lowest_launch(compiled.run, compiled.packed_metadata)
             return

@@ -393,7 +393,8 @@ def _local_index(info: RankInfo) -> int:
         return 0  # launchers that show each rank its own GPU alone
     if index >= count:
         wanted = f"local rank {index}" if info.device_id is None else f"device {index} of the rank table"
-        raise ThinwireError(f"{wanted} has no GPU of its own: {count} visible; pass device=")
+        remedy = "pass device='cuda:N', or fewer ranks" if count else "pass device='cpu', or none, which then means it"
+        raise ThinwireError(f"{wanted} has no GPU of its own: {count} visible; {remedy}")
     return index
 
 

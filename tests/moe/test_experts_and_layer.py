@@ -264,6 +264,24 @@ def test_layer_built_with_ep_allocates_only_local_experts():
     assert layer.router.weight.shape == (6, 16)
 
 
+def test_layers_built_with_ep_have_one_router_and_experts_that_do_not_depend_on_where_they_are():
+    def drawn(*ranks: range) -> tuple[list[MoELayer], list[torch.Tensor]]:
+        layers, after = [], []
+        for owned in ranks:
+            torch.manual_seed(5)
+            layers.append(MoELayer(16, 8, 6, 2, gated=True, ep=OneRank(owned, 6, 2, 16)))
+            after.append(torch.rand(1))
+        return layers, after
+
+    (whole,), (next_number,) = drawn(range(6))
+    layers, after = drawn(range(0, 2), range(2, 6))
+    for name, weight in whole.experts.named_parameters():
+        assert len(weight.flatten(1).unique(dim=0)) == 6
+        assert torch.equal(torch.cat([layer.experts.get_parameter(name) for layer in layers]), weight)
+    for layer, number in zip(layers, after, strict=True):
+        assert torch.equal(layer.router.weight, whole.router.weight) and torch.equal(number, next_number)
+
+
 def test_rank_without_tokens_still_takes_part_forward_and_backward():
     ep = OneRank(range(0, 2), 4, 2, 16)
     layer = MoELayer(16, 8, 4, 2, ep=ep)

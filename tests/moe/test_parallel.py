@@ -214,22 +214,57 @@ def _rounds_out_of_turn(comm: Communicator) -> None:
     x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
     first, other_lane = ep.dispatch(x, ids, weights), ep.dispatch(x, ids, weights, lane=1)
     second = ep.dispatch(x, ids, weights)
-    with pytest.raises(LaneError, match="lane 0 is over"):
+    with pytest.raises(LaneError, match="lane 0 is over: a later dispatch took its lane; .* lanes=2"):
         _ = first.tokens
-    with pytest.raises(LaneError, match="lane 0 is over"):
+    with pytest.raises(LaneError, match="lane 0 is over: a later dispatch"):
         ep.combine(torch.zeros(1, HIDDEN), first)
     ep.combine(other_lane.tokens, other_lane)
     tokens = second.tokens
     ep.combine(tokens, second)
-    with pytest.raises(LaneError, match="lane 0 is over"):
+    with pytest.raises(LaneError, match="lane 0 is over: it was combined"):
         ep.combine(tokens, second)
+    with pytest.raises(LaneError, match="lane 0 is over: a later dispatch"):  # also when that one is over
+        first.abandon()
+    abandoned = ep.dispatch(x, ids, weights)
+    abandoned.abandon()
+    with pytest.raises(LaneError, match="lane 0 is over: it was abandoned"):
+        ep.combine(tokens, abandoned)
     with pytest.raises(LaneError, match="no lane 2"):
         ep.dispatch(x, ids, weights, lane=2)
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 16) as other, pytest.raises(LaneError, match="another"):
         other.combine(tokens, second)
+    left = ep.dispatch(x, ids, weights)
     ep.close()
-    with pytest.raises(LaneError, match="closed"):
+    with pytest.raises(LaneError, match="lane 0 is over: its ExpertParallel was closed"):
+        _ = left.tokens
+    with pytest.raises(LaneError, match="closed$"):
         ep.dispatch(x, ids, weights)
+
+
+def _rounds_after_the_communicator(comm: Communicator, transport: str) -> None:
+    part = comm.split(groups=[range(comm.size)])
+    ep, other = (ExpertParallel(group, NUM_EXPERTS, TOP_K, HIDDEN, 16, transport=transport) for group in (part, comm))
+    arguments = _tokens(comm.rank, "ragged", torch.float32, 0)
+    d = ep.dispatch(*arguments)
+    tokens = d.tokens
+    ep.combine(tokens, d)
+    part.close()
+    assert repr(ep).endswith("closed)") and tokens.isfinite().all()  # what was taken from it stays readable
+    for call in (lambda: ep.dispatch(*arguments), lambda: ep.combine(tokens, d), lambda: ep.ensure_capacity(32)):
+        with pytest.raises(LaneError, match="closed"):
+            call()
+    with pytest.raises(LaneError, match="this ExpertParallel is closed, as this communicator is closed"):
+        ep.dispatch(*arguments)
+    d = other.dispatch(*arguments)  # that of another communicator goes on
+    other.combine(d.tokens, d)
+    ep.rebuild(comm)
+    d = ep.dispatch(*arguments)
+    ep.combine(d.tokens, d)
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_an_expert_parallel_is_closed_with_its_communicator(transport: str) -> None:
+    run_ranks(_rounds_after_the_communicator, 2, transport)
 
 
 def test_a_round_is_used_once_and_in_its_turn() -> None:
@@ -245,7 +280,8 @@ def _bad_tokens(comm: Communicator, transport: str) -> None:
         (
             (torch.zeros(5, HIDDEN), ids, weights),
             CapacityError,
-            "5 tokens were passed; this ExpertParallel has room for 4",
+            "5 tokens were passed; this ExpertParallel has room for max_tokens=4: make it with more, or call "
+            "ensure_capacity(5) on all ranks",
         ),
         ((x, ids[:, :2], weights), RoutingError, "topk_ids is torch.int32 [4, 2]"),
         ((x, ids.float(), weights), RoutingError, "topk_ids is torch.float32"),
@@ -285,7 +321,8 @@ def test_bad_tokens_are_refused_before_anything_is_sent(transport: str) -> None:
     ("change", "error", "message"),
     [
         ({"top_k": 0}, RoutingError, "top_k is 0"),
-        ({"top_k": 33}, RoutingError, "at most 32"),
+        ({"num_experts": 40, "top_k": 33}, RoutingError, "at most all 40 experts, and 32"),
+        ({"num_experts": 2, "top_k": 3}, RoutingError, "top_k is 3; at most all 2 experts"),
         ({"num_experts": -1}, RoutingError, "num_experts is -1"),
         ({"max_tokens": 1.5}, RoutingError, "max_tokens is 1.5"),
         ({"transport": "nccl"}, TransportUnavailable, "accepted: auto, direct, staged"),

@@ -54,7 +54,7 @@ def shared_by_all(comm: Communicator) -> None:
     own.close()
     with pytest.raises(TypeError, match="wires"):
         ExpertParallel.shared(comm, *SIZES, wires="none")
-    assert "shared ExpertParallel: 4" in comm.explain()
+    assert "of them shared: 4" in comm.explain()
     comm.close()
     assert all(ep._closed for ep in (second, *others))
     with pytest.raises(ThinwireError, match="this communicator is closed"):
@@ -113,7 +113,7 @@ def rebuilt_elsewhere(comm: Communicator) -> None:
         ep.rebuild(part)
         again = ExpertParallel.shared(comm, *SIZES, wire="none")
         assert again is not ep and ExpertParallel.shared(part, *SIZES, wire="none") is not ep
-        comm.attached("shared ExpertParallel").close()
+        comm.attached("ExpertParallel").close()
         assert again._closed is False and ep._closed is False, "both groups are there"
         check_round(ep)
     ep.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from triton.runtime import JITFunction
 
 from tests.helpers.rounds import make_lanes
 from tests.helpers.stub_driver import Launched, StubDriver, stub_driver
+from thinwire import first_run
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, permute
@@ -104,6 +106,27 @@ def few_values(comm: Communicator) -> list[str]:
         # Of versions that do it otherwise, launches cost more, and somebody should know.
         found += [f"Triton's Python is called for {len(wrapped)} kinds of launch"] if wrapped else []
     return [problem for problem in found if problem is not None]
+
+
+def kernels_said(comm: Communicator) -> list[str]:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def say(kernel: str) -> Iterator[None]:
+        said.append(kernel)
+        yield
+
+    staying, x = torch.zeros(16, dtype=torch.int32), torch.zeros(64)
+    with stub_driver(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_run, "said", say)
+        launch = launcher(staying)
+        for offset in (0, 0, 1, 0, 1):
+            launch(2, 1, (x[offset:], None), (16,), (1, 5))
+    return said
+
+
+def test_each_new_kernel_is_said_once() -> None:
+    assert run_ranks(kernels_said, 1)[0] == ["copy", "copy"]  # of two alignments
 
 
 def test_an_alignment_or_a_width_that_is_new_gets_a_kernel_of_its_own() -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from thinwire import first_run
 from thinwire.errors import TransportUnavailable
 from thinwire.triton_kernels import checksum_seed, leg_layout, round_layout, signal, silu
 from thinwire.triton_kernels.cpu import HAS_NUMBA
@@ -41,6 +43,7 @@ if HAS_NUMBA:
     from llvmlite import binding, ir
     from numba import carray, njit, types
     from numba.core import cgutils
+    from numba.core.caching import FunctionCache
     from numba.core.registry import cpu_target
     from numba.extending import intrinsic
 
@@ -49,12 +52,33 @@ if HAS_NUMBA:
     # inline="always": a function that kernels call would otherwise be compiled once for itself as well.
     device = njit(nogil=True, error_model="numpy", inline="always")
 
+    class _SharedCache(FunctionCache):
+        """numba's cache on disk of an entry point. Of the ranks that find nothing there, one compiles; others load."""
+
+        def load_overload(self, signature: Any, target_context: Any) -> Any:
+            found = super().load_overload(signature, target_context)
+            if found is None:
+                name = self._py_func.__name__
+                self.turn.enter_context(first_run.turn(name, self.cache_path))
+                found = super().load_overload(signature, target_context)
+                if found is None:
+                    self.turn.enter_context(first_run.said(name))
+            return found
+
+        def compile(self, dispatcher: Any, signature: Any) -> Any:
+            """`dispatcher.compile`, which loads, or else compiles and saves: then it is another rank's turn."""
+            with ExitStack() as self.turn:
+                return type(dispatcher).compile(dispatcher, signature)
+
     def kernel(function: Callable[..., Any]) -> Any:
         """Compiles an entry point, cached on disk: ranks are processes, and all of them need the same code."""
         try:
-            return njit(nogil=True, error_model="numpy", cache=True)(function)
+            cache = _SharedCache(function)
         except RuntimeError:  # neither the source's folder nor the user's cache folder can be written
             return device(function)
+        compiled = njit(nogil=True, error_model="numpy")(function)
+        compiled._cache, compiled.compile = cache, partial(cache.compile, compiled)
+        return compiled
 
     def emits(result: str, **others: str) -> Callable[[Any], Any]:
         """An intrinsic out of `(builder, *values)`, which writes the IR. Arguments are int64, but for `others`."""

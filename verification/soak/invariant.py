@@ -52,7 +52,7 @@ class Program:
         """The program of a number."""
         rng = random.Random(f"program {number}")
         top_k = rng.choice((1, 2, 3, 4, 8, 9))
-        experts = rng.randint(top_k, 24) if rng.random() < 0.8 else rng.randint(1, 8)
+        experts = rng.randint(top_k, 24)
         hidden = rng.choice((1, 17, 64, 96, 200, 320))
         wires = rng.choice(WIRES), rng.choice(WIRES)
         dtype = rng.choice((torch.float32, *DTYPES))  # the others round most differences away

@@ -351,9 +351,9 @@ class Ground:
         self._backward_later(name, kind, graph)
 
     def make_trainer(self, name: str, of: str, seed: int, lanes: int, transport: str) -> None:
-        hidden = 3 + seed % 30
+        hidden, experts = 3 + seed % 30, 1 + seed % 7
         self.trainers[name] = ExpertParallel(
-            self.comms[of], 1 + seed % 7, 1 + seed % 3, hidden, 40, wire="none",
+            self.comms[of], experts, 1 + seed % min(3, experts), hidden, 40, wire="none",
             transport=transport, lanes=lanes, timeout=self.timeout,
         ), seed  # fmt: skip
 

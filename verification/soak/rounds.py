@@ -89,10 +89,11 @@ class Drawn:
 
 def draw_settings(rng: random.Random) -> Settings:
     """Of one ExpertParallel."""
+    num_experts = rng.choice((1, 2, 5, 7, 9))
     return Settings(
         world=WORLD,
-        num_experts=rng.choice((1, 2, 5, 7, 9)),
-        top_k=rng.choice((1, 2, 3, 5)),
+        num_experts=num_experts,
+        top_k=rng.choice([top_k for top_k in (1, 2, 3, 5) if top_k <= num_experts]),
         hidden=rng.choice((1, 33, 72, 130)),
         max_tokens=rng.choice((1, 3, 6, 13)),
         wire=rng.choice(WIRES),

@@ -111,10 +111,11 @@ class Settings:
     @classmethod
     def draw(cls, schedule: Schedule, rng: random.Random) -> Settings:
         """At random: some ranks may have no expert, and numbers of rounds may be about to wrap."""
+        num_experts = rng.choice((1, 2, 5, 7, 9))
         return cls(
             world=schedule.world,
-            num_experts=rng.choice((1, 2, 5, 7, 9)),
-            top_k=rng.choice((1, 2, 3, 5)),
+            num_experts=num_experts,
+            top_k=rng.choice([top_k for top_k in (1, 2, 3, 5) if top_k <= num_experts]),
             hidden=rng.choice((1, 33, 72, 130)),
             max_tokens=rng.choice((1, 3, 4) if schedule.interpreted else (1, 3, 6, 13, 40)),
             wire=rng.choice((*WIRES, "none", "none")),

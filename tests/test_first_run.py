@@ -1,0 +1,93 @@
+"""Kernels are compiled once on a machine, by one process, which says so if it takes long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire import first_run
+from thinwire.triton_kernels.cpu import HAS_NUMBA
+
+#: Calls a kernel when told to, and says how often its cache was of use.
+_CALLS_A_KERNEL = """
+import sys, torch
+from thinwire.comm.integrity import Rows, checksums
+from thinwire.triton_kernels.cpu.checksum import row_checksums_kernel as kernel
+print("ready", flush=True)
+sys.stdin.readline()
+checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
+print(sum(kernel.stats.cache_misses.values()), sum(kernel.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
+def test_of_processes_that_need_a_kernel_one_compiles_it(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _CALLS_A_KERNEL],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    told = sorted(process.communicate(timeout=300)[0].split() for process in processes)
+    assert told == [["0", "1"], ["0", "1"], ["1", "0"]]
+
+
+def test_a_turn_waits_for_the_process_before_and_ends_with_it() -> None:
+    code = (
+        "import sys\nfrom thinwire import first_run\nwith first_run.turn('kernel', 'of this test'):\n"
+        "    print('mine', flush=True)\n    sys.stdin.readline()\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "mine\n"
+    mine = threading.Event()
+
+    def take() -> None:
+        with first_run.turn("kernel", "of this test"):
+            mine.set()
+
+    waits = threading.Thread(target=take)
+    waits.start()
+    with first_run.turn("another kernel", "of this test"), first_run.turn("kernel", "another cache"):
+        assert not mine.wait(0.3)
+    other.kill()
+    assert mine.wait(60)
+    waits.join()
+    other.communicate()
+
+
+def test_nobody_waits_for_ever_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run, "_LONGEST_TURN_SECONDS", 0.1)
+    with first_run.turn("kernel", "held"), first_run.turn("kernel", "held"):
+        pass
+
+
+def test_what_takes_long_is_said_again_and_again_and_what_does_not_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with first_run.said("quick"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(first_run, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(first_run, "_REPEAT_SECONDS", 0.01)
+    told, ends = "", time.monotonic() + 60
+    with first_run.said("slow"):
+        while told.count("\n") < 2 and time.monotonic() < ends:
+            told += capsys.readouterr().err
+    assert told.startswith("thinwire: compiling slow, once for this machine ... 0 s\n") and told.count("\n") >= 2
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
