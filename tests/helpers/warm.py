@@ -24,6 +24,7 @@ import pytest  # noqa: F401
 
 import thinwire
 from thinwire.tools.warmup.cpu import cpu_kernels
+from thinwire.triton_kernels.cpu.compat import FINGERPRINT
 
 __all__ = ["load_kernels", "loaded_kernels", "run_in_new_process"]
 
@@ -48,17 +49,13 @@ def loaded_kernels() -> list[str]:
 
 def load_kernels() -> list[str]:
     """Loads every kernel that is in numba's cache, for all types that it was compiled for, and names the others."""
-    from numba.core.types import Omitted
-
     missing = []
     for kernel in cpu_kernels():
-        # A signature ends with the fingerprint of the sources; the index keeps those of older sources too.
         index = kernel._cache._cache_file._load_index()
         current = kernel._cache._index_key
-        fingerprint = Omitted(kernel.py_func.__defaults__[-1])
         for key in index:
-            signature = key[0]
-            if key == current(signature, kernel.targetctx.codegen()) and signature[-1] == fingerprint:
+            signature, fingerprint = key[0]  # those of older sources are kept, too
+            if fingerprint == FINGERPRINT and key == current(key[0], kernel.targetctx.codegen()):
                 kernel.compile(signature)
         if not kernel.overloads:
             missing.append(f"{kernel.py_func.__module__}.{kernel.__name__}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.triton_kernels.cpu import legs, signal, straight
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, monotonic_ns, store_release
 from thinwire.triton_kernels.cpu.ir.fields import int64_rows
 from thinwire.triton_kernels.cpu.piece_team import help_with_pieces, pack_piece, unpack_piece
@@ -134,7 +134,7 @@ def believable(call, count, pieces):
 
 
 @kernel
-def read_header(call, peers, peer, fingerprint=FINGERPRINT):
+def read_header(call, peers, peer):
     """Compares a header, once it is there, with what this rank expects; an unknown count is taken from it."""
     line = header_line(call, peers, peer)
     if not signal.signalled(line, call.epoch):
@@ -185,7 +185,7 @@ def recv_next(call, peers, peer):
 
 
 @kernel
-def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
+def unfinished(call, peers, peer, draining):
     """Whether something is left to do with a peer; without `draining`, only its header counts."""
     if peers[P.ANSWER, peer] == SILENT or not draining:
         return peers[P.ANSWER, peer] == SILENT
@@ -197,7 +197,7 @@ def unfinished(call, peers, peer, draining, fingerprint=FINGERPRINT):
 
 
 @kernel
-def missing(where, peer, fingerprint=FINGERPRINT):
+def missing(where, peer):
     """Whether this rank needs something of a peer that the peer has not done; `where` is (call, peers, draining)."""
     call, peers, draining = where
     if peer == call.rank or not unfinished(call, peers, peer, draining):
@@ -217,7 +217,7 @@ def said_by(call, peer):
 
 
 @kernel
-def late(call, peers, draining, now, fingerprint=FINGERPRINT):
+def late(call, peers, draining, now):
     """Whether a peer has let this rank wait for over the timeout, or is missing and has left, or another gave up.
 
     `now`, and the reports, are read before the flags: see `docs/protocol.md`, "Waits end".
@@ -237,7 +237,7 @@ def late(call, peers, draining, now, fingerprint=FINGERPRINT):
 
 
 @kernel
-def to_blame(where, peer, fingerprint=FINGERPRINT):
+def to_blame(where, peer):
     """Whether a peer that does not say that it is stuck is to blame; `where` as for `missing`.
 
     Where somebody left, and this rank's own time was not up when it gave up, that is who has left, and nobody else:
@@ -255,7 +255,7 @@ def to_blame(where, peer, fingerprint=FINGERPRINT):
 
 
 @kernel
-def end(call, peers, draining, fingerprint=FINGERPRINT):
+def end(call, peers, draining):
     """Whether to give up is over; what is missing may be a header, a piece, or room for one.
 
     Not before the peers had the grace time to say that they are stuck as well: until then it is gone on with later.
@@ -276,7 +276,7 @@ def end(call, peers, draining, fingerprint=FINGERPRINT):
 
 
 @kernel
-def verdict(call, peers, fingerprint=FINGERPRINT):
+def verdict(call, peers):
     """MISMATCHED if some peer's rows were not the expected ones, else RUNNING."""
     for peer in range(call.world):
         if peers[P.ANSWER, peer] == DIFFERS:
@@ -300,7 +300,7 @@ def needs_this_rank(call, peers, peer):
 
 
 @kernel
-def leave(call, peers, fingerprint=FINGERPRINT):
+def leave(call, peers):
     """Tells the peers that this rank goes no further, if one of them waits for that, or will. To be called whenever it
     likes, also while another thread is in the call or before one: that call finds the new status."""
     rank = call.rank
@@ -314,7 +314,7 @@ def leave(call, peers, fingerprint=FINGERPRINT):
 
 
 @kernel
-def move(words, todo, fingerprint=FINGERPRINT):
+def move(words, todo):
     """Does what `todo` says of the call. Returns RUNNING; MISMATCHED, and the call goes on all the same; PAUSED; or
     TIMED_OUT or LEFT, and so will every later call.
 
@@ -374,7 +374,7 @@ def move(words, todo, fingerprint=FINGERPRINT):
 
 
 @kernel
-def move_in_team_kernel(call, peers, todo, words, member, fingerprint=FINGERPRINT):
+def move_in_team_kernel(call, peers, todo, words, member):
     """`move` in the thread that leads a team, while the others share the pieces."""
     team = team_at(words)
     if member > 0:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.checksum_seed import CHECKSUM_BYTES
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
+from thinwire.triton_kernels.cpu.compat import kernel
 from thinwire.triton_kernels.cpu.ir.checksum import mix, sum_words
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
 
 
 @kernel
-def row_checksums_kernel(data, num_bytes, row_bytes, seed, first, sums, fingerprint=FINGERPRINT):
+def row_checksums_kernel(data, num_bytes, row_bytes, seed, first, sums):
     """The sums of each row at the address `data`, the last of which may be short, to the address `sums`."""
     for start in range(0, num_bytes, row_bytes):
         row = start // row_bytes

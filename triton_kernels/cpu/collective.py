@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from thinwire.triton_kernels.cpu import codec, signal
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import monotonic_ns
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
@@ -184,7 +184,7 @@ def copy_to_peers(job, leg, record, place):
 
 
 @kernel
-def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT):
+def send_kernel(numbers, padded, x, sends_to_all, chunk):
     """Rows of every part to its owner, or if it `sends_to_all` those of the own part to everyone; then the header.
 
     The whole tensor begins at `x`, or the own part. One kernel for both, as each would take its time to compile.
@@ -220,7 +220,7 @@ def send_kernel(numbers, padded, x, sends_to_all, chunk, fingerprint=FINGERPRINT
 
 
 @kernel
-def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGERPRINT):
+def reduce_kernel(numbers, scratch, out, sends_to_all, chunk):
     """Sums of the own part into `out`, or if it `sends_to_all` to everyone, in the next leg.
 
     Returns whether it did: not if the memory is poisoned.
@@ -261,7 +261,7 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk, fingerprint=FINGER
 
 
 @kernel
-def gather_recv_kernel(numbers, padded, out, chunk, fingerprint=FINGERPRINT):
+def gather_recv_kernel(numbers, padded, out, chunk):
     """Rows of all parts, as they came in the last leg. Returns whether it did: not if the memory is poisoned."""
     job = numbers_at(numbers)
     if not signal.is_running(job):
@@ -285,7 +285,7 @@ def gather_recv_kernel(numbers, padded, out, chunk, fingerprint=FINGERPRINT):
 
 
 @kernel
-def wait_kernel(numbers, phase, deadline, limit, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, phase, deadline, limit):
     """Waits for the flags of the leg that this rank has sent; times are in nanoseconds.
 
     Returns ARRIVED only if all ranks do the same, which a chunk's first leg says.
@@ -312,7 +312,7 @@ def came_soon(job):
 
 
 @kernel
-def whole_kernel(numbers, scratch, op, x, out, chunk, fingerprint=FINGERPRINT):
+def whole_kernel(numbers, scratch, op, x, out, chunk):
     """The other kernels, one after the other, as far as no peer lets this rank wait; returns how far."""
     sends_to_all = 1 if op == ALL_GATHER else 0
     send_kernel(numbers, scratch, x, sends_to_all, chunk)

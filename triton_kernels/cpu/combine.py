@@ -10,7 +10,7 @@ import torch
 
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels import round_layout as rounds
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
@@ -155,7 +155,6 @@ def store_sums(where, begin, stop):
 @kernel
 def store_sums_kernel(
     numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each, scratch_size, count, words, member,
-    fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """`store_sums` in each thread of a team, whose members have a scratch each."""
     scratch += member * scratch_size
@@ -164,9 +163,7 @@ def store_sums_kernel(
 
 
 @kernel
-def send_sums_kernel(
-    numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, stored, fingerprint=FINGERPRINT
-):
+def send_sums_kernel(numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, stored):
     """Sums to their homes, unless they are `stored`, then the combine line and its flag. `row_stride` is in bytes."""
     lane = numbers_at(numbers)
     if not is_running(lane):
@@ -267,16 +264,14 @@ def sum_tokens(where, begin, stop):
 
 
 @kernel
-def sum_tokens_kernel(
-    numbers, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member, fingerprint=FINGERPRINT
-):
+def sum_tokens_kernel(numbers, out, out_stride, tokens, weight_grads, scratch, scratch_size, words, member):
     """`sum_tokens` in each thread of a team, whose members have a scratch each."""
     where = (numbers, out, out_stride, tokens, weight_grads, scratch + member * scratch_size)
     do_rows(words, member, tokens, sum_tokens, where)
 
 
 @kernel
-def sum_home_kernel(numbers, out, out_stride, tokens, weight_grads, scratch, summed, fingerprint=FINGERPRINT):
+def sum_home_kernel(numbers, out, out_stride, tokens, weight_grads, scratch, summed):
     """Adds up what came home into the rows at `out`, unless that is `summed`. `out_stride` is in bytes."""
     if summed:
         return sums_came(numbers_at(numbers), tokens)

@@ -34,9 +34,8 @@ def _hash_sources() -> int:
 _LLVM_WITH_BFLOAT16 = 16  # before that, intrinsics took integers in its place
 
 #: Identifies the source text of this folder, `ir` included, and of the layouts. numba's cache looks at the file
-#: of the function that it caches and not at the files of what it calls, so a kernel that lacked this would go on
-#: running an intrinsic's older version. Each kernel takes it as a last argument with this default, which makes it a
-#: part of the cache's key.
+#: of the function that it caches and not at the files of what it calls, so without this, as a part of the cache's key,
+#: kernels would go on running an intrinsic's older version.
 FINGERPRINT = _hash_sources()
 
 if HAS_NUMBA:
@@ -56,14 +55,18 @@ if HAS_NUMBA:
         """numba's cache on disk of an entry point. Of the ranks that find nothing there, one compiles; others load."""
 
         def load_overload(self, signature: Any, target_context: Any) -> Any:
-            found = super().load_overload(signature, target_context)
+            key = signature, FINGERPRINT
+            found = super().load_overload(key, target_context)
             if found is None:
                 name = self._py_func.__name__
                 self.turn.enter_context(first_run.turn(name, self.cache_path))
-                found = super().load_overload(signature, target_context)
+                found = super().load_overload(key, target_context)
                 if found is None:
                     self.turn.enter_context(first_run.said(name))
             return found
+
+        def save_overload(self, signature: Any, data: Any) -> None:
+            super().save_overload((signature, FINGERPRINT), data)
 
         def compile(self, dispatcher: Any, signature: Any) -> Any:
             """`dispatcher.compile`, which loads, or else compiles and saves: then it is another rank's turn."""

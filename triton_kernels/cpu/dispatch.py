@@ -16,7 +16,7 @@ from thinwire.errors import RoutingError
 from thinwire.triton_kernels import round_layout as rounds
 from thinwire.triton_kernels.cpu import signal
 from thinwire.triton_kernels.cpu.codec import quantize_row
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     copy_bytes,
@@ -121,17 +121,13 @@ def store_tokens(where, begin, stop):
 
 
 @kernel
-def store_tokens_kernel(
-    numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words, member, fingerprint=FINGERPRINT
-):
+def store_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words, member):
     """`store_tokens` in each thread of a team."""
     do_rows(words, member, tokens, store_tokens, (numbers, x, x_stride, topk_ids, id_bytes, topk_weights))
 
 
 @kernel
-def send_tokens_kernel(
-    numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, stored, tag, fingerprint=FINGERPRINT
-):
+def send_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, stored, tag):
     """Planes and records to the peers, then the dispatch line and its flag. `x_stride` is in bytes.
 
     `stored`: so many of the tokens, the first ones, have gone through `store_tokens`. `tokens` may be negative, as
@@ -162,7 +158,7 @@ def send_tokens_kernel(
 
 
 @kernel
-def ids_are_experts_kernel(ids, id_bytes, count, num_experts, fingerprint=FINGERPRINT):
+def ids_are_experts_kernel(ids, id_bytes, count, num_experts):
     """Whether all ids at an address are -1 ... num_experts - 1."""
     fit = True
     for place in range(count):
@@ -237,7 +233,7 @@ def publish_sums(lane, end):
 
 
 @kernel
-def close_round_kernel(numbers, end, fingerprint=FINGERPRINT):
+def close_round_kernel(numbers, end):
     """Signals the combine phase without sums."""
     lane = numbers_at(numbers)
     if signal.is_running(lane):
@@ -274,7 +270,7 @@ def note_left_open(lane):
 
 
 @kernel
-def wait_kernel(numbers, phase, deadline, limit, fingerprint=FINGERPRINT):
+def wait_kernel(numbers, phase, deadline, limit):
     """Waits for one phase of a round; times are in nanoseconds. Returns how the wait ended."""
     lane = numbers_at(numbers)
     if not signal.is_running(lane):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.triton_kernels.cpu.codec import dtype_code, element_bytes, quantize_row, record_layout, round_row
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_float32,
     load_int32,
@@ -68,7 +68,7 @@ def multiply_rows(first, count, rows_in, weights, values, values_stride, scales)
 
 
 @kernel
-def expert_gemm_kernel(rows_in, offsets, num_experts, weights, end, out_rows, scratch, fingerprint=FINGERPRINT):
+def expert_gemm_kernel(rows_in, offsets, num_experts, weights, end, out_rows, scratch):
     """All rows of all experts. `scratch` has room for four rows of channels, then as many of a record's scales."""
     payload, weight_scales, num_channels = weights
     gated, activate = end

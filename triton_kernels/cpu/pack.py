@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code, quantize_row, record_layout
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.pack import item_count
@@ -19,7 +19,7 @@ from thinwire.wire import WireFormat
 
 
 @kernel
-def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, fingerprint=FINGERPRINT):
+def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout):
     """Record i from row row_index[i], or from row i where `row_index` is 0. Strides are in bytes."""
     for i in range(count):
         row = load_int64(row_index + 8 * i) if row_index else i
@@ -27,9 +27,7 @@ def pack_kernel(x, x_stride, dtype, row_index, records, record_stride, count, la
 
 
 @kernel
-def unpack_kernel(
-    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, fingerprint=FINGERPRINT
-):
+def unpack_kernel(records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout):
     """Row row_index[i] from record record_index[i], where 0 for either stands for i. Strides are in bytes."""
     for i in range(count):
         record = load_int64(record_index + 8 * i) if record_index else i
@@ -47,9 +45,7 @@ def pack_some(where, first, stop):
 
 
 @kernel
-def pack_in_team_kernel(
-    x, x_stride, dtype, row_index, records, record_stride, count, layout, words, member, fingerprint=FINGERPRINT
-):
+def pack_in_team_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, words, member):
     """`pack_kernel` in each thread of a team."""
     do_rows(words, member, count, pack_some, (x, x_stride, dtype, row_index, records, record_stride, layout))
 
@@ -68,7 +64,7 @@ def unpack_some(where, first, stop):
 @kernel
 def unpack_in_team_kernel(
     records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, words,
-    member, fingerprint=FINGERPRINT,
+    member,
 ):  # fmt: skip
     """`unpack_kernel` in each thread of a team; no two items have the same row."""
     where = (records, record_stride, record_index, out, out_stride, dtype, row_index, layout)

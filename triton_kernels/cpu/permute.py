@@ -12,7 +12,7 @@ import torch
 
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_float32,
     load_int32,
@@ -131,7 +131,7 @@ def clear_rows(lane, rows, cleared):
 
 
 @kernel
-def route_kernel(numbers, fingerprint=FINGERPRINT):
+def route_kernel(numbers):
     """Fills a lane's index, expert_counts, expert_offsets, positions and weights."""
     lane = numbers_at(numbers)
     own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
@@ -196,13 +196,13 @@ def gather_rows(where, begin, stop):
 
 
 @kernel
-def gather_rows_kernel(numbers, out, out_stride, capacity, words, member, fingerprint=FINGERPRINT):
+def gather_rows_kernel(numbers, out, out_stride, capacity, words, member):
     """`gather_rows` in each thread of a team."""
     do_rows(words, member, capacity, gather_rows, (numbers, out, out_stride))
 
 
 @kernel
-def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered, fingerprint=FINGERPRINT):
+def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered):
     """All rows, unless a team has gathered them, at the address `out`; `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     store_int8(overflow, 0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_int64
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
 from thinwire.triton_kernels.cpu.pieces import STREAM_BYTES, P, pack_part, units_of, unpack_part
@@ -69,7 +69,7 @@ def do_part(call, peers, team, chunk):
 
 
 @kernel
-def share_piece(call, peers, kind, peer, number, address, units, fingerprint=FINGERPRINT):
+def share_piece(call, peers, kind, peer, number, address, units):
     """Does a piece with the team."""
     team = call.team
     store_int64(team + _KIND, kind)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.fields import struct_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, stack_buffer, zero_bytes
 from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
@@ -80,7 +80,7 @@ def layout_of(call):
 
 
 @kernel
-def pack_part(call, peers, peer, number, target, begin, end, fingerprint=FINGERPRINT):
+def pack_part(call, peers, peer, number, target, begin, end):
     """Stores units `begin` to before `end` of piece `number` to `peer`, which lies at the address `target`."""
     count = peers[P.SEND_COUNT, peer]
     first = number * call.units_per_piece
@@ -113,7 +113,7 @@ def pack_part(call, peers, peer, number, target, begin, end, fingerprint=FINGERP
 
 
 @kernel
-def unpack_part(call, peers, peer, number, source, begin, end, fingerprint=FINGERPRINT):
+def unpack_part(call, peers, peer, number, source, begin, end):
     """Puts units `begin` to before `end` of piece `number` from `peer`, at the address `source`, into the output."""
     count = peers[P.RECV_COUNT, peer]
     first = number * call.units_per_piece

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.atomics import load_acquire, store_release
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int64
 from thinwire.triton_kernels.cpu.piece_team import store_piece
@@ -41,7 +41,7 @@ def stored_by(peers, peer):
 
 
 @kernel
-def tell_places(call, peers, fingerprint=FINGERPRINT):
+def tell_places(call, peers):
     """Tells every peer where its rows of this call may be stored, or that they may not; before the header does."""
     number, before = np.int64(0), np.int64(0)
     for index in range(call.num_regions):
@@ -59,7 +59,7 @@ def tell_places(call, peers, fingerprint=FINGERPRINT):
 
 
 @kernel
-def read_place(call, peers, peer, fingerprint=FINGERPRINT):
+def read_place(call, peers, peer):
     """Notes where a peer, whose header is there, wants the rows that this rank sends it: 0 for in its ring.
 
     What cannot be such a place is none. Each word is read once: what follows from it shall not change with it.

@@ -22,7 +22,7 @@ from thinwire.triton_kernels.cpu.codec import (
     round_row,
     second_plane,
 )
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.blocks import rotate_back
 from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
@@ -172,7 +172,6 @@ def sum_record_row(records, record_stride, record_index, terms, dtype, layout, o
 @kernel
 def pack_weighted_sums_kernel(
     rows, row_stride, dtype, positions, weights, terms, records, record_stride, record_dtype, count, layout, scratch,
-    fingerprint=FINGERPRINT,
 ):  # fmt: skip
     """Record r from the weighted sum of the rows that positions[r] names. Strides are in bytes."""
     for r in range(count):
@@ -183,9 +182,7 @@ def pack_weighted_sums_kernel(
 
 
 @kernel
-def sum_records_kernel(
-    records, record_stride, record_index, terms, out, out_stride, dtype, count, layout, scratch, fingerprint=FINGERPRINT
-):
+def sum_records_kernel(records, record_stride, record_index, terms, out, out_stride, dtype, count, layout, scratch):
     """Row t from the records that record_index[t] names. Strides are in bytes."""
     for t in range(count):
         row_records = record_index + 8 * t * terms

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference, rotated_reference
-from thinwire.triton_kernels.cpu import codec, pack, sums
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, device, kernel
+from thinwire.triton_kernels.cpu import codec, compat, pack, sums
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir import vectors
 from thinwire.wire import FORMATS, WireFormat
 
@@ -232,10 +233,10 @@ def test_other_dtypes_are_refused() -> None:
 
 _LAYOUT = "UniTuple(int64, 6)"
 _SIGNATURES = {
-    pack.pack_kernel: f"void({'int64, ' * 7}{_LAYOUT}, int64)",
-    pack.unpack_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64)",
-    sums.pack_weighted_sums_kernel: f"void({'int64, ' * 10}{_LAYOUT}, int64, int64)",
-    sums.sum_records_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64, int64)",
+    pack.pack_kernel: f"void({'int64, ' * 7}{_LAYOUT})",
+    pack.unpack_kernel: f"void({'int64, ' * 8}{_LAYOUT})",
+    sums.pack_weighted_sums_kernel: f"void({'int64, ' * 10}{_LAYOUT}, int64)",
+    sums.sum_records_kernel: f"void({'int64, ' * 8}{_LAYOUT}, int64)",
 }
 _FUSED_INSTRUCTION = re.compile(r"\bv?fn?m(?:add|sub|l[as])\w*")
 _FLAGGED = re.compile(r"\bf(?:add|sub|mul|div|neg)\s+(?:\w+\s+)*?(?:fast|reassoc|contract|nnan|ninf|nsz|arcp|afn)\b.*")
@@ -268,9 +269,19 @@ def test_a_fused_product_would_be_seen() -> None:
     assert _contractions(fused)
 
 
-def test_the_source_text_of_the_folder_is_part_of_the_cache_key() -> None:
-    pack.pack_rows(torch.zeros(1, 8), WireFormat.parse("int8"), None, torch.zeros(1, 32, dtype=torch.uint8))
-    assert [signature[-1] for signature in pack.pack_kernel.signatures] == [numba.types.Omitted(FINGERPRINT)]
+def test_the_source_text_of_the_folder_is_part_of_the_cache_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "doubles.py"
+    source.write_text("def double(x):\n    return 2 * x\n")
+    double = runpy.run_path(str(source))["double"]
+    missed = []
+    for fingerprint in (1, 1, 2, 1):
+        monkeypatch.setattr(compat, "FINGERPRINT", fingerprint)
+        made = kernel(double)
+        assert made(21) == 42
+        missed.append(sum(made.stats.cache_misses.values()))
+    assert missed == [1, 0, 1, 0]
 
 
 def test_a_kernel_that_cannot_be_cached_still_compiles() -> None:
@@ -323,7 +334,7 @@ sys.modules["numba"] = sys.modules["llvmlite"] = None
 import torch
 import thinwire.fused
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels.cpu import codec, pack, sums
+from thinwire.triton_kernels.cpu import codec, compat, pack, sums
 from thinwire.wire import FORMATS, WireFormat
 wire, x, records = WireFormat.parse("int8"), torch.zeros(1, 8), torch.zeros(1, 32, dtype=torch.uint8)
 index = torch.zeros(1, 1, dtype=torch.int64)

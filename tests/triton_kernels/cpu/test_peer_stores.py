@@ -10,7 +10,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import FINGERPRINT, kernel
+from thinwire.triton_kernels.cpu.compat import kernel
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store, store_at
 
 SIZES = (0, 1, 4095, 4096, 4097, 16383, 16384, 16500, 70_001)
@@ -18,17 +18,17 @@ NEVER = 1 << 62  # of a time: the next look is then further off than the clock g
 
 
 @kernel
-def _store(target, source, count, seen, fingerprint=FINGERPRINT):
+def _store(target, source, count, seen):
     return store(target, source, count, seen)
 
 
 @kernel
-def _store_at(place, target, source, count, fingerprint=FINGERPRINT):
+def _store_at(place, target, source, count):
     return store_at(place, target, source, count)
 
 
 @kernel
-def _goes_aside(count, seen, fingerprint=FINGERPRINT):
+def _goes_aside(count, seen):
     return goes_aside(count, seen)
 
 

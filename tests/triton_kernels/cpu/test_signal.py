@@ -127,7 +127,7 @@ def compiled(entry: object, arguments: int) -> str:
 
 
 def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> None:
-    ir = compiled(dispatch.wait_kernel, 5)
+    ir = compiled(dispatch.wait_kernel, 4)
     assert len(re.findall(r"load atomic i32, .* acquire, align 4", ir)) >= 4  # flags and reports, twice each
     assert re.search(r"store atomic i32 1, .* release, align 4", ir)
     assert not re.search(r"atomic .*(?:monotonic|unordered)", ir)
@@ -136,8 +136,8 @@ def test_waits_load_flags_with_acquire_order_and_report_with_release_order() -> 
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     exhaustive_but(
-        [(dispatch.close_round_kernel, 3)],
-        [(dispatch.send_tokens_kernel, 10), (dispatch.close_round_kernel, 3), (combine.send_sums_kernel, 9)],
+        [(dispatch.close_round_kernel, 2)],
+        [(dispatch.send_tokens_kernel, 9), (dispatch.close_round_kernel, 2), (combine.send_sums_kernel, 8)],
         several=True,
     ),
     ids=lambda value: "" if isinstance(value, int) else value.py_func.__name__,
