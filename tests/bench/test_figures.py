@@ -1,6 +1,10 @@
-"""Figures: medians over samples, ratios within rounds, and nothing where a result was wrong."""
+"""Figures: quantiles over samples, ratios, and nothing where a result was wrong; and the table of them."""
 
 from __future__ import annotations
+
+import re
+
+import pytest
 
 from thinwire.tools.bench import figures
 from thinwire.tools.bench.checks import Verdict
@@ -27,24 +31,56 @@ def _measured() -> Measured:
     return found
 
 
-def test_speedups_are_medians_of_the_ratios_within_rounds() -> None:
+def test_a_speedup_is_the_ratio_of_the_medians_and_the_paired_one_that_within_rounds() -> None:
     reference, line, wrong = figures_of(_measured(), SIZES, "gloo")
-    assert reference["speedup"] == 1 and reference["relative_error"] == 0
-    assert line["speedup"] == 0.25  # of the medians it would be 2 / 4
-    assert line["seconds"] == {"minimum": 3.0, "median": 4.0, "maximum": 8.0} and line["relative_error"] == 0.5
+    assert reference["speedup"] == reference["paired_speedup"] == 1 and reference["relative_error"] == 0
+    assert line["speedup"] == 2 / 4 and line["paired_speedup"] == 0.25
+    assert (line["seconds"]["minimum"], line["seconds"]["median"], line["seconds"]["maximum"]) == (3, 4, 8)
     assert (line["algorithm_bandwidth"], line["bus_bandwidth"], line["wire_bandwidth"]) == (1000.0, 750.0, 500.0)
     assert wrong["wrong"] == 7 and wrong["seconds"] is wrong["speedup"] is wrong["relative_error"] is None
 
 
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, (1, 1, 1)), (10, (3, 8, 10)), (100, (25, 75, 99)), (101, (26, 76, 100))]
+)
+def test_quantiles_are_samples_that_the_share_does_not_exceed(count: int, expected: tuple[int, ...]) -> None:
+    found = _measured()
+    found.samples["thinwire/int8 all_gather"] = [float(sample) for sample in range(count, 0, -1)]
+    seconds = figures_of(found, SIZES, "gloo")[1]["seconds"]
+    assert tuple(seconds[name] for name in ("lower_quartile", "upper_quartile", "p99")) == expected
+
+
 def test_a_line_shows_microseconds_and_gigabytes_or_that_it_is_wrong() -> None:
-    _, line, wrong = (figures.line(figure).split() for figure in figures_of(_measured(), SIZES, "gloo"))
+    found = _measured()
+    found.samples["thinwire/int8 all_gather"] = [4.1253e-2, 8e-2, 3e-2]
+    _, line, wrong = figures_of(found, SIZES, "gloo")
     assert (
-        line
-        == "all_gather 4000 4 thinwire int8 - 3000000.0 4000000.0 8000000.0 0.000 0.000 0.000 5.0e-01 0 0.25".split()
+        figures.line(line, wide=False).split()
+        == "4000 4 thinwire int8 41250 80000 9.7e-05 7.3e-05 4.8e-05 0.50 0 48.5".split()
     )
-    assert wrong == "all_gather 4000 4 other none - WRONG - 7 -".split()
-    heads = figures.heading(None, None).splitlines()[-1].split()
-    assert heads[:3] == ["operation", "size", "tokens"]
+    assert figures.line(wrong, wide=False).split() == "4000 4 other WRONG - - - - - 7 -".split()
+    assert figures.line(line, wide=True).split()[-1] == "25.0" and "30000" in figures.line(line, wide=True)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_names_units_and_cells_end_in_the_same_columns(wide: bool) -> None:
+    names, units = figures.heading("elements", "gloo", wide).splitlines()
+    line = figures.line(figures_of(_measured(), SIZES, "gloo")[1], wide)
+    assert names.split()[:2] == ["#", "size"] and units.split()[:2] == ["#", "bytes"]
+    ends = [match.end() for match in re.finditer(r"\S+", names)]
+    assert ends[-1] == len(units) == len(line)
+    assert {match.end() for match in re.finditer(r"(bytes|elements|us|GB/s|x gloo)(?= |$)", units)} <= set(ends)
+    assert len(line) <= 110 or wide
+
+
+def test_no_line_is_wider_than_110_columns_whatever_was_measured() -> None:
+    for value in (1.2345e-9, 9.9999e-4, 0.99999, 123.456, 999999.0):
+        for figure in figures_of(_measured(), SIZES, "gloo")[:2]:
+            figure |= {"size_bytes": 64 << 30, "tokens": 99_999_999, "relative_error": value / 1e6, "wrong": 999_999,
+                       "speedup": value, "implementation": "thinwire", "wire": "int8+h64", "transport": "direct",
+                       "seconds": dict.fromkeys(figure["seconds"], value / 1e6)}  # fmt: skip
+            figure |= {f"{name}_bandwidth": value * 1e6 for name in ("algorithm", "bus", "wire")}
+            assert len(figures.line(figure, wide=False)) == 110
 
 
 def test_without_a_reference_there_is_no_speedup() -> None:

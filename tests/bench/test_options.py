@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +20,20 @@ from thinwire.tools.cli import main
         (["all_to_al"], "operation all_to_al: accepted are all_to_all_v, all_gather"),
         (["-b", "64Q"], "-b 64Q: a number of bytes is needed"),
         (["-b", "0"], "-b 0: a number of bytes is needed, at least 1"),
-        (["-b", "2M", "-e", "1M"], "-b 2097152 is more than -e 1048576"),
+        (["-b", "2M", "-e", "1M"], "-b 2M is more than -e 1M"),
+        (["-f", "2", "-i", "1K"], "-f 2 and -i 1K were given; expected one of them"),
+        (["-i", "0"], "-i 0: a number of bytes is needed, at least 1"),
+        (["-b", "1", "-e", "1M", "-i", "1K"], "-i 1K: more than 256 sizes from 1 to 1M; use a larger one"),
+        (["-g", "2"], "-g 2: an option of nccl-tests; here it is --ranks N"),
+        (["-t", "2"], "-t 2: an option of nccl-tests; here it is --ranks N"),
+        (["-d", "float"], "-d float: an option of nccl-tests; here it is --dtype, one of bfloat16, float16, float32"),
+        (["-o", "sum"], "-o sum: an option of nccl-tests; here it is no option: every reduction is a sum"),
+        (["--plot", "/proc/x"], "--plot /proc/x: No such file or directory; name a path that can be written to"),
+        (["--json", "/proc/x"], "--json /proc/x: No such file or directory; name a path that can be written to"),
+        (["--json", "/proc/x/y"], "--json /proc/x: No such file or directory; name a path that can be written to"),
         (["-f", "1"], "-f 1: a factor above 1"),
         (["-f", "inf"], "-f inf: a factor above 1 is needed, at most 1e+06"),
-        (["-b", "1", "-e", "1T", "-f", "1.0001"], "-f 1.0001: more than 256 sizes from 1 to 1099511627776"),
+        (["-b", "1", "-e", "1T", "-f", "1.0001"], "-f 1.0001: more than 256 sizes from 1 to 1T"),
         (["-e", "9" * 400], "a number of bytes is needed, at least 1 and at most 1024T"),
         (["--link", "9" * 400 + "Gbit"], "400Gbit/s or 900GB/s, and below 1e+18 bytes/s"),
         (["--ranks", "1025"], "--ranks 1025: at most 1024"),
@@ -84,7 +96,16 @@ def test_a_launchers_ranks_are_not_overruled(
 
 
 def test_sizes_grow_to_the_last_one() -> None:
-    assert sweep(1, 10, 2) == [1, 2, 4, 8] and sweep(1, 3, 1.1) == [1, 2, 3] and sweep(8, 8, 2) == [8]
+    assert sweep("1", "10", 2) == [1, 2, 4, 8] and sweep("1", "3", 1.1) == [1, 2, 3] and sweep("8", "8", 2) == [8]
+    assert sweep("8", "30", increment="10") == [8, 18, 28] and sweep("64K", "1M") == [1 << 16, 1 << 20]
+
+
+@pytest.mark.parametrize("command", ["bench", "report", "plan"])
+def test_help_fits_into_100_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "102")  # argparse leaves two of them free
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+        main([command, "--help"])
+    assert max(map(len, printed.getvalue().splitlines())) <= 100
 
 
 def test_settings_are_refused_wherever_they_come_from() -> None:

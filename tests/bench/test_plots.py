@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -17,7 +18,9 @@ from thinwire.tools.bench.plots import Picture, draw
 from thinwire.tools.bench.results import parse_results
 from thinwire.tools.bench.style import (
     COLOURS,
+    GREY,
     MARKERS,
+    OTHER_COLOURS,
     WIDTH,
     WIRE_COLOURS,
     Series,
@@ -111,6 +114,40 @@ def test_lines_are_the_figures() -> None:
     assert line.get_color() == WIRE_COLOURS["int8"] != other.get_color()
 
 
+@pytest.mark.parametrize("operation", ["moe", "all_reduce"])
+def test_a_band_goes_from_quartile_to_quartile(operation: str) -> None:
+    run = whole_run(series=SERIES[:1], operations=[operation])
+    axes = drawn(run)[f"{'latency' if operation == 'moe' else 'bandwidth'}_{operation}"].canvas.axes[0]
+    heights = {float(y) for _, y in axes.collections[0].get_paths()[0].vertices}
+    expected = set()
+    for taken in run["figures"]:
+        for name in ("lower_quartile", "upper_quartile"):
+            seconds = taken["seconds"][name]
+            expected.add(seconds if operation == "moe" else taken["logical_bytes"] / seconds / 1e9)
+    assert all(any(height == pytest.approx(end) for end in expected) for height in heights) and len(expected) == 8
+
+
+def test_pictures_of_files_without_quartiles_have_lines_alone() -> None:
+    older = [figure(tokens=n, seconds={"minimum": 1, "median": 2, "maximum": 3}) for n in (1, 2)]
+    axes = drawn(results(older))["latency_dispatch"].canvas.axes[0]
+    assert {float(y) for _, y in axes.collections[0].get_paths()[0].vertices} == {2.0}
+
+
+def test_under_a_title_are_the_ranks_the_sizes_and_the_machine() -> None:
+    settings = {"hidden": 7168, "experts": 256, "top_k": 8, "dtype": "bfloat16", "tokens": [1, 2]}
+    pictures = drawn(whole_run(operations=["moe", "all_reduce"]) | {"settings": settings})
+    told = {"latency": "hidden 7168, experts 256, top-k 8, dtype bfloat16", "bandwidth": "dtype bfloat16"}
+    for name, picture in pictures.items():
+        subtitle = picture.canvas.axes[0].texts[0].get_text()
+        assert subtitle == f"4 ranks, {told.get(name.partition('_')[0], 'experts 256, top-k 8')}, A processor"
+
+
+def test_pictures_of_routing_leave_the_saturated_colour_to_int8() -> None:
+    pictures = drawn(results(traffic=[[1, 2, 3, 4]] * 4, expert_load=[1, 2]))
+    assert pictures["traffic"].canvas.axes[0].images[0].get_cmap().name == "Greys"
+    assert {bar.get_facecolor()[:3] for bar in pictures["expert_load"].canvas.axes[0].patches} == {to_rgb(GREY)}
+
+
 def test_a_line_goes_by_tokens_whatever_the_order_of_the_file() -> None:
     made = drawn(results([figure(tokens=n) for n in (256, 1, 16)]))["latency_dispatch"].canvas
     assert list(made.axes[0].lines[0].get_xdata()) == [1, 16, 256]
@@ -160,8 +197,9 @@ def test_what_cannot_be_drawn_is_told() -> None:
 
 def test_traffic_says_who_sent_to_whom() -> None:
     traffic = [[1, 2], [3, 4]]
-    axes = drawn(results(ranks=2, traffic=traffic))["traffic"].canvas.axes[0]
-    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
+    axes, scale = drawn(results(ranks=2, traffic=traffic))["traffic"].canvas.axes
+    assert scale.get_ylabel() == "rows" and axes.texts[0].get_text().startswith("2 ranks")
+    assert {(text.get_position(), text.get_text()) for text in axes.texts[1:]} == {
         ((0, 0), "1"), ((1, 0), "2"), ((0, 1), "3"), ((1, 1), "4")
     }  # fmt: skip
     assert axes.get_xlabel() == "to rank" and axes.get_ylabel() == "from rank"
@@ -211,6 +249,14 @@ def test_colours_are_apart_for_the_colour_blind_and_from_white(blindness: str) -
         )
         assert distance > 15, f"{a} and {b} look alike"
     assert all(seen(colour, blindness)[0] < 75 for colour in named.values())
+
+
+def test_int8_is_the_one_saturated_colour() -> None:
+    chroma = {}
+    for name, colour in (WIRE_COLOURS | COLOURS | {colour: colour for colour in OTHER_COLOURS}).items():
+        _, a, b = seen(colour, "none")
+        chroma[name] = (a * a + b * b) ** 0.5
+    assert chroma.pop("int8") > 40 and max(chroma.values()) < 26
 
 
 def test_ticks_are_few_and_within_the_axis() -> None:

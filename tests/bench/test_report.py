@@ -21,6 +21,7 @@ from tests.bench.synthetic import figure, odd_runs, results, whole_run
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.report import write_reports
 from thinwire.tools.bench.results import parse_results
+from thinwire.tools.bench.summary import summarise
 from thinwire.tools.cli import main
 
 CHROMIUM = shutil.which("chromium")
@@ -69,6 +70,16 @@ def test_the_page_tells_all_that_the_file_tells(tmp_path: Path) -> None:
         assert shown in cells
     assert f"{1e6 * run['figures'][0]['seconds']['median']:,.1f}" in cells
     assert text.count("Speed-up of moe against skew: the run has no speed-ups") == 1
+
+
+def test_who_was_fastest_stands_before_everything_else(tmp_path: Path) -> None:
+    run = whole_run(operations=["moe"])
+    text = unescape(page(run, tmp_path))
+    (sentence,) = summarise(parse_results(run, "results").figures)
+    heads = re.findall(r"<h[23]>([^<]*)</h", text)
+    assert heads == ["Summary", "Pictures", "Not drawn", "All figures", "Skipped", "Machine and settings", "Settings"]
+    assert sentence.startswith("moe: thinwire int8 direct is fastest from 1 to 4,096 tokens")
+    assert text.index("Summary") < text.index(f"<li>{sentence}</li>") < text.index("Pictures")
 
 
 def test_wrong_elements_stand_out(tmp_path: Path) -> None:
@@ -182,6 +193,7 @@ blocks.forEach((block, i) => {
   const name = `${block.tagName} "${(block.alt || block.textContent).slice(0, 30)}"`;
   if (boxes[i].left < 0 || boxes[i].right > width) found.push(`${name} leaves the page: ${rounded(boxes[i])}`);
   if (!block.matches('.scrolls, img') && block.scrollWidth > block.clientWidth) found.push(`${name} overflows`);
+  if (block.matches('dd') && boxes[i].width < 0.5 * Math.min(width, 560)) found.push(`${name} is squeezed`);
   if (parseFloat(getComputedStyle(block).fontSize) < 12) found.push(`${name} is too small`);
   for (let j = 0; j < i; j++) {
     const a = boxes[i], b = boxes[j];
@@ -194,6 +206,8 @@ document.querySelectorAll('img').forEach((img) => {
   if (img.width < 0.45 * Math.min(width, 800)) found.push(`${img.alt} is shown ${img.width} wide`);
   if (Math.abs(img.width / img.height - img.naturalWidth / img.naturalHeight) > 0.02) found.push(`${img.alt} is bent`);
 });
+const images = [...document.images], right = Math.max(0, ...images.map((img) => img.getBoundingClientRect().right));
+if (width >= 1400 && images.length > 1 && right < 0.85 * width) found.push('pictures leave the width unused');
 document.querySelectorAll('td').forEach((cell) => {
   if (cell.scrollWidth > cell.clientWidth + 1) found.push(`cell "${cell.textContent.slice(0, 30)}" overflows`);
 });
@@ -222,7 +236,7 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @in_browser
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("width", [800, 1280])
+@pytest.mark.parametrize("width", [390, 800, 1440])
 @pytest.mark.parametrize("name", ["a whole run", "long names", "all skipped", "eight ranks", "one figure"])
 def test_nothing_overlaps_or_overflows_in_a_browser(name: str, width: int, tmp_path: Path) -> None:
     text = page(odd_runs()[name], tmp_path)
@@ -233,15 +247,17 @@ def test_nothing_overlaps_or_overflows_in_a_browser(name: str, width: int, tmp_p
 @pytest.mark.exhaustive
 def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
     text = page(whole_run(), tmp_path)
-    for change, told in (
-        ((".scrolls { overflow-x: auto;", ".scrolls {"), "page is"),
-        (("img { display: block; max-width: 100%;", "img { display: block;"), "page is"),
-        (("figcaption { color: #424a53; margin-top: .3rem", "figcaption { margin-top: -3rem"), "overlaps"),
-        (("dl, figcaption { font-size: .9rem", "dl, figcaption { font-size: .6rem"), "too small"),
-        (("overflow-wrap: anywhere", "min-width: 70rem"), "page is"),
-        (("base64,iVBOR", "base64,iVBxR"), "does not load"),
-        (("</h1>", "</h1><script>1</script>"), "scripts"),
+    for change, told, width in (
+        ((".scrolls { overflow-x: auto;", ".scrolls {"), "page is", 800),
+        (("img { display: block; max-width: 100%;", "img { display: block;"), "page is", 800),
+        (("figcaption { color: #424a53; margin-top: .3rem", "figcaption { margin-top: -3rem"), "overlaps", 800),
+        (("dl, figcaption { font-size: .9rem", "dl, figcaption { font-size: .6rem"), "too small", 800),
+        (("overflow-wrap: anywhere", "min-width: 70rem"), "page is", 800),
+        (("base64,iVBOR", "base64,iVBxR"), "does not load", 800),
+        (("{ dl { grid-template-columns: 1fr }", "{ dl { grid-template-columns: 12rem 1fr }"), "squeezed", 500),
+        (("max-width: 100rem", "max-width: 62rem"), "leave the width unused", 1440),
+        (("</h1>", "</h1><script>1</script>"), "scripts", 800),
     ):
         assert change[0] in text
-        found = measured(text.replace(*change), 800, tmp_path)["found"]
+        found = measured(text.replace(*change), width, tmp_path)["found"]
         assert any(told in problem for problem in found), (change, found)

@@ -27,9 +27,13 @@ ODD_FIGURES: dict[str, list[Any]] = {
     "transport": [1], "routing": [[]], "skew": NO_NUMBERS, "tokens": [-1, 1.5, "1", None],
     "size_bytes": NO_NUMBERS, "logical_bytes": [*NO_NUMBERS, None], "wire_bytes": NO_NUMBERS,
     "algorithm_bandwidth": NO_NUMBERS, "bus_bandwidth": NO_NUMBERS, "wire_bandwidth": NO_NUMBERS,
-    "relative_error": NO_NUMBERS, "wrong": [-1, 0.5], "speedup": NO_NUMBERS, "reference": [0],
+    "relative_error": NO_NUMBERS, "wrong": [-1, 0.5], "speedup": NO_NUMBERS, "paired_speedup": NO_NUMBERS,
+    "reference": [0],
     "seconds": [1.0, {}, *({"minimum": a, "median": b, "maximum": c} for a, b, c in (
         (2, 1, 3), (1, 3, 2), (0, 1, 1), (-1, 1, 1), ("1", 1, 1), (1, 1, float("nan")),
+    )), *({"minimum": 1, "median": 3, "maximum": 5} | odd for odd in (
+        {"lower_quartile": 0.5}, {"lower_quartile": 4}, {"upper_quartile": 2}, {"p99": 6}, {"p99": "4"},
+        {"upper_quartile": 4, "p99": 3.5},
     ))],
 }  # fmt: skip
 
@@ -58,7 +62,16 @@ def test_a_field_of_a_figure_that_is_not_what_it_should_be_is_named(field: str) 
         assert message.startswith("a.json: figures[1]: ") and field in message
     lacking = figure()
     del lacking[field]
-    assert f"figures[0]: no field {field!r}" in refused(results([lacking]))
+    if field != "paired_speedup":  # which older files do not have
+        assert f"figures[0]: no field {field!r}" in refused(results([lacking]))
+
+
+def test_a_file_of_before_there_were_quartiles_is_read_without_them() -> None:
+    older = figure(seconds={"minimum": 1, "median": 2, "maximum": 3})
+    del older["paired_speedup"]
+    (read,) = parse_results(results([older]), "a.json").figures
+    assert read.paired_speedup is None and read.seconds is not None and read.seconds.median == 2
+    assert read.seconds.lower_quartile is read.seconds.upper_quartile is read.seconds.p99 is None
 
 
 def test_a_file_says_what_was_written(tmp_path: Path) -> None:

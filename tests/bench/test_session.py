@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from thinwire.tools.bench import launch, machine, operations
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.expert_problem import Round
 from thinwire.tools.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
-from thinwire.tools.bench.session import Results, run_session
+from thinwire.tools.bench.session import Results, Session, run_session
 from thinwire.tools.cli import main
 from thinwire.wire import WireFormat
 
@@ -147,12 +150,17 @@ def test_a_wrong_result_gets_no_figure_and_the_others_are_still_printed(
     assert bad["wrong"] == wrong and bad["seconds"] is None and bad["speedup"] is None
     assert bad["algorithm_bandwidth"] is bad["bus_bandwidth"] is bad["wire_bandwidth"] is None
     assert all(line["wrong"] == 0 and line["seconds"] for line in lines.values()) and len(lines) == 4
-    printed = capsys.readouterr().out.splitlines()
-    shown = [line.split() for line in printed if line.startswith(operation)]
-    (told,) = [cells for cells in shown if "WRONG" in cells]
-    assert str(wrong) in told and ["int8", "direct"] == told[4:6]
-    assert len(shown) == 5 + (operation in STRAIGHT)
+    printed, told = (text.splitlines() for text in capsys.readouterr())
+    shown = [line.split() for line in printed if line.startswith(" ")]
+    (spoiled,) = [cells for cells in shown if "WRONG" in cells]
+    assert str(wrong) in spoiled and ["thinwire", "int8", "direct", "WRONG"] == spoiled[2:6]
+    assert len(shown) == 5 + (operation in STRAIGHT) and max(map(len, printed)) <= 110
+    # The fastest is named, wrong results and the copy apart.
+    (summary,) = [line for line in printed if line.startswith(f"# {operation}: ")]
+    assert re.match(rf"# {operation}: (thinwire|tw.empty) .*is fastest at [\d.]+ KiB", summary)
+    assert "int8 direct" not in summary and "copy is" not in summary
     assert printed[-1] == f"# wrong: {wrong} elements, of {operation} thinwire"
+    assert any(f"1 of 1: {operation} of 6000 bytes" in line for line in told)
 
 
 @pytest.mark.exhaustive
@@ -165,6 +173,31 @@ def test_a_run_is_drawn_and_its_wrong_result_left_out(monkeypatch: pytest.Monkey
     assert main(["bench", "all_reduce", "moe", *few, *routings, "--ranks", "3", "--plot", str(tmp_path)]) == 1
     assert "<td class=wrong>1</td>" in (tmp_path / "report.html").read_text()
     assert {path.stem for path in tmp_path.glob("*.png")} >= {"bandwidth_all_reduce", "latency_moe", "traffic"}
+
+
+def test_ranks_are_told_with_their_processes_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    _run(_with(operations=("all_gather",), wires=("none",), transports=("direct",), baselines=()))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split() == "# rank process host device".split()
+    expected = [f"# {rank} {os.getpid()} {socket.gethostname()} cpu".split() for rank in range(RANKS)]
+    assert [line.split() for line in printed[2 : 2 + RANKS]] == expected
+    assert printed[2 + RANKS] == "" and printed[3 + RANKS].split()[:3] == ["#", "size", "count"]
+
+
+def test_lines_appear_as_each_size_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = []
+    original = Session._collective
+
+    def watched(self: Session, *args: Any) -> None:
+        if self.comm.rank == 0:
+            before.append(capsys.readouterr().out)
+        original(self, *args)
+
+    monkeypatch.setattr(Session, "_collective", watched)
+    _run(_with(operations=("all_gather",), sizes=(600, 6000), baselines=(), wires=("none",), transports=("direct",)))
+    assert len(before) == 2 and "thinwire none direct" in before[1]
 
 
 def _as_threads(*args: Any, **kwargs: Any) -> Any:

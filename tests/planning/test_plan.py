@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +80,9 @@ def test_a_sweep_has_a_line_for_each_number_of_ranks(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--link", "pcie9"], "link 'pcie9' is not known; accepted: nvlink4"),
+        (["--link", "pcie9"], "link 'pcie9' is not known; accepted: nvlink3, nvlink4"),
+        (["--model", "deepseek-v2"], "model 'deepseek-v2' is not known; accepted: deepseek-v3, qwen3-30b-a3b, mixtral"),
+        (["--gpu", "h10"], "gpu 'h10' is not known; accepted: a100-40g, a100-80g, h100"),
         (["--alpha", "3"], "no link and no beta was given"),
         (["--beta", "-1"], "beta is -1.0, expected a number"),
         (["--beta", "nan"], "beta is nan"),
@@ -98,6 +102,64 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
     assert main(["plan", *SIZES, *options]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("deepseek-v3", (256, 8, 7168)), ("qwen3-30b-a3b", (128, 8, 2048)), ("mixtral-8x7b", (8, 2, 4096))],
+)
+def test_a_model_has_its_sizes_but_for_those_that_are_given(
+    model: str, sizes: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def settings(*options: str) -> tuple[int, int, int]:
+        assert main(["plan", "--model", model, "--ranks", "2", "--max-tokens", "8", *options, "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)["settings"]
+        return found["experts"], found["top_k"], found["hidden"]
+
+    assert settings() == sizes and settings("--top-k", "1", "--hidden", "64") == (sizes[0], 1, 64)
+
+
+def test_without_a_model_all_sizes_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --ranks 2 --max-tokens 8 --experts 4 --hidden 8".split()) == 2
+    assert "--top-k is missing; give it, or --model with one of deepseek-v3, " in capsys.readouterr().err
+
+
+def test_a_gpu_gives_its_link_and_a_share_of_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, with_gpu = planned(capsys, "--link", "nvlink5"), planned(capsys, "--gpu", "b200")
+    assert with_gpu["legs"] == plain["legs"] and with_gpu["gpu"] == {"memory_gb": 180, "link": "nvlink5"}
+    assert planned(capsys, "--gpu", "b200", "--link", "pcie5")["legs"] == planned(capsys, "--link", "pcie5")["legs"]
+    slow = planned(capsys, "--gpu", "b200", "--beta", "1")["legs"]
+    assert slow == planned(capsys, "--beta", "1")["legs"]
+    assert main(["plan", *SIZES, "--gpu", "a100-40g"]) == 0
+    held = plain["memory"]
+    told = [f"{100 * held[name] / 40e9:.1f} %" for name in ("forward_bytes", "training_bytes")]
+    assert f"  {told[0]} of the 40 GB of a100-40g; with gradients {told[1]}" in capsys.readouterr().out
+
+
+def test_of_two_hosts_the_share_is_that_of_the_messages_and_times_need_a_link_between(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    two = ["--hosts", "2", "--gpu", "h100"]
+    plan = planned(capsys, *two)
+    assert plan["legs"][0]["predicted_seconds"] is None and plan["memory"]["forward_bytes"] == 0
+    assert main(["plan", *SIZES, *two]) == 0
+    text = capsys.readouterr().out
+    assert "time: not predicted; --inter-link would say by what" in text
+    assert f"{plan['memory']['round']['most_bytes']:,} bytes" in text
+    assert f"  {plan['memory']['round']['most_bytes'] / 80e7:.2f} % of the 80 GB of h100" in text
+    assert planned(capsys, *two, "--inter-link", "ib400")["legs"][0]["predicted_seconds"] > 0
+
+
+def test_the_page_shows_what_its_commands_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("THINWIRE_WIRE", raising=False)
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    samples = re.findall(r"```sh\n(thinwire plan [^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(samples) == 2
+    for command, shown in samples:
+        assert main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out == shown, f"paste what {command} prints"
 
 
 def test_the_page_shows_the_table_of_published_figures() -> None:

@@ -5,6 +5,8 @@ The command's process shows it. Ranks are other processes, and report through a 
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,10 @@ class Report:
         """Names the current stage, and its number of steps, if they are counted."""
         self._tell(f"{steps}\t{text}")
 
+    def now(self, text: str) -> None:
+        """Names what the stage does now; where lines are written, it is told with the next repetition."""
+        self._tell(f"\t{text}")
+
     def step(self) -> None:
         """One more step is done."""
         self._tell("")
@@ -39,6 +45,18 @@ class Report:
         if self._path is not None:
             with open(self._path, "a") as file:
                 file.write(line + "\n")
+
+
+#: Reports nothing.
+SILENT = Report(None)
+
+
+def print_over(text: str) -> None:
+    """Prints to standard output; on a terminal over the line of progress, which is then written anew.
+
+    Launchers may give ranks a terminal of their own as output, to which no progress is written.
+    """
+    print(("\r\033[K" if sys.stdout.isatty() and sys.stderr.isatty() else "") + text, flush=True)
 
 
 class Progress:
@@ -60,7 +78,7 @@ class Progress:
         path.touch()
         self.report = Report(str(path))
         self._told = path.open()
-        self._text, self._steps, self._done, self._shown = "", 0, 0, 0.0
+        self._text, self._now, self._steps, self._done, self._shown = "", "", 0, 0, 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire progress", daemon=True)
 
@@ -93,15 +111,21 @@ class Progress:
             if line == "\n":
                 self._done += 1
                 continue
-            steps, _, self._text = line.rstrip("\n").partition("\t")
-            self._steps, self._done = int(steps), 0
+            steps, _, text = line.rstrip("\n").partition("\t")
+            if not steps:
+                self._now = f": {text}"
+                continue
+            self._text, self._now, self._steps, self._done = text, "", int(steps), 0
             if not self._moves:
                 self._show(self._text)
         now = time.monotonic()
         if self._moves and self._text:
-            self._write(f"\r\033[K{self._bar()}{self._text}  {now - self._began:.0f} s")
+            seconds = f"  {now - self._began:.0f} s"
+            # Of a line that wraps, only the last row would be written over.
+            room = shutil.get_terminal_size().columns - 1 - len(seconds)
+            self._write("\r\033[K" + f"{self._bar()}{self._text}{self._now}"[:room] + seconds)
         elif self._text and now - self._shown >= _REPEAT_SECONDS:
-            self._show("  still at it" + (f", {self._done} of {self._steps}" if self._steps else ""))
+            self._show("  still at it" + (f", {self._done} of {self._steps}" if self._steps else "") + self._now)
 
     def _show(self, text: str) -> None:
         self._shown = time.monotonic()

@@ -1,25 +1,18 @@
 """Figures of what was measured, as they are written to JSON: seconds, bytes, bytes a second; and the table of them.
 
-The table is in the manner of nccl-tests: a line as soon as it is known.
+The table is in the manner of nccl-tests: names, a row of units, and a line as soon as it is known.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thinwire.tools.bench.measure import Measured, by_operation
 from thinwire.tools.bench.timing import median_ratio
-
-#: Heads and widths; a wider cell pushes the others to the right.
-_COLUMNS = (
-    ("operation", 14), ("size", 10), ("tokens", 7), ("implementation", 22), ("wire", 8), ("transport", 9),
-    ("min us", 10), ("median us", 10), ("max us", 10), ("algbw", 8), ("busbw", 8),
-    ("wire GB/s", 9), ("error", 8), ("#wrong", 7), ("speedup", 7),
-)  # fmt: skip
-_LEFT = ("operation", "implementation", "wire", "transport")
+from thinwire.tools.bench.units import name_text, significant
 
 
 class Sizes(NamedTuple):
@@ -44,7 +37,8 @@ def figures_of(found: Measured, sizes: dict[str, Sizes], reference: str) -> list
     """A figure for each operation and contender. `reference` is the implementation whose time speed-ups are of.
 
     A contender with a wrong result has neither seconds nor what is made of them; what is wrong in a leg that was not
-    asked for counts in those that were. Speed-ups are medians over rounds of the ratio within the round.
+    asked for counts in those that were. A speed-up is the ratio of the medians; the paired one is the median over
+    rounds of the ratio within the round.
     """
     return [
         _figure(found, sizes[operation], operation, contender.label, reference, frozenset(sizes))
@@ -68,9 +62,7 @@ def _figure(
         ),
         None,
     )
-    seconds = None
-    if samples:
-        seconds = {"minimum": min(samples), "median": statistics.median(samples), "maximum": max(samples)}
+    seconds = _summarised(samples) if samples else None
     return {
         "operation": operation,
         "implementation": "",
@@ -88,8 +80,27 @@ def _figure(
         "wire_bandwidth": _rate(wire_bytes, seconds),
         "relative_error": None if verdict is None else _relative(verdict.error_squares, verdict.squares),
         "wrong": None if verdict is None else verdict.wrong + others,
-        "speedup": median_ratio(compared, samples) if compared and samples else None,
+        "speedup": statistics.median(compared) / statistics.median(samples) if compared and samples else None,
+        "paired_speedup": median_ratio(compared, samples) if compared and samples else None,
         "reference": reference,
+    }
+
+
+def _summarised(samples: Sequence[float]) -> dict[str, float]:
+    """Quantiles are samples: the least that so large a share of all does not exceed. Of less than 100, p99 is the last.
+
+    >>> list(_summarised([4.0, 1.0, 3.0, 2.0]).values())
+    [1.0, 1.0, 2.5, 3.0, 4.0, 4.0]
+    """
+    ordered = sorted(samples)
+    lower, upper, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.25, 0.75, 0.99))
+    return {
+        "minimum": ordered[0],
+        "lower_quartile": lower,
+        "median": statistics.median(ordered),
+        "upper_quartile": upper,
+        "p99": p99,
+        "maximum": ordered[-1],
     }
 
 
@@ -102,42 +113,85 @@ def _relative(error_squares: float, squares: float) -> float | None:
     return error if math.isfinite(error) else None
 
 
-def heading(routing: str | None, skew: float | None) -> str:
-    """What stands over the lines of one routing."""
-    named = "" if routing is None else f"# routing {routing}, skew {skew:.2f}\n"
-    return f"\n{named}{_line([name for name, _ in _COLUMNS])}"
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
 
 
-def line(figure: Mapping[str, Any]) -> str:
+def _seconds(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figure: significant(figure["seconds"] and figure["seconds"][name] * 1e6)
+
+
+def _gigabytes(name: str) -> Callable[[Mapping[str, Any]], str]:
+    def cell(figure: Mapping[str, Any]) -> str:
+        rate = figure[f"{name}_bandwidth"]
+        return "-" if rate is None or not figure["wire_bytes"] and name != "algorithm" else significant(rate / 1e9, 3)
+
+    return cell
+
+
+class _Column(NamedTuple):
+    name: str
+    unit: str
+    width: int  # a wider cell pushes the others to the right
+    cell: Callable[[Mapping[str, Any]], str]
+    only_wide: bool = False
+
+
+def _median(figure: Mapping[str, Any]) -> str:
+    return "WRONG" if figure["seconds"] is None else _seconds("median")(figure)
+
+
+_COLUMNS = (
+    _Column("size", "bytes", 11, lambda f: str(f["size_bytes"])),
+    _Column("count", "", 8, lambda f: str(f["tokens"])),
+    _Column("operation", "", 14, lambda f: str(f["operation"]), only_wide=True),
+    _Column("implementation", "", 24, lambda f: name_text(f["implementation"], f["wire"], f["transport"])),
+    _Column("min", "us", 8, _seconds("minimum"), only_wide=True),
+    _Column("median", "us", 8, _median),
+    _Column("p99", "us", 8, _seconds("p99")),
+    _Column("max", "us", 8, _seconds("maximum"), only_wide=True),
+    _Column("algbw", "GB/s", 7, _gigabytes("algorithm")),
+    _Column("busbw", "GB/s", 7, _gigabytes("bus")),
+    _Column("wire", "GB/s", 7, _gigabytes("wire")),
+    _Column("error", "", 7, lambda f: significant(f["relative_error"], 2)),
+    _Column("#wrong", "", 6, lambda f: "-" if f["wrong"] is None else str(f["wrong"])),
+    _Column("speedup", "", 7, lambda f: significant(f["speedup"], 3)),
+    _Column("paired", "", 7, lambda f: significant(f["paired_speedup"], 3), only_wide=True),
+)
+_LEFT = ("operation", "implementation")
+
+
+def _columns(wide: bool) -> list[_Column]:
+    return [column for column in _COLUMNS if wide or not column.only_wide]
+
+
+def heading(counted: str, reference: str, wide: bool) -> str:
+    """Names and units over the first lines of a table.
+
+    Args:
+        counted: what `count` counts, such as "tokens".
+        reference: whose time speed-ups are of.
+    """
+    units = {"count": counted, "speedup": f"x {reference}", "paired": f"x {reference}"}
+    columns = _columns(wide)
+    rows = [column.name for column in columns], [units.get(column.name, column.unit) for column in columns]
+    return "\n".join("#" + _line(row, wide)[1:] for row in rows)
+
+
+def title(operation: str, dtype: str, routing: str | None, skew: float | None) -> str:
+    """What stands over the lines of one operation and routing."""
+    routed = "" if routing is None else f", routing {routing}, skew {skew:.2f}"
+    return f"# {operation} of {dtype}{routed}"
+
+
+def line(figure: Mapping[str, Any], wide: bool) -> str:
     """One figure; bandwidths are in GB/s, of 10^9 bytes."""
-    seconds, wrong = figure["seconds"], figure["wrong"]
-    if seconds is None:
-        times, rates = ["WRONG", "", ""], ["", "", ""]
-    else:
-        times = [f"{seconds[name] * 1e6:.1f}" for name in ("minimum", "median", "maximum")]
-        rates = [f"{figure[f'{name}_bandwidth'] / 1e9:.3f}" for name in ("algorithm", "bus", "wire")]
-        rates = rates if figure["wire_bytes"] else [rates[0], "-", "-"]
-    error, speedup = figure["relative_error"], figure["speedup"]
-    return _line(
-        [
-            figure["operation"],
-            str(figure["size_bytes"]),
-            str(figure["tokens"]),
-            figure["implementation"],
-            figure["wire"],
-            figure["transport"] or "-",
-            *times,
-            *rates,
-            "-" if error is None else f"{error:.1e}" if error else "0",
-            "-" if wrong is None else str(wrong),
-            "-" if speedup is None else f"{speedup:.2f}",
-        ]
-    )
+    return _line([column.cell(figure) for column in _columns(wide)], wide)
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str], wide: bool) -> str:
     padded = [
-        cell.ljust(width) if name in _LEFT else cell.rjust(width)
-        for cell, (name, width) in zip(cells, _COLUMNS, strict=True)
+        cell.ljust(column.width) if column.name in _LEFT else cell.rjust(column.width)
+        for cell, column in zip(cells, _columns(wide), strict=True)
     ]
-    return "  ".join(padded).rstrip()
+    return " ".join(padded).rstrip()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,13 @@ from thinwire.files import open_to_write, write_file
 from thinwire.testing import run_ranks
 from thinwire.tools.bench.machine import commit, in_words, machine
 from thinwire.tools.bench.options import DEFAULT_RANKS, ROUND, Settings
-from thinwire.tools.bench.results import FORMAT, VERSION, parse_results
+from thinwire.tools.bench.results import FORMAT, VERSION, figure_of, parse_results
 from thinwire.tools.bench.session import THREADS, Results, run_session
+from thinwire.tools.bench.summary import summarise
 from thinwire.tools.bench.traffic import expert_ids, read_matrix
+from thinwire.tools.progress import SILENT, Progress, print_over
+
+_COLUMNS = 110  # of all lines, unless --wide is given
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
@@ -39,8 +47,7 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         plot_folder: where they are drawn.
 
     Raises:
-        ArgumentError: more or fewer ranks than the launcher's, or no GPU.
-        OSError: a file that cannot be written.
+        ArgumentError: more or fewer ranks than the launcher's, no GPU, or a file or folder that cannot be written.
     """
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -54,31 +61,34 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
         first = info.rank == 0
     ranks = settings.ranks or DEFAULT_RANKS if launcher is None else info.size
     _check_matrices(settings, ranks)
-    if first:
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            os.close(open_to_write(json_file))  # a file that cannot be written is better known now than at the end
-        if plot_folder is not None:
-            plot_folder.mkdir(parents=True, exist_ok=True)
-    if launcher is not None:
-        with init(device=device, timeout=settings.timeout) as comm:
-            described = _described(comm.device)
-            if first:
-                _print_head(described, ranks, launcher)
-            results = run_session(comm, settings)
-    else:
-        # Ranks that have no GPU of their own share the first one.
-        mode = "thread" if device == "cuda" and torch.cuda.device_count() < ranks else "process"
-        if mode == "thread":
-            require_queues(ranks)  # before CUDA is asked what it runs on
-        launcher = "processes of one host" if mode == "process" else "threads of one process"
-        described = _described(torch.device(device))
-        _print_head(described, ranks, launcher)
-        results = run_ranks(run_session, ranks, settings, mode=mode, device=device, timeout=settings.timeout)[0]
+    if first and json_file is not None:  # a file that cannot be written is better known now than at the end
+        _require("--json", json_file.parent, lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
+        _require("--json", json_file, lambda: os.close(open_to_write(json_file)))
+    if first and plot_folder is not None:
+        _require("--plot", plot_folder, lambda: plot_folder.mkdir(parents=True, exist_ok=True))
+    with Progress(sys.stderr, time.monotonic()) if first else contextlib.nullcontext() as progress:
+        report = SILENT if progress is None else progress.report
+        report.stage("starting")
+        if launcher is not None:
+            with init(device=device, timeout=settings.timeout) as comm:
+                described = _described(comm.device)
+                if first:
+                    _print_head(described, ranks, launcher)
+                results = run_session(comm, settings, report)
+        else:
+            # Ranks that have no GPU of their own share the first one.
+            mode = "thread" if device == "cuda" and torch.cuda.device_count() < ranks else "process"
+            if mode == "thread":
+                require_queues(ranks)  # before CUDA is asked what it runs on
+            launcher = "processes of one host" if mode == "process" else "threads of one process"
+            described = _described(torch.device(device))
+            _print_head(described, ranks, launcher)
+            ran = run_ranks(run_session, ranks, settings, report, mode=mode, device=device, timeout=settings.timeout)
+            results = ran[0]
     if first:
         content = content_of(settings, results, described, ranks, launcher, command)
-        print_end(results)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        print_end(results)
         if json_file is not None:
             write_file(json_file, text.encode())
         if plot_folder is not None:
@@ -87,6 +97,14 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
             for file in write_reports([parse_results(json.loads(text), "results")], plot_folder):
                 print(f"# wrote {file}")
     return 1 if results.wrong or not results.figures else 0
+
+
+def _require(option: str, path: Path, use: Callable[[], object]) -> None:
+    """Raises ArgumentError, naming the option, if a path cannot be used."""
+    try:
+        use()
+    except OSError as error:
+        raise ArgumentError(f"{option} {path}: {error.strerror or error}; name a path that can be written to") from None
 
 
 def _check_matrices(settings: Settings, ranks: int) -> None:
@@ -103,7 +121,13 @@ def _described(device: torch.device) -> dict[str, Any]:
 
 
 def _print_head(described: dict[str, Any], ranks: int, launched: str) -> None:
-    print(f"# {ranks} ranks, {launched}\n# {in_words(described)}", flush=True)
+    _comment(f"{ranks} ranks, {launched}")
+    _comment(in_words(described))
+
+
+def _comment(text: str) -> None:
+    for line in textwrap.wrap(f"# {text}", _COLUMNS, subsequent_indent="#   "):
+        print_over(line)
 
 
 def print_end(results: Results) -> None:
@@ -111,13 +135,15 @@ def print_end(results: Results) -> None:
     print()
     for entry in results.skipped:
         where = ", ".join(str(entry[key]) for key in ("operation", "wire", "transport") if entry.get(key))
-        print(f"# skipped: {entry['implementation']}{f' ({where})' if where else ''}: {entry['reason']}")
+        _comment(f"skipped: {entry['implementation']}{f' ({where})' if where else ''}: {entry['reason']}")
     if results.copy_bandwidth is not None:
-        print(f"# copy: {results.copy_bandwidth / 1e9:.2f} GB/s read and written by a rank while all copy")
+        _comment(f"copy: {results.copy_bandwidth / 1e9:.2f} GB/s read and written by a rank while all copy")
+    for sentence in summarise(map(figure_of, results.figures)):
+        _comment(sentence)
     if not results.figures:
-        print("# nothing was measured")
+        _comment("nothing was measured")
     wrong = sorted({f"{line['operation']} {line['implementation']}" for line in results.figures if line["wrong"]})
-    print(f"# wrong: {results.wrong} elements" + (f", of {', '.join(wrong)}" if wrong else ""))
+    _comment(f"wrong: {results.wrong} elements" + (f", of {', '.join(wrong)}" if wrong else ""))
 
 
 def content_of(

@@ -12,6 +12,8 @@ from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere
 from thinwire.tools.bench.options import Settings
 from thinwire.tools.bench.timing import Laps, Times, interleaved_over_ranks
+from thinwire.tools.bench.units import name_text
+from thinwire.tools.progress import SILENT, Report
 
 
 @dataclass
@@ -33,7 +35,13 @@ class Measured:
     missing: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
-def measure(comm: Communicator, candidates: Sequence[Candidate], settings: Settings, laps: Laps | None) -> Measured:
+def measure(
+    comm: Communicator,
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    laps: Laps | None,
+    report: Report = SILENT,
+) -> Measured:
     """Makes, checks and times all candidates, and gives their memory back. Collective.
 
     Args:
@@ -41,10 +49,13 @@ def measure(comm: Communicator, candidates: Sequence[Candidate], settings: Setti
         candidates: the same ones on all ranks.
         settings: iterations, warmup, sample_seconds and check are looked at.
         laps: where contenders mark the parts of a round.
+        report: is told which candidate makes its first calls, and of each that has.
     """
     found = Measured()
     with contextlib.ExitStack() as opened:
         for candidate in candidates:
+            name = name_text(candidate.implementation, candidate.wire, candidate.transport)
+            report.now(f"first calls of {name}, which may compile kernels")
             try:
                 contender = candidate.make()
                 opened.callback(contender.close)
@@ -52,6 +63,7 @@ def measure(comm: Communicator, candidates: Sequence[Candidate], settings: Setti
                     outputs = contender.call()
             except (NotHere, TransportUnavailable) as reason:
                 found.missing.append((candidate, str(reason)))
+                report.step()
                 continue
             found.contenders.append(contender)
             own = {operation: float(sent) for operation, sent in contender.wire_bytes.items()}
@@ -60,6 +72,8 @@ def measure(comm: Communicator, candidates: Sequence[Candidate], settings: Setti
                     key = contender.label, operation
                     found.wire_bytes[key] = found.wire_bytes.get(key, 0.0) + count / len(everyone)
             del outputs
+            report.step()
+        report.now("checking and timing them in turn")
         if settings.check:
             _check(comm, found.contenders, found)
         timed = {contender.label: contender for contender in found.contenders if not _is_wrong(found, contender)}

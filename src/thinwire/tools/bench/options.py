@@ -27,6 +27,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(bit|B)(?:/s|ps)?")
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_BYTES, _MOST_RATE, _MOST_FACTOR, _MOST_SIZES = 1 << 50, 1e18, 1e6, 256
+DEFAULT_FACTOR = 16.0
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Settings:
         device: "cpu" or "cuda"; None means what is there.
         link: bytes a second, as it was stated.
         timeout: seconds for everything.
+        wide: whether the table has all columns.
     """
 
     operations: tuple[str, ...] = OPERATIONS
@@ -115,6 +117,7 @@ class Settings:
     device: str | None = None
     link: float | None = None
     timeout: float = 600.0
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for option, value, least in (
@@ -148,7 +151,7 @@ class Settings:
         """
         return cls(
             operations=_among("operation", options.operations or OPERATIONS, OPERATIONS),
-            sizes=tuple(sweep(parse_bytes("-b", options.begin), parse_bytes("-e", options.end), options.factor)),
+            sizes=tuple(sweep(options.begin, options.end, options.factor, options.increment)),
             tokens=_each("--tokens", options.tokens, int, "whole numbers"),
             iterations=options.iterations,
             warmup=options.warmup,
@@ -166,6 +169,7 @@ class Settings:
             device=options.device,
             link=None if options.link is None else parse_rate("--link", options.link),
             timeout=options.timeout,
+            wide=options.wide,
         )
 
 
@@ -187,24 +191,29 @@ def parse_bytes(option: str, text: str) -> int:
     return int(size)
 
 
-def sweep(begin: int, end: int, factor: float) -> list[int]:
-    """Sizes from `begin` to at most `end`, each `factor` times the one before.
+def sweep(begin: str, end: str, factor: float | None = None, increment: str | None = None) -> list[int]:
+    """Sizes from `begin` to at most `end`, each `factor` times the one before, or `increment` bytes larger.
 
     Raises:
-        ArgumentError: they would not grow, there are none, or too many.
+        ArgumentError: both were given, sizes would not grow, there are none, or too many.
 
-    >>> sweep(64, 4096, 8)
-    [64, 512, 4096]
+    >>> sweep("64", "4K", 8), sweep("1K", "4K", increment="1K")
+    ([64, 512, 4096], [1024, 2048, 3072, 4096])
     """
+    first, last = parse_bytes("-b", begin), parse_bytes("-e", end)
+    if factor is not None and increment is not None:
+        raise ArgumentError(f"-f {factor:g} and -i {increment} were given; expected one of them")
+    factor = DEFAULT_FACTOR if factor is None else factor
     if not 1 < factor <= _MOST_FACTOR:
         raise ArgumentError(f"-f {factor:g}: a factor above 1 is needed, at most {_MOST_FACTOR:g}")
-    if begin > end:
+    if first > last:
         raise ArgumentError(f"-b {begin} is more than -e {end}")
-    sizes = [begin]
-    while (larger := max(sizes[-1] + 1, int(sizes[-1] * factor))) <= end:
+    step, told = (0, f"-f {factor:g}") if increment is None else (parse_bytes("-i", increment), f"-i {increment}")
+    sizes = [first]
+    while (larger := sizes[-1] + step if step else max(sizes[-1] + 1, int(sizes[-1] * factor))) <= last:
         sizes.append(larger)
         if len(sizes) > _MOST_SIZES:
-            raise ArgumentError(f"-f {factor:g}: more than {_MOST_SIZES} sizes from {begin} to {end}; use a larger one")
+            raise ArgumentError(f"{told}: more than {_MOST_SIZES} sizes from {begin} to {end}; use a larger one")
     return sizes
 
 

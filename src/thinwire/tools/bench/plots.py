@@ -17,7 +17,7 @@ from thinwire.tools.bench.options import COLLECTIVES, ROUND
 from thinwire.tools.bench.results import Figure, Results, Seconds
 from thinwire.tools.bench.style import (
     DARK,
-    WIRE_COLOURS,
+    GREY,
     Series,
     Styles,
     binary_ticks,
@@ -26,11 +26,10 @@ from thinwire.tools.bench.style import (
     legend,
     log_axis,
     short,
-    size_text,
     styled,
     time_text,
-    token_text,
 )
+from thinwire.tools.bench.units import size_text, token_text
 
 _HEIGHT = 4.2
 #: More ranks than these have no numbers in their cells.
@@ -66,22 +65,40 @@ def draw(results: Results) -> tuple[list[Picture], list[str]]:
     """All pictures that the figures allow, and of each other one why it is not there."""
     timed = [figure for figure in results.figures if figure.seconds is not None]  # of wrong results there is no picture
     styles = Styles(_series(figure) for figure in timed)
+    of_rounds, of_all = _sizes(results, ("hidden", "experts", "top_k", "dtype")), _sizes(results, ("dtype",))
+    of_routing = _sizes(results, ("experts", "top_k"))
     pictures: list[Picture | str] = []
     with styled():
         for operation in ROUND:
             figures = [figure for figure in timed if figure.operation == operation]
             if figures:
-                pictures += [_latency(operation, figures, styles), _skew(operation, figures, styles)]
+                pictures += [
+                    _latency(operation, figures, styles, of_rounds),
+                    _skew(operation, figures, styles, of_rounds),
+                ]
         for operation in COLLECTIVES:
             figures = [figure for figure in timed if figure.operation == operation]
             if figures:
-                pictures.append(_bandwidth(operation, figures, styles, results))
+                pictures.append(_bandwidth(operation, figures, styles, results, of_all))
         if results.traffic is not None:
-            pictures.append(_traffic(results.traffic))
+            pictures.append(_traffic(results.traffic, of_routing))
         if results.expert_load is not None:
-            pictures.append(_load(results.expert_load))
+            pictures.append(_load(results.expert_load, of_routing))
     missing = [picture for picture in pictures if isinstance(picture, str)]
     return [picture for picture in pictures if isinstance(picture, Picture)], missing
+
+
+def _sizes(results: Results, names: Iterable[str]) -> str:
+    """For a subtitle: the ranks, these settings, and the machine."""
+    ranks = f"{results.ranks} rank{'s' if results.ranks > 1 else ''}"
+    settings = [f"{name.replace('_', '-')} {results.settings[name]}" for name in names if name in results.settings]
+    processor = results.machine.get("gpu") or results.machine.get("cpu")
+    return ", ".join(short(part, 40) for part in (ranks, *settings, processor) if part)
+
+
+def _quartiles(seconds: Seconds) -> tuple[float, float]:
+    """The median twice, where a file has none."""
+    return seconds.lower_quartile or seconds.median, seconds.upper_quartile or seconds.median
 
 
 def _series(figure: Figure) -> Series:
@@ -105,16 +122,18 @@ def _other_routings(figures: Sequence[Figure]) -> str:
     return f"Other routings are in the table alone: {', '.join(others)}." if others else ""
 
 
-def _latency(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture | str:
+def _latency(operation: str, figures: Sequence[Figure], styles: Styles, sizes: str) -> Picture | str:
     """Time against tokens, of the first routing."""
-    lines = _lines(
-        (figure for figure in _of_first_routing(figures) if figure.tokens > 0),
-        lambda f: _Point(f.tokens, _times(f).minimum, _times(f).median, _times(f).maximum),
-    )
+
+    def point(figure: Figure) -> _Point:
+        low, high = _quartiles(_times(figure))
+        return _Point(figure.tokens, low, _times(figure).median, high)
+
+    lines = _lines((figure for figure in _of_first_routing(figures) if figure.tokens > 0), point)
     if not lines:
         return f"Latency of {operation}: no figure has a token."
     routed = f", {short(figures[0].routing)} routing" if figures[0].routing else ""
-    made, axes = canvas(f"{operation}: latency{routed}", _HEIGHT)
+    made, axes = canvas(f"{operation}: latency{routed}", _HEIGHT, subtitle=sizes)
     _draw_lines(made, axes, lines, styles)
     low, high = _pad_log(axes, lines)
     log_axis(axes.xaxis, binary_ticks(max(1.0, axes.get_xlim()[0]), axes.get_xlim()[1]), token_text)
@@ -123,24 +142,23 @@ def _latency(operation: str, figures: Sequence[Figure], styles: Styles) -> Pictu
     return Picture(
         f"latency_{operation}",
         f"Latency of {operation} against tokens{routed}",
-        "Lower is better. A line joins the medians over the iterations; its band goes from the fastest iteration to "
-        "the slowest. Both axes are logarithmic: equal distances are equal factors. It does not show how far off the "
-        "results are, which the table does, nor which part of the time is quantisation. " + _other_routings(figures),
+        "Lower is better. A line joins the medians over the iterations; its band goes from the lower quartile to the "
+        "upper, and holds half of them. Both axes are logarithmic: equal distances are equal factors. It does not show "
+        "how far off the results are, which the table does, nor which part of the time is quantisation. "
+        + _other_routings(figures),
         made,
     )
 
 
-def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, results: Results) -> Picture | str:
+def _bandwidth(
+    operation: str, figures: Sequence[Figure], styles: Styles, results: Results, sizes: str
+) -> Picture | str:
     """Bus bandwidth against size, with what memory and link allow."""
 
     def point(figure: Figure) -> _Point:
         middle, seconds = (figure.bus_bandwidth or 0.0) / 1e9, _times(figure)
-        return _Point(
-            figure.size_bytes,
-            middle * seconds.median / seconds.maximum,
-            middle,
-            middle * seconds.median / seconds.minimum,
-        )
+        low, high = (middle * seconds.median / taken for taken in reversed(_quartiles(seconds)))
+        return _Point(figure.size_bytes, low, middle, high)
 
     lines = _lines((f for f in _of_first_routing(figures) if f.bus_bandwidth and f.size_bytes), point)
     if not lines:
@@ -150,7 +168,7 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
         limits.append((results.copy_bandwidth / 2e9, ":", "copy limit"))
     if results.link_bandwidth is not None:
         limits.append((results.link_bandwidth / 1e9, "-.", "link's rate"))
-    made, axes = canvas(f"{operation}: bus bandwidth", _HEIGHT)
+    made, axes = canvas(f"{operation}: bus bandwidth", _HEIGHT, subtitle=sizes)
     entries = []
     for height, dashes, label in limits:
         entries.append(
@@ -171,7 +189,7 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
         f"bandwidth_{operation}",
         f"Bus bandwidth of {operation} against size",
         "Higher is better. Bandwidth counts the bytes before quantisation, by nccl-tests' definition of bus bandwidth, "
-        "at the median over the iterations; the band is that of the fastest and the slowest iteration. "
+        "at the median over the iterations; the band is that of their quartiles, and holds half of them. "
         + "".join(told[label] for _, _, label in limits)
         + "It does not show how many bytes travelled or how far off the results are: the table does. "
         + _other_routings(figures),
@@ -179,7 +197,7 @@ def _bandwidth(operation: str, figures: Sequence[Figure], styles: Styles, result
     )
 
 
-def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture | str:
+def _skew(operation: str, figures: Sequence[Figure], styles: Styles, sizes: str) -> Picture | str:
     """Speed-up against skew, at the largest number of tokens that has several routings."""
     usable = [
         figure
@@ -199,44 +217,43 @@ def _skew(operation: str, figures: Sequence[Figure], styles: Styles) -> Picture 
     lines = _lines(usable, lambda f: _Point(f.skew or 0.0, f.speedup or 0.0, f.speedup or 0.0, f.speedup or 0.0))
     references = sorted({figure.reference or "the reference" for figure in usable})
     reference = references[0] if len(references) == 1 else "each one's reference"
-    made, axes = canvas(f"{operation}: speed-up over {short(reference)}, {tokens:,} tokens a rank", _HEIGHT)
+    title = f"{operation}: speed-up over {short(reference)}, {tokens:,} tokens a rank"
+    made, axes = canvas(title, _HEIGHT, subtitle=sizes)
     even = axes.axhline(1.0, color=DARK, linestyle=":", linewidth=1.4)
     _draw_lines(made, axes, lines, styles, [(even, f"as fast as {reference}")])
     speedups = [figure.speedup or 0.0 for figure in usable]
     top = 1.08 * max(1.0, *speedups)
     axes.set_ylim(0 if min(speedups) > 0 else -0.04 * top, top)  # marks at 0 are seen, too
+    axes.yaxis.set_major_formatter(lambda speedup, _: f"{speedup:g}")  # its own puts a power of ten over the axis
     axes.set(xlabel="skew: rows of the busiest rank by the mean (1 is balanced)", ylabel="speed-up")
     routings = dict(sorted({(figure.skew, figure.routing or "unnamed") for figure in usable}))
     named = ", ".join(f"{routing} {skew:.3g}" for skew, routing in routings.items())
     return Picture(
         f"speedup_{operation}",
         f"Speed-up of {operation} over {reference} against skew",
-        "Higher is better; at the dotted line it takes as long as what it is compared with. A point is the median over "
-        f"rounds of the ratio of the times within a round, {tokens:,} tokens a rank. Skew by routing: {named}. It "
+        "Higher is better; at the dotted line it takes as long as what it is compared with. A point is the ratio of "
+        f"the median times, {tokens:,} tokens a rank. Skew by routing: {named}. It "
         "does not show times: all may be slower at high skew, and the speed-up the same.",
         made,
     )
 
 
-def _traffic(traffic: Sequence[Sequence[float]]) -> Picture:
+def _traffic(traffic: Sequence[Sequence[float]], sizes: str) -> Picture:
     """Who sent how many rows to whom."""
     ranks, most = len(traffic), max(map(max, traffic))
-    numbered = ranks <= _NUMBERED_RANKS
     height = 4.5 if ranks > 2 else 3.4
-    made, axes = canvas("rows from rank to rank", height, width=height if numbered else height + 1)
+    made, axes = canvas("rows from rank to rank", height, height + 1, sizes)
     # Even traffic has the middle of the scale, not its end.
     darkest = max(most, 2 * sum(map(sum, traffic)) / ranks**2, 1)
-    image = axes.imshow(traffic, cmap="Blues", vmin=0, vmax=darkest)
+    image = axes.imshow(traffic, cmap="Greys", vmin=0, vmax=darkest)
     axes.grid(False)
     ticks = range(0, ranks, -(-ranks // 16))
     axes.set(xticks=ticks, yticks=ticks, xlabel="to rank", ylabel="from rank")
-    if numbered:
-        for i, row in enumerate(traffic):
-            for j, rows in enumerate(row):
-                colour = "white" if rows > 0.6 * darkest else DARK
-                axes.text(j, i, _count_text(rows), ha="center", va="center", color=colour, fontsize=9)
-    else:
-        made.colorbar(image, ax=axes, label="rows", format=lambda rows, _: _count_text(rows), shrink=0.9)
+    for i, row in enumerate(traffic if ranks <= _NUMBERED_RANKS else ()):
+        for j, rows in enumerate(row):
+            colour = "white" if rows > 0.6 * darkest else DARK
+            axes.text(j, i, _count_text(rows), ha="center", va="center", color=colour, fontsize=9)
+    made.colorbar(image, ax=axes, label="rows", format=lambda rows, _: _count_text(rows), shrink=0.9)
     return Picture(
         "traffic",
         "Rows from rank to rank",
@@ -247,15 +264,15 @@ def _traffic(traffic: Sequence[Sequence[float]]) -> Picture:
     )
 
 
-def _load(load: Sequence[float]) -> Picture:
+def _load(load: Sequence[float], sizes: str) -> Picture:
     """Rows of each expert."""
     mean = sum(load) / len(load)
-    made, axes = canvas(f"rows of each expert; dotted: their mean, {_count_text(mean)}", 3.2)
+    made, axes = canvas(f"rows of each expert; dotted: their mean, {_count_text(mean)}", 3.2, subtitle=sizes)
     if len(load) <= _SEPARATE_BARS:
-        axes.bar(range(len(load)), load, width=0.85, color=WIRE_COLOURS["int8"])
+        axes.bar(range(len(load)), load, width=0.85, color=GREY)
     else:
         edges = [expert - 0.5 for expert in range(len(load) + 1)]
-        axes.stairs(load, edges, fill=True, color=WIRE_COLOURS["int8"])
+        axes.stairs(load, edges, fill=True, color=GREY)
     axes.axhline(mean, color=DARK, linestyle=":", linewidth=1.4)
     axes.grid(False, axis="x")
     axes.set(xlabel="expert", ylabel="rows", xlim=(-0.6, len(load) - 0.4), ylim=(0, 1.05 * max(*load, 1)))
@@ -301,12 +318,13 @@ def _draw_lines(
     for series, points in lines.items():
         x = [point.x for point in points]
         lows, highs = [point.low for point in points], [point.high for point in points]
-        colour = styles.colour(series)
+        colour, own = styles.colour(series), series.implementation == "thinwire" and series.wire == "int8"
         if len(points) > 1:
-            axes.fill_between(x, lows, highs, color=colour, alpha=0.14, linewidth=0)
+            axes.fill_between(x, lows, highs, color=colour, alpha=0.25 if own else 0.14, linewidth=0)
         else:
             axes.vlines(x, lows, highs, color=colour, linewidth=1.2)
         drawn = styles.handle(series)
+        drawn.set_zorder(3 if own else 2)
         drawn.set_data(x, [point.middle for point in points])
         axes.add_line(drawn)
     axes.autoscale_view()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from thinwire.errors import TransportUnavailable
 from thinwire.files import write_file
 from thinwire.tools.bench.results import Figure, Results, Skipped
+from thinwire.tools.bench.summary import summarise
+from thinwire.tools.bench.units import significant
 
 if TYPE_CHECKING:
     from thinwire.tools.bench.plots import Picture
@@ -22,24 +24,27 @@ if TYPE_CHECKING:
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 :root { color-scheme: light }
-body { margin: 0 auto; padding: 1.5rem; max-width: 62rem; background: #fff; color: #24292f;
+body { margin: 0 auto; padding: 1.5rem; max-width: 100rem; background: #fff; color: #24292f;
   font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; overflow-wrap: anywhere }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 1rem }
 h2 { font-size: 1.25rem; margin: 2.2rem 0 .6rem }
 h3 { font-size: 1.05rem; margin: 1.6rem 0 .5rem }
+h1, h2, h3, p, pre, dl, ul { max-width: 62rem }
 section + section { border-top: 2px solid #d8dee4; margin-top: 3rem; padding-top: 1.5rem }
 pre { background: #f6f8fa; padding: .7rem .9rem; border-radius: 6px; white-space: pre-wrap; font-size: .85rem }
 dl { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr; gap: .15rem 1.2rem; margin: 0 }
 dl, figcaption { font-size: .9rem }
 dt { color: #57606a }
 dd { margin: 0 }
-figure { margin: 0 0 2.2rem; max-width: 800px }
+@media (max-width: 36rem) { dl { grid-template-columns: 1fr } dd { margin-bottom: .4rem } }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 40rem), 1fr)); gap: 2.2rem }
+figure { margin: 0; max-width: 800px }
 figcaption { color: #424a53; margin-top: .3rem }
 img { display: block; max-width: 100%; height: auto }
 .scrolls { overflow-x: auto; border: 1px solid #d8dee4; border-radius: 6px }
 table { border-collapse: collapse; font-size: .8rem; white-space: nowrap; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .65rem; text-align: right }
-th { background: #f6f8fa; vertical-align: bottom; white-space: normal }
+th { background: #f6f8fa; vertical-align: bottom; white-space: normal; overflow-wrap: normal }
 .text { text-align: left }
 tr + tr td { border-top: 1px solid #eaeef2 }
 .wrong { color: #b3261e; font-weight: bold }
@@ -107,19 +112,20 @@ def _section(run: Results, pictures: Sequence[tuple[Picture, bytes]], missing: S
     }
     rates = {"plain copy, read and written": run.copy_bandwidth, "link, as given": run.link_bandwidth}
     facts |= {name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items() if rate is not None}
+    shown = "\n".join(_picture(picture, content) for picture, content in pictures)
     parts = [
         f"<h1>{escape(operations)}: {run.ranks} rank{'s' if run.ranks > 1 else ''}</h1>",
         f"<p>{escape(Path(run.source).name)}, written by</p>\n<pre>{escape(run.command)}</pre>",
-        "<h2>Machine and settings</h2>",
-        _list(facts | run.machine),
-        "<h3>Settings</h3>" if run.settings else "",
-        _list(run.settings),
-        "<h2>Pictures</h2>",
-        *(_picture(picture, content) for picture, content in pictures),
+        _items("Summary", summarise(run.figures)),
+        f'<h2>Pictures</h2>\n<div class="pictures">\n{shown}\n</div>' if shown else "",
         _items("Not drawn", missing),
         "<h2>All figures</h2>",
         _table(run.figures) if run.figures else "<p>None was measured.</p>",
         _items("Skipped", _skipped(run.skipped)),
+        "<h2>Machine and settings</h2>",
+        _list(facts | run.machine),
+        "<h3>Settings</h3>" if run.settings else "",
+        _list(run.settings),
     ]
     return "<section>\n" + "\n".join(filter(None, parts)) + "\n</section>"
 
@@ -161,6 +167,10 @@ def _text(value: str | None) -> str:
     return value or ""
 
 
+def _rate(value: float | None) -> str:
+    return "" if value is None else significant(value / 1e9, 3)
+
+
 #: Head of a column, what is in it, how that is shown, and whether it is text; what one looks for first comes first.
 _COLUMNS: tuple[tuple[str, Callable[[Figure], Any], Callable[[Any], str], bool], ...] = (
     ("operation", lambda f: f.operation, _text, True),
@@ -175,13 +185,15 @@ _COLUMNS: tuple[tuple[str, Callable[[Figure], Any], Callable[[Any], str], bool],
     ("over", lambda f: f.reference, _text, True),
     ("relative error", lambda f: f.relative_error, _number(".2e"), False),
     ("wrong", lambda f: f.wrong, _number(",.0f"), False),
+    ("p99, µs", lambda f: f.seconds and f.seconds.p99, _number(",.1f", 1e-6), False),
     ("minimum, µs", lambda f: f.seconds and f.seconds.minimum, _number(",.1f", 1e-6), False),
     ("maximum, µs", lambda f: f.seconds and f.seconds.maximum, _number(",.1f", 1e-6), False),
-    ("algorithm bandwidth, GB/s", lambda f: f.algorithm_bandwidth, _number(".3f", 1e9), False),
-    ("bus bandwidth, GB/s", lambda f: f.bus_bandwidth, _number(".3f", 1e9), False),
-    ("wire bandwidth, GB/s", lambda f: f.wire_bandwidth, _number(".3f", 1e9), False),
+    ("algorithm bandwidth, GB/s", lambda f: f.algorithm_bandwidth, _rate, False),
+    ("bus bandwidth, GB/s", lambda f: f.bus_bandwidth, _rate, False),
+    ("wire bandwidth, GB/s", lambda f: f.wire_bandwidth, _rate, False),
     ("logical bytes", lambda f: f.logical_bytes, _number(",.0f"), False),
     ("wire bytes", lambda f: f.wire_bytes, _number(",.0f"), False),
+    ("paired speed-up", lambda f: f.paired_speedup, _number(".2f"), False),
     ("skew", lambda f: f.skew, _number(".2f"), False),
 )
 

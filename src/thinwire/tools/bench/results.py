@@ -40,10 +40,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of an iteration, on its slowest rank: above 0, in this order."""
+    """Of an iteration, on its slowest rank: above 0, in this order. Older files have no quartiles and no p99."""
 
     minimum: float
+    lower_quartile: float | None
     median: float
+    upper_quartile: float | None
+    p99: float | None
     maximum: float
 
 
@@ -63,7 +66,8 @@ class Figure:
         wire_bandwidth: of what travels.
         relative_error: L2 of the difference by L2 of the exact result.
         wrong: elements further off than the wire format allows.
-        speedup: the reference's time by this one's, the median over rounds.
+        speedup: the reference's median by this one's; in older files what `paired_speedup` is now.
+        paired_speedup: the reference's time by this one's, the median over rounds; None in older files.
     """
 
     operation: str
@@ -83,6 +87,7 @@ class Figure:
     relative_error: float | None
     wrong: int | None
     speedup: float | None
+    paired_speedup: float | None
     reference: str | None
 
 
@@ -155,7 +160,7 @@ def parse_results(value: object, source: str) -> Results:
         hosts=fields.get("hosts", within(1, ranks)),
         launched=fields.get("launched", text),
         settings=fields.get("settings", _described),
-        figures=fields.get("figures", list_of(_figure, _MOST_FIGURES)),
+        figures=fields.get("figures", list_of(figure_of, _MOST_FIGURES)),
         skipped=fields.get("skipped", list_of(_skipped, _MOST_FIGURES)),
         traffic=fields.get("traffic", or_none(_square(ranks))),
         expert_load=fields.get("expert_load", or_none(_not_empty(list_of(_rows, MOST_EXPERTS)))),
@@ -214,15 +219,23 @@ def _scalars(value: Any) -> str:
 
 
 def _seconds(value: object) -> Seconds:
-    fields = Fields(value, "")
-    low, median, high = (fields.get(name, _positive(seconds)) for name in ("minimum", "median", "maximum"))
-    if not low <= median <= high:
-        raise Refused("minimum <= median <= maximum")
-    return Seconds(low, median, high)
+    later = dict.fromkeys(("lower_quartile", "upper_quartile", "p99"))
+    fields = Fields(later | value if isinstance(value, dict) else value, "")
+    least, median, most = (fields.get(name, _positive(seconds)) for name in ("minimum", "median", "maximum"))
+    lower, upper, p99 = (fields.get(name, or_none(_positive(seconds))) for name in later)
+    held = [taken for taken in (least, lower, median, upper, p99, most) if taken is not None]
+    if held != sorted(held):
+        raise Refused("minimum <= lower_quartile <= median <= upper_quartile <= p99 <= maximum")
+    return Seconds(least, lower, median, upper, p99, most)
 
 
-def _figure(value: object) -> Figure:
-    fields = Fields(value, "")
+def figure_of(value: object) -> Figure:
+    """A figure as it is written, checked.
+
+    Raises:
+        ThinwireError: naming the field that is not accepted.
+    """
+    fields = Fields({"paired_speedup": None} | value if isinstance(value, dict) else value, "")
     return Figure(
         operation=fields.get("operation", one_of(OPERATIONS)),
         implementation=fields.get("implementation", text),
@@ -241,6 +254,7 @@ def _figure(value: object) -> Figure:
         relative_error=fields.get("relative_error", or_none(_ratio)),
         wrong=fields.get("wrong", or_none(whole)),
         speedup=fields.get("speedup", or_none(_ratio)),
+        paired_speedup=fields.get("paired_speedup", or_none(_ratio)),
         reference=fields.get("reference", or_none(text)),
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from thinwire.comm import Communicator
 from thinwire.tools.bench import baselines, deepep, flashinfer, machine, mpi
 from thinwire.tools.bench.contender import Candidate, NotHere
 from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.figures import Sizes, figures_of, heading, line
+from thinwire.tools.bench.figures import Sizes, figures_of, heading, line, title
 from thinwire.tools.bench.libraries import why_absent
 from thinwire.tools.bench.measure import measure
 from thinwire.tools.bench.mpi import OpenMPI
@@ -23,8 +25,10 @@ from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Proble
 from thinwire.tools.bench.routed_rows import group_exchange, routed_rows
 from thinwire.tools.bench.timing import Laps
 from thinwire.tools.bench.traffic import expert_ids, row_counts, skew_of
+from thinwire.tools.progress import SILENT, Report, print_over
 from thinwire.wire import WireFormat
 
+_Job = tuple[str, int, Callable[[], None]]
 #: Of a rank on the CPU, for everything that is compared.
 THREADS = 1
 #: Option, name and package.
@@ -54,10 +58,13 @@ class Session:
     Args:
         comm: the ranks.
         settings: the same on all of them.
+        report: is told what is measured now, by rank 0.
     """
 
-    def __init__(self, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, comm: Communicator, settings: Settings, report: Report = SILENT) -> None:
         self.comm, self.settings = comm, settings
+        self._report = report if comm.rank == 0 else SILENT
+        self._job = self._titled = ""
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.laps = Laps(comm.device)
         self.group = baselines.group_name(comm)
@@ -67,6 +74,7 @@ class Session:
         self.results = Results(len(set(hosts)))
         #: Ranks that have one memory.
         self._sharing = 1 if comm.device.type == "cuda" and self.group else hosts.count(socket.gethostname())
+        self._print_ranks()
         self._most_copied = 0
         self._mpi: OpenMPI | None = None
         self._libraries: set[str] = set()
@@ -99,25 +107,44 @@ class Session:
         if entry not in self.results.skipped:
             self.results.skipped.append(entry)
 
+    def _print(self, text: str) -> None:
+        if self.comm.rank == 0:
+            print_over(text)
+
+    def _print_ranks(self) -> None:
+        """Which process each rank is, where it runs, and on what."""
+        device = self.comm.device
+        named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+        everyone = self.comm.all_gather_object((str(os.getpid()), socket.gethostname(), named))
+        width = max(len(host) for _, host, _ in everyone)
+        self._print(f"#\n# rank  process  {'host'.ljust(width)}  device")
+        for rank, (process, host, named) in enumerate(everyone):
+            self._print(f"# {rank:4}  {process:>7}  {host.ljust(width)}  {named}")
+
     def run(self) -> Results:
         """Measures everything that was asked for."""
-        for operation in COLLECTIVES:
-            if operation in self.settings.operations:
-                # What all ranks share equally has no routing.
-                for routing in self.settings.routings if operation == "all_to_all_v" else (None,):
-                    for number, size in enumerate(self.settings.sizes):
-                        if self._fits(f"{operation} of {size} bytes", machine.memory_of_collective(size)):
-                            self._collective(self._problem(operation, size, routing), routing, first=number == 0)
-        legs = [operation for operation in ROUND if operation in self.settings.operations]
-        if legs:
-            for routing in self.settings.routings:
-                for number, tokens in enumerate(self.settings.tokens):
-                    needed = machine.memory_of_round(
-                        tokens, self.settings.hidden, self.settings.top_k, self.comm.size, self.dtype.itemsize
-                    )
-                    if self._fits(f"a round of {tokens} tokens", needed):
-                        self._round(legs, tokens, routing, first=number == 0)
+        jobs = list(self._jobs())
+        for place, (what, needed, job) in enumerate(jobs, 1):
+            self._job = f"{place} of {len(jobs)}: {what}"
+            if self._fits(what, needed):
+                job()
         return self.results
+
+    def _jobs(self) -> Iterator[_Job]:
+        """What is measured, the memory that it needs, and how."""
+        chosen, comm = self.settings, self.comm
+        for operation in (operation for operation in COLLECTIVES if operation in chosen.operations):
+            # What all ranks share equally has no routing.
+            for routing in chosen.routings if operation == "all_to_all_v" else (None,):
+                for size in chosen.sizes:
+                    job = partial(self._collective, operation, size, routing, size == chosen.sizes[0])
+                    yield f"{operation} of {size} bytes", machine.memory_of_collective(size), job
+        legs = [operation for operation in ROUND if operation in chosen.operations]
+        for routing in chosen.routings if legs else ():
+            for tokens in chosen.tokens:
+                job = partial(self._round, legs, tokens, routing, tokens == chosen.tokens[0])
+                sizes = tokens, chosen.hidden, chosen.top_k, comm.size, self.dtype.itemsize
+                yield f"a round of {tokens} tokens", machine.memory_of_round(*sizes), job
 
     def _fits(self, what: str, needed: int) -> bool:
         """Whether all ranks have memory for it; if one has not, all leave it out."""
@@ -142,7 +169,8 @@ class Session:
         counts = row_counts(routing, elements // width, comm.size)
         return AllToAll(comm, dtype, counts, width, skew_of(counts.sum(0).tolist()))
 
-    def _collective(self, problem: Problem, routing: Routing | None, first: bool) -> None:
+    def _collective(self, operation: str, size: int, routing: Routing | None, first: bool) -> None:
+        problem = self._problem(operation, size, routing)
         candidates = list(self._collective_baselines(problem))
         for transport in self.settings.transports:
             candidates += [collective(problem, wire, transport) for wire in self.settings.wires]
@@ -222,7 +250,8 @@ class Session:
     def _measure(
         self, candidates: list[Candidate], sizes: dict[str, Sizes], laps: Laps | None, first: bool, copied: int
     ) -> None:
-        found = measure(self.comm, candidates, self.settings, laps)
+        self._report.stage(self._job, len(candidates))
+        found = measure(self.comm, candidates, self.settings, laps, self._report)
         for candidate, reason in found.missing:
             where = {"operation": "/".join(sizes), "wire": candidate.wire, "transport": candidate.transport}
             self._skip(candidate.implementation, reason, **where)
@@ -232,16 +261,19 @@ class Session:
             if figure["implementation"] == baselines.COPY and figure["seconds"] and copied > self._most_copied:
                 self._most_copied = copied
                 self.results.copy_bandwidth = 2 * copied / figure["seconds"]["median"]
-        if self.comm.rank:
-            return
         if first:
-            size = next(iter(sizes.values()))
-            print(heading(size.routing, size.skew))
+            counted = "elements" if laps is None else "tokens"
+            counted = "rows" if "all_to_all_v" in sizes else counted
+            self._print(f"\n{heading(counted, self.reference, self.settings.wide)}")
         for figure in figures:
-            print(line(figure), flush=True)
+            titled = title(figure["operation"], self.settings.dtype, figure["routing"], figure["skew"])
+            if first or titled != self._titled:
+                self._print(titled)
+            self._print(line(figure, self.settings.wide))
+            first, self._titled = False, titled
 
 
-def run_session(comm: Communicator, settings: Settings) -> Results:
+def run_session(comm: Communicator, settings: Settings, report: Report = SILENT) -> Results:
     """A whole run on one rank. Collective.
 
     Raises:
@@ -249,4 +281,4 @@ def run_session(comm: Communicator, settings: Settings) -> Results:
     """
     if comm.device.type == "cpu":
         torch.set_num_threads(THREADS)
-    return Session(comm, settings).run()
+    return Session(comm, settings, report).run()

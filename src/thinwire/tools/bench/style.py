@@ -2,7 +2,8 @@
 
 A picture is 8 inches wide and shown 800 pixels wide, so that 9 points are read as such. Colour says who: the
 implementation, or which wire format of thinwire's own; the marker says the wire format, and a dashed line that rows
-were staged. The colours of those that are named here are apart for the colour-blind, too (`tests/bench/test_plots.py`).
+were staged. The one saturated colour is that of thinwire's int8: the eye finds it first. All that are named here are
+apart for the colour-blind, too (`tests/bench/test_plots.py`).
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from thinwire.tools.bench.units import name_text
+
 #: Inches, and pixels an inch: twice those that a page shows, for screens with fine pixels.
 WIDTH, DPI = 8.0, 200
 DARK, GREY, PALE, STRIPE = "#24292f", "#6e7781", "#d8dee4", "#f3f5f7"
 
 #: Of thinwire's wire formats, and of the other implementations.
 WIRE_COLOURS = {
-    "none": "#3B3B3B",
+    "none": "#24365A",
     "int8": "#0072B2",
-    "int8:row": "#56B4E9",
-    "int8:32": "#1E0090",
-    "int8+h64": "#040D13",
-    "int6": "#C39D5A",
-    "int4": "#009E73",
-    "fp8": "#9E59FE",
+    "int8:row": "#788AB4",
+    "int8:32": "#485A7E",
+    "int8+h64": "#001230",
+    "int6": "#7E7884",
+    "int4": "#A2B4DE",
+    "fp8": "#12000C",
 }
 COLOURS = {
-    "gloo": "#E69F00",
-    "nccl": "#D55E00",
-    "Open MPI": "#6B1E07",
-    "quantize, gloo": "#A65335",
-    "torch symmetric memory": "#914F7A",
-    "DeepEP": "#450D54",
-    "FlashInfer": "#571EEF",
-    "copy": "#B0B0B0",
+    "gloo": "#8A6648",
+    "nccl": "#603C24",
+    "Open MPI": "#361806",
+    "quantize, gloo": "#A88A7E",
+    "torch symmetric memory": "#5A4E4E",
+    "DeepEP": "#DEA2B4",
+    "FlashInfer": "#362A30",
+    "copy": "#BAB48A",
 }
 #: For those without a colour of their own.
-OTHER_COLOURS = ("#C3A552", "#745F73", "#8C472D", "#4C0D5C")
+OTHER_COLOURS = ("#9A8F78", "#745F73", "#7B5646", "#43394D")
 MARKERS = {"none": "o", "int8": "s", "int8:row": "D", "int8:32": "P", "int4": "^", "fp8": "v", "int8+h64": "H"}
 OTHER_MARKERS = ("X", "p", "*", "h", "<", ">")
 
@@ -65,9 +68,8 @@ class Series:
 
     @property
     def label(self) -> str:
-        """In words; that a peer quantises nothing goes without saying."""
-        wire = "" if self.implementation != "thinwire" and self.wire == "none" else self.wire
-        return " ".join(filter(None, (self.implementation, wire, self.transport)))
+        """In words."""
+        return name_text(self.implementation, self.wire, self.transport)
 
 
 class Styles:
@@ -141,11 +143,14 @@ def blank(height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def canvas(title: str, height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """A picture of so many inches, with empty axes."""
+def canvas(title: str, height: float, width: float = WIDTH, subtitle: str = "") -> tuple[Figure, Axes]:
+    """A picture of so many inches, with empty axes; of a subtitle what one line holds."""
     figure = blank(height, width)
     axes = figure.add_subplot()
-    axes.set_title(title, pad=10)
+    axes.set_title(title, pad=24 if subtitle else 10)
+    line = short(subtitle, int(11 * width))
+    below = axes.annotate(line, (0, 1), (0, 10), "axes fraction", "offset points", fontsize=9, color=GREY)
+    below.set_in_layout(False)  # it may reach over the legend, which begins below it
     return figure, axes
 
 
@@ -209,15 +214,6 @@ def short(name: str, most: int = 30) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def token_text(tokens: float) -> str:
-    """
-    >>> token_text(4096), token_text(1 << 23)
-    ('4,096', '8 Mi')
-    """
-    millions, rest = divmod(tokens, 1 << 20)
-    return f"{tokens:,.0f}" if rest or not millions else f"{millions:,.0f} Mi"
-
-
 def time_text(seconds: float) -> str:
     """
     >>> time_text(2e-05), time_text(0.5), time_text(3.0)
@@ -227,15 +223,6 @@ def time_text(seconds: float) -> str:
         if seconds >= size * 0.9999999:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds / 1e-9:.4g} ns"
-
-
-def size_text(size: float) -> str:
-    """
-    >>> size_text(512), size_text(1 << 20), size_text(1536)
-    ('512 B', '1 MiB', '1.5 KiB')
-    """
-    power = max((k for k in range(5) if size >= 1024**k), default=0)
-    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def png(figure: Figure) -> bytes:

@@ -10,37 +10,43 @@ from pathlib import Path
 from thinwire.errors import ArgumentError
 from thinwire.files import write_file
 from thinwire.tools.commands.sizes import add_sizes, check_sizes
+from thinwire.tools.planning.model import GPUS, LINKS, chosen_model, find_gpu
 
 SUMMARY = "predict memory, bytes and times of an ExpertParallel"
 DESCRIPTION = """\
-Predicts the memory of each rank (to the byte), the bytes of each leg, and the legs' times, before an ExpertParallel
-exists. Times come from a model of latency and bandwidth: those of the named link or, with --fit, those fitted to the
-results of `thinwire bench --json`. Starts no rank and needs no GPU."""
+Predicts the memory of each rank, the bytes of each leg, and the legs' times, before an
+ExpertParallel exists. Times come from a model of latency and bandwidth: those of the GPU's link, of
+the named link or, with --fit, those fitted to the results of `thinwire bench --json`. It starts no
+rank and needs no GPU.
+
+  thinwire plan --model deepseek-v3 --ranks 8 --max-tokens 4096 --gpu h100"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_sizes(parser)
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--link", help="link between the GPUs of a host, such as nvlink4 or pcie5")
-    machine.add_argument("--alpha", type=float, metavar="US", help="latency in microseconds, instead of the link's")
-    machine.add_argument("--beta", type=float, metavar="GB/S", help="GB/s in one direction, instead of the link's")
-    machine.add_argument("--efficiency", type=float, help="share of beta that is reached (the link's; 1 with --beta)")
-    machine.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that the ranks are spread over (1)")
-    machine.add_argument("--inter-link", help="link of each rank to other hosts, such as ib400")
-    machine.add_argument("--fit", type=Path, metavar="FILE", help="fit times to this file of `thinwire bench --json`")
-    parser.add_argument("--sweep", action="store_true", help="also a line for each of 2, 4 ... 256 ranks")
-    parser.add_argument("--json", metavar="FILE", help="also write the plan to this file; - prints nothing else")
+    add = parser.add_argument_group("the machine").add_argument
+    add("--gpu", metavar="NAME", help=f"Print the share of this card's memory, take its link: {', '.join(GPUS)}.")
+    add("--link", metavar="NAME", help=f"Connect the ranks of a host by this link: {', '.join(LINKS)}.")
+    add("--alpha", type=float, metavar="US", help="Take this latency in microseconds instead of the link's.")
+    add("--beta", type=float, metavar="GB/S", help="Take these GB/s in one direction instead of the link's.")
+    add("--efficiency", type=float, metavar="SHARE", help="Reach this share of beta (the link's; 1 with --beta).")
+    add("--hosts", type=int, default=1, metavar="N", help="Spread the ranks over so many hosts (1).")
+    add("--inter-link", metavar="NAME", help="Connect each rank to other hosts by this link, one of those above.")
+    add("--fit", type=Path, metavar="FILE", help="Fit times to this file of `thinwire bench --json`.")
+    parser.add_argument("--sweep", action="store_true", help="Also print a line for each of 2, 4 ... 256 ranks.")
+    parser.add_argument("--json", metavar="FILE", help="Also write the plan to this file; - prints nothing else.")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan."""
-    from thinwire.tools.planning.model import chosen_model
-
     check_sizes(options, "hosts")
-    model = chosen_model(
-        options.link, options.alpha, options.beta, options.efficiency, options.hosts, options.inter_link
-    )
+    link = options.link
+    if options.gpu is not None:
+        card = find_gpu(options.gpu)
+        if options.fit is None and options.beta is None and (options.hosts == 1 or options.inter_link is not None):
+            link = link or card.link
+    model = chosen_model(link, options.alpha, options.beta, options.efficiency, options.hosts, options.inter_link)
     if options.fit is not None and model is not None and not options.sweep:
         raise ArgumentError("fit and a link were given, expected one of them, or --sweep, which uses the link")
     import torch
@@ -57,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     results = None if options.fit is None else read_results(options.fit)
     fits = None if results is None else fits_for(request, results)
     planned = make_plan(request, model, fits)
-    content = planned.as_json()
-    texts = [describe(planned)]
+    content = planned.as_json() | {"gpu": None if options.gpu is None else vars(card)}
+    texts = [describe(planned, options.gpu)]
     if results is not None and fits is not None:
         texts.append(describe_fit(planned, fits, results))
         content["fits"] = {
@@ -69,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
     elif model is not None:
         texts.append(describe_times(planned, model))
     else:
-        texts.append("time: not predicted; --link, --beta or --fit say by what")
+        by = "--inter-link" if options.gpu is not None else "--gpu, --link, --beta or --fit"
+        texts.append(f"time: not predicted; {by} would say by what")
     if options.sweep:
         plans = sweep(request, model)
         texts.append(describe_sweep(plans))

@@ -7,15 +7,24 @@ from pathlib import Path
 
 SUMMARY = "draw a benchmark's results, on one page"
 DESCRIPTION = """\
-Draws the results of `thinwire bench --json FILE`, and writes one page, report.html, with the machine, the command,
-every figure, the pictures, and the skipped implementations. The page needs no network and runs no script. Runs of
-several files appear one below the other, never in one picture. Needs matplotlib, from the extra `bench`."""
+Draws the results of `thinwire bench --json FILE`, and writes one page, report.html: who was fastest
+at which sizes, pictures, every figure, the machine and the command. The page needs no network and
+runs no script. Runs of several files appear one below the other, never in one picture. It needs
+matplotlib.
+
+  thinwire report results.json --output figures"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="results of `thinwire bench --json`")
-    parser.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="created if it is missing")
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="Read these files of `thinwire bench`.")
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="Write the page and its pictures into this folder, which is created if it is missing.",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ class Link:
 # published kernels with thousands of tokens reach 0.59 to 0.78 of the nominal rate (docs/planning.md). InfiniBand:
 # DeepEP states 43 to 47 of 50 GB/s. Ethernet: TCP between processes.
 LINKS = {
+    "nvlink3": Link(20e-6, 300e9, 0.65, "A100: 12 links of 25 GB/s in each direction"),
     "nvlink4": Link(20e-6, 450e9, 0.65, "H100, H200: 18 links of 25 GB/s in each direction"),
     "nvlink4-h800": Link(20e-6, 200e9, 0.65, "H800: 8 links of 25 GB/s in each direction; kernels end near 160 GB/s"),
     "nvlink5": Link(20e-6, 900e9, 0.65, "B200, B300: 18 links of 50 GB/s in each direction"),
@@ -43,6 +44,26 @@ LINKS = {
     "100gbe": Link(60e-6, 12.5e9, 0.9, "Ethernet, 100 Gbit/s"),
     "10gbe": Link(60e-6, 1.25e9, 0.9, "Ethernet, 10 Gbit/s"),
     "1gbe": Link(100e-6, 0.125e9, 0.9, "Ethernet, 1 Gbit/s"),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card with so much memory as its maker states, in 10^9 bytes, and its link to others of its host."""
+
+    memory_gb: int
+    link: str
+
+
+GPUS = {
+    "a100-40g": Gpu(40, "nvlink3"),
+    "a100-80g": Gpu(80, "nvlink3"),
+    "h100": Gpu(80, "nvlink4"),
+    "h200": Gpu(141, "nvlink4"),
+    "h800": Gpu(80, "nvlink4-h800"),
+    "b200": Gpu(180, "nvlink5"),
+    "mi300x": Gpu(192, "xgmi3"),
+    "mi355x": Gpu(288, "xgmi4"),
 }
 
 
@@ -79,6 +100,13 @@ def find_link(name: str) -> Link:
     if name not in LINKS:
         raise ArgumentError(f"link {name!r} is not known; accepted: {', '.join(LINKS)}, or alpha and beta")
     return LINKS[name]
+
+
+def find_gpu(name: str) -> Gpu:
+    """The card of that name; raises as `find_link` does."""
+    if name not in GPUS:
+        raise ArgumentError(f"gpu {name!r} is not known; accepted: {', '.join(GPUS)}")
+    return GPUS[name]
 
 
 def chosen_model(

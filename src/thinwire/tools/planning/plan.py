@@ -13,7 +13,7 @@ from thinwire.moe.memory import MemoryPlan, plan_memory
 from thinwire.tools.bench.results import Results
 from thinwire.tools.planning.fit import Fit, fit_results
 from thinwire.tools.planning.model import Model
-from thinwire.tools.planning.traffic import Leg, plan_traffic, reach
+from thinwire.tools.planning.traffic import Leg, RoundMemory, plan_traffic, reach, staged_memory
 from thinwire.wire import WireFormat
 
 RANKS_SWEPT = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -60,13 +60,20 @@ class Request:
 
     def legs(self, transport: str, wire: str | WireFormat | None = None) -> tuple[Leg, Leg]:
         """Dispatch and combine; or ordinary ones with `wire` on both instead of their own."""
-        settings = ParallelSettings.of(
+        settings = self._settings(transport, wire)
+        return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
+
+    def round_memory(self) -> RoundMemory:
+        """Of a rank, over the staged transport."""
+        return staged_memory(self._settings("staged"), self.ranks, self.dtype)
+
+    def _settings(self, transport: str, wire: str | WireFormat | None = None) -> ParallelSettings:
+        return ParallelSettings.of(
             self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
             combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,
             align=self.align, invariant=self.invariant and wire is None, num_programs=None, timeout=None,
             dtype=self.dtype,
         )  # fmt: skip
-        return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Planned:
         fan_out: ranks that a token goes to, on average, its own included.
         plain: the same legs with the wire format `none`.
         seconds: predicted for each leg and each plain leg; None without a model for it.
+        round_memory: of the staged transport; None on the direct one, which holds its memory between calls.
     """
 
     request: Request
@@ -85,6 +93,14 @@ class Planned:
     legs: tuple[Leg, Leg]
     plain: tuple[Leg, Leg]
     seconds: tuple[float | None, ...]
+    round_memory: RoundMemory | None
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """The most that a rank allocates, without gradients and with them."""
+        if self.round_memory is not None:
+            return self.round_memory.most_bytes, self.round_memory.training_bytes
+        return self.memory.forward_bytes, self.memory.training_bytes
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -96,6 +112,7 @@ class Planned:
         memory = vars(self.memory) | {
             "forward_bytes": self.memory.forward_bytes,
             "training_bytes": self.memory.training_bytes,
+            "round": self.round_memory and vars(self.round_memory),
         }
         request = vars(self.request) | {"dtype": str(self.request.dtype).removeprefix("torch.")}
         return {"settings": request, "memory": memory, "fan_out": self.fan_out, "legs": legs}
@@ -117,7 +134,8 @@ def make_plan(request: Request, model: Model | None, fits: dict[str, Fit] | None
     else:
         seconds = (None,) * 4
     fan_out = sum(reach(request.experts, request.top_k, request.ranks))
-    return Planned(request, memory, fan_out, legs, plain, seconds)
+    round_memory = request.round_memory() if memory.transport == "staged" else None
+    return Planned(request, memory, fan_out, legs, plain, seconds, round_memory)
 
 
 def fits_for(request: Request, results: Results) -> dict[str, Fit]:

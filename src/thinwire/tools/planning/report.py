@@ -5,31 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from thinwire.tools.bench.results import Results
+from thinwire.tools.bench.units import significant
 from thinwire.tools.planning.fit import Fit
-from thinwire.tools.planning.model import Link, Model
+from thinwire.tools.planning.model import GPUS, Link, Model
 from thinwire.tools.planning.plan import Planned
 
 
-def describe(planned: Planned) -> str:
-    """Memory, and the bytes of each leg."""
-    request, memory = planned.request, planned.memory
+def describe(planned: Planned, gpu: str | None = None) -> str:
+    """Memory, with its share of a card's, and the bytes of each leg."""
+    request, memory, of_round = planned.request, planned.memory, planned.round_memory
     hosts = f" on {request.hosts} hosts" if request.hosts > 1 else ""
+    exact = ", to the byte" if of_round is None else ""
     lines = [
         f"{request.ranks} ranks{hosts}, {request.experts} experts, top-{request.top_k}, hidden {request.hidden}, "
         f"{request.max_tokens} tokens a rank, {str(request.dtype).removeprefix('torch.')}",
         "",
-        f"memory of rank 0, to the byte ({memory.transport}: {memory.reason})",
+        f"memory of rank 0{exact} ({memory.transport}: {memory.reason})",
     ]
-    for name, figure in (
-        (f"symmetric, {request.heap} heap", memory.symmetric_bytes),
-        ("bookkeeping", memory.bookkeeping_bytes),
-        ("added with gradients", memory.backward_bytes),
-        ("all, without and", memory.forward_bytes),
-        ("with gradients", memory.training_bytes),
-    ):
-        lines.append(f"  {name:24} {figure:>16,} bytes  {figure / 2**20:>10.1f} MiB")
-    if memory.transport == "staged":
-        lines.append("  nothing is held between calls; messages live as long as a round")
+    if of_round is None:
+        sizes = {
+            f"symmetric, {request.heap} heap": memory.symmetric_bytes,
+            "bookkeeping": memory.bookkeeping_bytes,
+            "added with gradients": memory.backward_bytes,
+            "all, without and": memory.forward_bytes,
+            "with gradients": memory.training_bytes,
+        }
+    else:
+        sizes = {
+            "held between rounds": 0,
+            "messages, uniform": of_round.uniform_bytes,
+            "messages, at most": of_round.most_bytes,
+            "at most with gradients": of_round.training_bytes,
+        }
+    lines += [f"  {name:24} {size:>16,} bytes  {size / 2**20:>10.1f} MiB" for name, size in sizes.items()]
+    if of_round is not None:
+        lines.append("  uniform: with uniform routing; at most: all ranks' tokens come to this rank")
+    if gpu is not None:
+        card = GPUS[gpu]
+        shares = [f"{significant(size / card.memory_gb / 1e7, 2)} %" for size in planned.held_bytes]
+        lines.append(f"  {shares[0]} of the {card.memory_gb} GB of {gpu}; with gradients {shares[1]}")
     lines += [
         "",
         f"bytes of the busiest rank, uniform routing: a token goes to {planned.fan_out:.3f} ranks, its own included"
@@ -99,7 +113,7 @@ def describe_fit(planned: Planned, fits: Mapping[str, Fit], results: Results) ->
 def describe_sweep(plans: Sequence[Planned]) -> str:
     """A line for each number of ranks."""
     lines = [
-        "  ranks  hosts  transport  fan-out  MiB held  dispatch MB  combine MB  dispatch us  combine us  both, none us"
+        "  ranks  hosts  transport  fan-out  MiB most  dispatch MB  combine MB  dispatch us  combine us  both, none us"
     ]
     for planned in plans:
         dispatch, combine = planned.legs
@@ -108,7 +122,7 @@ def describe_sweep(plans: Sequence[Planned]) -> str:
         both = "-" if None in none else f"{1e6 * sum(seconds or 0.0 for seconds in none):.1f}"
         lines.append(
             f"{planned.request.ranks:>7}{planned.request.hosts:>7}{planned.memory.transport:>11}{planned.fan_out:>9.3f}"
-            f"{planned.memory.forward_bytes / 2**20:>10.1f}{dispatch.wire_bytes / 1e6:>13.2f}"
+            f"{planned.held_bytes[0] / 2**20:>10.1f}{dispatch.wire_bytes / 1e6:>13.2f}"
             f"{combine.wire_bytes / 1e6:>12.2f}{times[0]:>13}{times[1]:>12}{both:>15}"
         )
     return "\n".join(lines)

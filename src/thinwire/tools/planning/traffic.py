@@ -91,3 +91,43 @@ def plan_traffic(
         between = rows * (1 - share) * record_bytes + beside - beside_within
         legs.append(Leg(name, str(wire), record_bytes, rows, tokens * most, within, between))
     return legs[0], legs[1]
+
+
+@dataclass(frozen=True)
+class RoundMemory:
+    """Bytes of the messages that the rounds of all lanes allocate on rank 0 over the staged transport.
+
+    Attributes:
+        uniform_bytes: with uniform routing, without gradients.
+        most_bytes: if all ranks' tokens come to this rank, and its own go to as many ranks as they have experts.
+        training_bytes: `most_bytes` with gradients.
+    """
+
+    uniform_bytes: int
+    most_bytes: int
+    training_bytes: int
+
+
+def staged_memory(settings: ParallelSettings, ranks: int, dtype: torch.dtype) -> RoundMemory:
+    """What `StagedExchange` allocates: a buffer for all records that leave and one for all that arrive, own ones too.
+
+    What arrived in dispatch is held until its round is over, beside the buffers of combine.
+    """
+    tokens, top_k, experts = settings.max_tokens, settings.top_k, settings.num_experts
+    owned = len(expert_range(experts, ranks, 0))
+    record, back = settings.message_bytes(dtype), settings.combine_wire.row_bytes(settings.hidden_size, dtype)
+    tail = top_k * settings.weight_dtype.itemsize
+    gradient = -(-(settings.grad_wire.row_bytes(settings.hidden_size, dtype) + tail) // 16) * 16
+
+    def held(leave: float, arrive: float, sums: float) -> tuple[int, int]:
+        forward = settings.lanes * max((leave + arrive) * record, arrive * record + sums * back)
+        return math.ceil(forward), math.ceil(max(forward, settings.lanes * (leave + arrive) * gradient))
+
+    reached = reach(experts, top_k, ranks)
+    leave, arrive = tokens * sum(reached), tokens * ranks * reached[0]
+    leave_most, arrive_most = tokens * min(ranks, top_k), tokens * ranks
+    sums, sums_most = leave + arrive, leave_most + arrive_most
+    if settings.invariant:  # a sum is one expert's
+        sums = tokens * top_k * (1 + ranks * owned / experts)
+        sums_most = tokens * (top_k + ranks * min(top_k, owned))
+    return RoundMemory(held(leave, arrive, sums)[0], *held(leave_most, arrive_most, sums_most))
