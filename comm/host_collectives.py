@@ -189,7 +189,7 @@ class HostCollectives(Calls, ABC):
         if tensor.device != self._device and tensor.device.type != self._device.type:
             raise TransportUnavailable(
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
-                f"move it, or make a communicator with device={tensor.device.type!r}"
+                "move it, or make a communicator of that device, the CPU or CUDA"
             )
         require_dense(name, tensor)
 
