@@ -1,9 +1,10 @@
-"""Draws docs/dispatch_combine.svg: a token's way out to its experts and back, and what each leg puts on the wire.
+"""Draws a token's way out to its experts and back, and what each leg puts on the wire.
 
-    python docs/draw_dispatch_combine.py            writes the picture
-    python docs/draw_dispatch_combine.py --check    exits non-zero where the picture is not what this draws
+    python docs/draw_dispatch_combine.py            writes the pictures
+    python docs/draw_dispatch_combine.py --check    exits non-zero where a picture is not what this draws
 
-Bytes come from the wire format itself. The picture brings its own white ground, so it reads the same on a dark page.
+docs/dispatch_combine.svg is for wide screens, docs/dispatch_combine_narrow.svg for telephones. Bytes come from the wire
+format itself. The pictures bring their own white ground, so they read the same on a dark page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from thinwire.wire import WireFormat
 
-PICTURE = Path(__file__).with_name("dispatch_combine.svg")
+HERE = Path(__file__).parent
 
 HIDDEN = 7168
 BF16 = 2 * HIDDEN
@@ -29,6 +30,7 @@ LEGS = (
 )
 
 WIDTH, HEIGHT = 1000, 548
+NARROW, TALL = 400, 934
 BAR_LEFT, BAR_WIDTH = 230, 640
 STYLE = """
 text { font: 15px system-ui, "Segoe UI", "Helvetica Neue", "DejaVu Sans", sans-serif; fill: #24292f }
@@ -94,33 +96,91 @@ def arrow_down(x: float, y: float, to_y: float) -> str:
 def bars() -> list[str]:
     """The lower half: bytes of a row on each leg, drawn to scale."""
     parts = [text(20, 404, f"Bytes on the wire for one row of {HIDDEN:,} elements, out and back", "title")]
-    for place, (name, *legs) in enumerate(LEGS):
-        x, y = float(BAR_LEFT), 422 + 40 * place
-        parts.append(text(20, y + 21, name, "" if place else "blue"))
-        for form, size in legs:
-            width = BAR_WIDTH * size / (2 * BF16)
-            parts.append(f'<rect x="{x:g}" y="{y}" width="{width - 2:.1f}" height="30" rx="3" class="{form}"/>')
-            parts.append(text(round(x + width / 2), y + 20.5, f"{form}: {size:,}", "middle white"))
-            x += width
-        total = sum(size for _, size in legs)
-        parts.append(text(round(x + 8), y + 21, f"{100 * total / (2 * BF16):.0f} %", "name"))
+    for place, leg in enumerate(LEGS):
+        y = 422 + 40 * place
+        parts += [text(20, y + 21, leg[0], "" if place else "blue"), *bar(BAR_LEFT, y, BAR_WIDTH, leg)]
     return parts
 
 
-def picture() -> str:
-    ground = f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10" class="ground"/>'
+def bar(left: float, y: float, width: float, leg: tuple[str, tuple[str, int], tuple[str, int]]) -> list[str]:
+    """One sender's two legs, and their share of bfloat16's bytes; the latter fill the width."""
+    parts, x = [], left
+    for form, size in leg[1:]:
+        of_leg = width * size / (2 * BF16)
+        parts.append(f'<rect x="{x:g}" y="{y}" width="{of_leg - 2:.1f}" height="30" rx="3" class="{form}"/>')
+        # Where a leg is too narrow for its name, its colour and the line above have it.
+        wide = 8.2 * len(f"{form}: {size:,}") < of_leg
+        parts.append(
+            text(round(x + of_leg / 2), y + 20.5, f"{form}: {size:,}" if wide else f"{size:,}", "middle white")
+        )
+        x += of_leg
+    total = sum(size for _, size in leg[1:])
+    return [*parts, text(round(x + 8), y + 21, f"{100 * total / (2 * BF16):.0f} %", "name")]
+
+
+def way_down() -> list[str]:
+    """The same on a narrow screen, from top to bottom."""
+    parts = [text(20, 34, "A token's way, where ranks reach", "title"), text(20, 56, "each other's memory", "title")]
+    parts += [box(20, 72, 360, 84, "rank"), text(36, 98, "rank 0, its home", "name")]
+    parts += [box(36, 108, 328, 36, "step", "token in bfloat16")]
+    for number, x, title, out in ((1, 20, 68, 52), (2, 208, 222, 348)):
+        middle = x + 86
+        parts += [box(x, 222, 172, 196, "rank"), text(title, 248, f"rank {number},", "name")]
+        parts += [text(title, 268, "some experts", "name")]
+        parts += [box(x + 20, 280, 132, 52, "memory", "its memory:", "int8 row"), arrow_down(middle, 334, 352)]
+        parts += [box(x + 20, 356, 132, 52, "step", "dequantise,", "experts")]
+        parts += [curve("wire", out, 146, out, 276), curve("wire", middle, 410, middle, 516)]
+        parts += [box(x + 10, 520, 152, 36, "memory", f"int8 of rank {number}")]
+    parts.insert(0, box(20, 484, 360, 150, "rank"))
+    parts += [text(200, 506, "rank 0 again", "middle name")]
+    parts += [curve("flow", 106, 558, 170, 578), curve("flow", 294, 558, 230, 578)]
+    parts += [box(88, 582, 224, 40, "step", "dequantise, sum by rank")]
+    for y, title, what in (
+        (180, "dispatch: one kernel", "quantise + store"),
+        (444, "combine: one kernel", "sum + quantise + store"),
+    ):
+        parts += [text(200, y, title, "middle blue"), text(200, y + 20, what, "middle note")]
+    parts += [text(200, 658, "no pack buffer, no collective call,", "middle note")]
+    parts += [text(200, 678, "no wait for the host", "middle note")]
+    return parts
+
+
+def curve(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:
+    """An arrow that begins and ends downwards."""
+    middle = (y + to_y) / 2
+    path = f"M{x:g} {y:g} C{x:g} {middle:g} {to_x:g} {middle:g} {to_x:g} {to_y:g}"
+    return f'<path d="{path}" class="{kind}" marker-end="url(#{kind})"/>'
+
+
+def bars_below() -> list[str]:
+    parts = [text(20, 716, f"Bytes on the wire for one row of {HIDDEN:,}", "title")]
+    parts += [text(20, 738, "elements, out and back", "title")]
+    for place, leg in enumerate(LEGS):
+        y = 754 + 58 * place
+        parts += [text(20, y + 12, leg[0], "" if place else "blue"), *bar(20, y + 18, 300, leg)]
+    return parts
+
+
+def picture(width: int, height: int, parts: list[str]) -> str:
+    ground = f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" class="ground"/>'
     title = "A token's way through dispatch and combine, in int8 on both legs"
-    body = "\n".join([f"<title>{title}</title>", f"<style>{STYLE}</style>", MARKERS, ground, *way(), *bars()])
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    body = "\n".join([f"<title>{title}</title>", f"<style>{STYLE}</style>", MARKERS, ground, *parts])
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
 
 
 def main() -> int:
-    drawn = picture()
-    if "--check" in sys.argv[1:]:
-        return int(not PICTURE.exists() or PICTURE.read_text() != drawn)
-    PICTURE.write_text(drawn)
-    return 0
+    pictures = {
+        "dispatch_combine.svg": picture(WIDTH, HEIGHT, [*way(), *bars()]),
+        "dispatch_combine_narrow.svg": picture(NARROW, TALL, [*way_down(), *bars_below()]),
+    }
+    stale = 0
+    for name, drawn in pictures.items():
+        if "--check" in sys.argv[1:]:
+            stale += not (HERE / name).exists() or (HERE / name).read_text() != drawn
+        else:
+            (HERE / name).write_text(drawn)
+    return int(stale > 0)
 
 
 if __name__ == "__main__":

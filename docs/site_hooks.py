@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import posixpath
 import re
 import sys
@@ -19,9 +20,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-#: What a link or picture points to, without an anchor.
-_TARGET = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+#: What a link or picture points to, without an anchor; in HTML, `src` and `srcset`.
+_TARGET = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))([^)#:\s\"]+)(?=[)#\"])")
 _LANGUAGES = {".py": "python", ".json": "json", ".txt": "text"}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Shows the version at the foot of every page."""
+    (version,) = re.findall(r'^VERSION = "(.*)"', (ROOT / "src/thinwire/version.py").read_text(), re.MULTILINE)
+    config.copyright = f"thinwire {version}, Apache-2.0"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -86,7 +93,8 @@ def _add(files: Files, config: MkDocsConfig, path: str, content: str) -> File:
 
 
 def _command_line() -> str:
-    """`--help` of every command."""
+    """`--help` of every command, as wide as the site's boxes."""
+    os.environ["COLUMNS"] = "110"
     sys.path.insert(0, str(ROOT / "src"))
     try:
         parser: argparse.ArgumentParser = importlib.import_module("thinwire.tools.cli").make_parser()

@@ -22,6 +22,19 @@ processes, in turn, round after round. A ratio is the median of the ratios withi
 All ranks, their memory and, over links, the network share two cores: read the ratios, not the times.
 
 `thinwire bench` measures on your machine.
+
+Two hosts and a slow link ([tables](#over-a-slow-link)):
+
+![Speedup of an all-to-all-v between two hosts over bfloat16, for three links and three wire formats](links.svg)
+
+Four ranks of one host beside gloo; staged rows go through gloo, too ([tables](#4-ranks-processes-of-one-host)):
+
+![Speedup over gloo of each operation between 4 ranks of one host, direct and staged, exact and in int8](one_host.svg)
+
+Ranks of one host beside Open MPI. Small calls are slower, and so is an all-to-all-v in int8
+([tables](#2-ranks-beside-open-mpi-2-cores)):
+
+![Speedup over Open MPI of all-to-all-v and all-reduce by size, with extremes](open_mpi.svg)
 """
 
 _MACHINE_CODE = """\

@@ -1,4 +1,4 @@
-"""Writes README.md's table of figures from the files in benchmarks/results: `python docs/write_readme_figures.py`."""
+"""Writes README.md's figures from the files in benchmarks/results: `python docs/write_readme_figures.py`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,45 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 TARGET = ROOT / "README.md"
 
-_PLACE = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
-_RATES = ("1gbit", "2.5gbit", "10gbit")
-_ROWS = (1, 64, 1024, 8192)
-_SIZES = (1 << 20, 16 << 20, 64 << 20)
+_ROWS = (8192, 1024, 64, 1)
+_SIZES = (64, 16, 4, 1)  # MiB
+_WAYS = {
+    "exact, into `tw.empty`": "tw.empty/none/direct",
+    "exact": "thinwire/none/direct",
+    "int8": "thinwire/int8/direct",
+}
 
 
-def table() -> str:
-    """What stands between the marks."""
-    links = {(figure["rate"], figure["transfer"]): figure["ratio_to_best_bf16"] for figure in _figures("link")}
-    lines = [
-        ("All-to-all-v in int8 between two hosts, a link of 1, 2.5, 10 Gbit/s", "bfloat16, the fastest way")
-        + (_in_a_row(links[rate, "thinwire int8"] for rate in _RATES),)
+def links() -> str:
+    """The chart of slow links, which docs/draw_speedups.py draws, with its figures of int8 in words."""
+    found = [figure for figure in _figures("link") if figure["transfer"] == "thinwire int8"]
+    rates = ", ".join(figure["rate"].replace("gbit", "") for figure in found)
+    ratios = ", ".join(f"{figure['ratio_to_best_bf16']:.2f}" for figure in found)
+    words = f"Speedup of an all-to-all-v between two hosts over bfloat16: int8 {ratios} over {rates} Gbit/s"
+    return f"![{words}](docs/links.svg)\n"
+
+
+def tables() -> str:
+    """Speedups between ranks of one host; large calls first."""
+    found = {
+        (ranks, figure["operation"], figure["rows"] or figure["size"] >> 20, figure["what"]): figure["of Open MPI"]
+        for ranks in (2, 4)
+        for figure in _figures(f"open_mpi_{ranks}")
+    }
+    exchange = [
+        [str(ranks), way, *(f"{found[ranks, 'all_to_all_v', count, what]:.2f}" for count in _ROWS)]
+        for ranks in (2, 4)
+        for way, what in _WAYS.items()
     ]
-    for ranks in (2, 4):
-        found = {
-            (figure["operation"], figure["what"], figure["rows"] or figure["size"]): figure["of Open MPI"]
-            for figure in _figures(f"open_mpi_{ranks}")
-        }
-        rows = ", ".join(map(str, _ROWS))
-        for text, what in (
-            (f"All-to-all-v, {ranks} ranks of a host, {rows} rows of 8 KiB to each", "thinwire/none/direct"),
-            ("The same into `tw.empty`", "tw.empty/none/direct"),
-            ("The same in int8", "thinwire/int8/direct"),
-        ):
-            lines.append((text, "Open MPI", _in_a_row(found["all_to_all_v", what, count] for count in _ROWS)))
-        ratios = _in_a_row(found["all_reduce", "thinwire/int8/direct", size] for size in _SIZES)
-        lines.append((f"All-reduce in int8, {ranks} ranks, 1, 16, 64 MiB", "Open MPI, float32", ratios))
-    head = ["| on two cores | compared with | speedup |\n", "| --- | --- | --- |\n"]
-    return "".join(head + [f"| {' | '.join(line)} |\n" for line in lines])
+    reduce = [
+        [str(ranks), *(f"{found[ranks, 'all_reduce', size, _WAYS['int8']]:.2f}" for size in _SIZES)] for ranks in (2, 4)
+    ]
+    return (
+        "All-to-all-v on one host, speedup over Open MPI, by rows of 8 KiB to each rank:\n\n"
+        + _table(["ranks", "", *(f"{count:,} row{'s' * (count > 1)}" for count in _ROWS)], exchange)
+        + "\nAll-reduce in int8 on one host, speedup over Open MPI's in float32:\n\n"
+        + _table(["ranks", *(f"{size} MiB" for size in _SIZES)], reduce)
+    )
 
 
 def _figures(name: str) -> list[dict[str, Any]]:
@@ -47,14 +57,18 @@ def _figures(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _in_a_row(ratios: Any) -> str:
-    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
 
 
 def page() -> str:
-    """The README with the table in its place."""
-    written, places = _PLACE.subn(lambda found: found[1] + table() + found[2], TARGET.read_text())
-    assert places == 1, f"{places} places for figures in {TARGET.name}"
+    """The README with its figures in their places."""
+    written = TARGET.read_text()
+    for mark, content in (("links", links()), ("figures", tables())):
+        place = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
+        written, places = place.subn(lambda found, content=content: found[1] + content + found[2], written)
+        if places != 1:
+            raise SystemExit(f"{places} places for {mark} in {TARGET.name}, expected one")
     return written
 
 

@@ -44,7 +44,8 @@ def _headings(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
-    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+    pictures = [(target, "") for target in re.findall(r'src(?:set)?="([^":]*)"', text)]
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text) + pictures:
         there = page.parent / target if target else page
         made = page.is_relative_to(DOCS) and os.path.relpath(there, DOCS) in MADE
         assert there.exists() or made, f"{page.name} points to {target}"
@@ -75,6 +76,29 @@ def test_the_reference_has_every_public_name() -> None:
 def test_performance_is_what_the_results_say() -> None:
     assert (DOCS / "performance.md").read_text() == _script("write_performance").page()
     assert (DOCS.parent / "README.md").read_text() == _script("write_readme_figures").page()
+
+
+def test_the_citation_says_what_the_package_says() -> None:
+    citation = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert citation["version"] == thinwire.__version__
+    assert f'license = "{citation["license"]}"' in project
+    (description,) = re.findall(r'^description = "(.*)"$', project, re.MULTILINE)
+    assert citation["title"] == f'"thinwire: {description[0].lower()}{description[1:]}"'
+    (author,) = re.findall(r'^authors = \[\{ name = "(.*)" \}\]$', project, re.MULTILINE)
+    assert f"authors:\n  - name: {author}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_least_versions_are_the_packages() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    shown = dict(re.findall(r"^\| (\w+) \| ([\d.]+) or newer", page, re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    names = {"torch": "PyTorch", "triton": "Triton", "numba": "numba", "transformers": "transformers"}
+    needed = {names[key]: [version] for key, version in re.findall(rf'"({"|".join(names)})>=([\d.]+)"', project)}
+    needed["Python"] = re.findall(r'^requires-python = ">=([\d.]+)"', project, re.MULTILINE)
+    assert needed == {name: [version] for name, version in shown.items()}
+    for name in ("Python", "PyTorch", "Triton"):
+        assert f"{name} {shown[name]}" in page.partition("## Version policy")[2].partition("\n## ")[0]
 
 
 def _quick_start() -> str:

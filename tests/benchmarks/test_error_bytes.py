@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +77,42 @@ def test_the_picture_is_legible_and_shows_every_cost() -> None:
     assert [text.get_text() for text in dots.texts] == ["exact"]
 
 
-def test_the_picture_of_dispatch_and_combine_is_what_its_script_draws() -> None:
-    command = [sys.executable, "docs/draw_dispatch_combine.py", "--check"]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0, "draw it anew: python docs/draw_dispatch_combine.py"
+@pytest.mark.parametrize("script", ["docs/draw_dispatch_combine.py", "docs/draw_speedups.py"])
+def test_drawings_are_what_their_scripts_draw_from_the_results(script: str) -> None:
+    command = [sys.executable, script, "--check"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0, f"draw it anew: python {script}"
+
+
+def test_a_drawing_that_is_not_what_its_script_draws_is_found(tmp_path: Path) -> None:
+    for name in ("docs", "benchmarks/results/cpu"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    results = tmp_path / "benchmarks/results/cpu/link.json"
+    changed = json.loads(results.read_text())
+    changed["figures"][-1]["ratio_to_best_bf16"] += 0.1
+    results.write_text(json.dumps(changed))
+    assert subprocess.run([sys.executable, "docs/draw_speedups.py", "--check"], cwd=tmp_path).returncode == 1
+
+
+def test_the_charts_show_every_ratio_of_the_results() -> None:
+    results = {name: json.loads((ROOT / f"benchmarks/results/cpu/{name}.json").read_text())["figures"] for name in (
+        "link", "open_mpi_2", "open_mpi_4", "bench"
+    )}  # fmt: skip
+    links, open_mpi, one_host = ((ROOT / f"docs/{name}.svg").read_text() for name in ("links", "open_mpi", "one_host"))
+    shown = re.findall(r'class="name">(\d\.\d\d)<', links)
+    ratios = [f["ratio_to_best_bf16"] for f in results["link"] if f["transfer"].startswith("thinwire")]
+    assert sorted(shown) == sorted(f"{ratio:.2f}" for ratio in ratios) and len(shown) == 9
+    ways = {"thinwire/none/direct", "tw.empty/none/direct", "thinwire/int8/direct"}
+    of_mpi = [
+        f for ranks in (2, 4) for f in results[f"open_mpi_{ranks}"]
+        if f["operation"] in ("all_to_all_v", "all_reduce") and f["what"] in ways
+    ]  # fmt: skip
+    assert len(of_mpi) > 40 and len(_marks(open_mpi)) == len(of_mpi) + 3  # and those of the legend
+    operations = {f["operation"] for f in results["bench"]}
+    assert len(operations) == 7 and len(_marks(one_host)) == 4 * len(operations) + 4
+
+
+def _marks(drawing: str) -> list[str]:
+    return re.findall(r'<circle|width="10" height="10"|l6\.5 -6\.5', drawing)
 
 
 #: Every text within the picture, within each box that its middle is in, and apart from the others.
@@ -103,11 +138,21 @@ document.title = 'measured ' + JSON.stringify({texts: texts.length, found});
 
 @in_browser
 @pytest.mark.exhaustive
-def test_texts_stay_in_their_boxes_in_a_browser(tmp_path: Path) -> None:
-    drawing = (ROOT / "docs/dispatch_combine.svg").read_text()
-    body = f"<!DOCTYPE html><html><head><title></title></head><body>{drawing}</body></html>"
-    found = measured(body, 1100, tmp_path, MEASURE_SVG)
+@pytest.mark.parametrize("name", ["dispatch_combine", "dispatch_combine_narrow", "links", "one_host", "open_mpi"])
+def test_texts_stay_in_their_boxes_in_a_browser(name: str, tmp_path: Path) -> None:
+    drawing = (ROOT / f"docs/{name}.svg").read_text()
+    found = measured(_page_with(drawing), 1100, tmp_path, MEASURE_SVG)
     assert found == {"texts": drawing.count("<text "), "found": []}
+
+
+def _page_with(drawing: str) -> str:
+    return f"<!DOCTYPE html><html><head><title></title></head><body>{drawing}</body></html>"
+
+
+@in_browser
+@pytest.mark.exhaustive
+def test_the_browser_sees_a_text_that_leaves_its_box(tmp_path: Path) -> None:
+    body = _page_with((ROOT / "docs/dispatch_combine.svg").read_text())
     longer = body.replace("int8 of rank 1", "int8 sum of rank 1 and more")
     problems = measured(longer, 1100, tmp_path, MEASURE_SVG)["found"]
     assert set(problems) == {'"int8 sum of rank 1 and more" leaves its box'}
