@@ -93,7 +93,7 @@ MISUSES: dict[str, tuple[Callable[[Ground], object], str]] = {
     "no group": (lambda g: tw.ExpertParallel(None, 8, 2, 256, 64), r"ArgumentError: .*None"),
     "counts that differ": (
         lambda g: tw.all_to_all_v(g.x, [2, 2], [2 - g.comm.rank, 1 + g.comm.rank], comm=g.comm), r"sends rank . 2"),
-    "one count": (lambda g: tw.all_to_all_v(g.x, [4], [4], comm=g.comm), r"send_counts has 1 entries; this group has 2"),
+    "one count": (lambda g: tw.all_to_all_v(g.x, [4], [4], comm=g.comm), r"send_counts has 1 entries; this group has"),
     "integers in int8": (
         lambda g: tw.all_reduce(g.ids, wire="int8", comm=g.comm), r"WireFormatError: .*pass wire=.none."),
     "after close": (_after_close, r"LaneError: .*this ExpertParallel is closed, as this communicator is closed"),

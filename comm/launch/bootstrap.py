@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -398,6 +399,10 @@ def _local_index(info: RankInfo) -> int:
     return index
 
 
+#: Of this process, as of all ranks, for each its own names in the store.
+_groups_over_agent = itertools.count()
+
+
 def _make_group(info: RankInfo, device: torch.device, timeout: float, on_loopback: bool) -> None:
     on_cuda = device.type == "cuda"
     # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
@@ -433,7 +438,12 @@ def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if on_loopback and not of_agent:
         return None, meet(host, port, info.rank, info.size, limit)
-    if info.rank or of_agent:
+    if of_agent:  # whose store has the names of groups that this process has left, such as Gloo's addresses of theirs
+        reach(host, port, limit)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agents = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        return None, dist.PrefixStore(f"thinwire attempt {attempt} group {next(_groups_over_agent)}", agents)
+    if info.rank:
         reach(host, port, limit)  # torch connects anew, for it gives its store other names
     else:
         store = serve(host, port, info.size, limit)

