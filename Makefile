@@ -5,6 +5,9 @@ RUN := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
 # vLLM wants a PyTorch, transformers and numba of its own, so it has an environment of its own (3.4 GB, 4 minutes).
 VLLM_VENV := .venv-vllm
+# The PyTorch that `make demo` installs: words for pip, or "system" for the one that $(PYTHON) has.
+TORCH ?= torch
+SYSTEM := $(filter system,$(TORCH))
 # Each has ranks of its own, up to six in a test. A worker that is done takes over tests of another.
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -84,11 +87,18 @@ bench: $(VENV)/ready
 docs: $(VENV)/ready
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+	@echo "The site is build/site. Its search needs a server: $(RUN) -m http.server --directory build/site"
 
-# What a demo needs; pip says what it does, as PyTorch may take a while.
+# What a demo needs; pip says what it does, as PyTorch may take a while. The system's PyTorch keeps its version.
 $(VENV)/runs: pyproject.toml setup.py constraints.txt
+	@echo "Setting up $(VENV) with PyTorch: from PyPI this is the build with CUDA, some gigabytes. To choose another:"
+	@echo "  make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'    the CPU build, 0.2 GB"
+	@echo "  make demo TORCH=system    the PyTorch that $(PYTHON) has"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --constraint constraints.txt --editable '.[cpu]'
+	$(if $(SYSTEM),$(PYTHON) -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
+		> "$$($(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth", \
+		$(RUN) -m pip install --constraint constraints.txt $(TORCH))
+	$(RUN) -m pip install $(if $(SYSTEM),,--constraint constraints.txt) --editable '.[cpu]'
 	touch $@
 
 $(VENV)/ready: $(VENV)/runs

@@ -3,8 +3,8 @@
     sudo .venv/bin/python -m benchmarks.bench_on_link all_reduce -b 32M -e 32M --json all_reduce_link.json
 
 Takes the options of `thinwire bench`, and --rate. The hosts are two network namespaces of this machine, with one rank
-each (see `benchmarks/link.py`), so the transport is staged. With --json each rate has its own file, with the rate in
-its name.
+each (see `thinwire/tools/link.py`), so the transport is staged. With --json each rate has its own file, with the rate
+in its name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import link, timing
+from benchmarks import timing
 from thinwire.comm import Communicator
+from thinwire.tools import link
 from thinwire.tools.bench.launch import content_of, print_end
 from thinwire.tools.bench.machine import in_words
 from thinwire.tools.bench.options import Settings, parse_rate

@@ -47,9 +47,11 @@ def test_the_demo_prints_its_table_and_int8_costs_less_than_half_a_percent(
         (["--ranks", "0"], "--ranks 0: at least 1"),
         (["--ranks", "100"], "--ranks 100: the model has 8 experts"),
         (["--wire", "int8,int9"], "unknown wire format 'int9'; accepted: none, int8"),
-        (["--text", "/nonexistent"], "/nonexistent"),
+        (["--text", "/nonexistent"], "--text /nonexistent: No such file or directory"),
         (["--text", "/dev/null"], "at least 2 bytes is needed, this has 0"),
-        (["--json", "/nonexistent/figures"], "/nonexistent/figures"),
+        (["--json", "/nonexistent/figures"], "--json /nonexistent/figures: No such file or directory"),
+        (["--link", "1Gbps"], "--link 1Gbps: a number and Mbit or Gbit is needed, such as 1Gbit"),
+        (["--link", "1Gbit", "--ranks", "4"], "--ranks 4: --link joins 2 hosts of one rank each"),
         (["--timeout", "nan"], "--timeout nan: a number of seconds above 0"),
     ],
 )

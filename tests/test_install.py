@@ -54,3 +54,25 @@ def test_without_its_links_it_is_not_built(tmp_path: Path) -> None:
     done = build(source, tmp_path / "wheels")
     assert done.returncode != 0
     assert "src/thinwire has no folder comm, fused, moe, triton_kernels" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("torch", "wanted"),
+    [
+        (None, "pip install --constraint constraints.txt torch\n"),
+        (
+            "torch --index-url https://x/cpu",
+            "pip install --constraint constraints.txt torch --index-url https://x/cpu\n",
+        ),
+        ("system", "import torch; print("),
+    ],
+)
+def test_make_demo_says_what_pytorch_it_takes_and_takes_the_one_that_is_asked_for(
+    torch: str | None, wanted: str, tmp_path: Path
+) -> None:
+    command = ["make", "--dry-run", "demo", f"VENV={tmp_path}/venv", *([] if torch is None else [f"TORCH={torch}"])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, _, rest = done.stdout.partition(" -m venv ")
+    assert "gigabytes" in said and "TORCH=system" in said and wanted in rest
+    assert ("constraints.txt" in rest) == (torch != "system")  # its version is what it is

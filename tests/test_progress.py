@@ -90,6 +90,14 @@ def test_a_printed_line_replaces_that_of_progress_where_both_are_on_a_terminal(m
         assert out.getvalue() == printed
 
 
+def test_stages_need_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.tempfile, "TemporaryDirectory", None)
+    out = io.StringIO()
+    with Progress(out, time.monotonic()) as shown:
+        shown.stage("looking")
+    assert out.getvalue().endswith("] looking\n")
+
+
 def test_others_than_the_first_rank_tell_nothing() -> None:
     Report(None).stage("scoring")
     Report(None).step()

@@ -234,7 +234,7 @@ def test_functions_that_ranks_cannot_import_are_refused_before_anything_starts(n
         return comm.rank
 
     for fn in (nested, lambda comm: comm.rank, functools.partial(nested)):
-        with pytest.raises(RankError, match="define it with def at the top level"):
+        with pytest.raises(RankError, match='pass mode="thread", or define it with def in a module or script'):
             run_ranks(fn, 2)
 
 
@@ -316,6 +316,30 @@ def test_a_function_that_comes_from_no_file_is_refused_before_anything_starts(no
     monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(RankError, match="fn was typed in, or read from standard input or -c"):
         run_ranks(main.fn, 2)
+
+
+def test_a_function_that_is_typed_in_is_told_to_take_threads_which_work():
+    typed = """
+from thinwire.testing import run_ranks
+def fn(comm): return comm.size + comm.rank
+
+run_ranks(fn, 2)
+run_ranks(fn, 2, mode="thread")
+"""
+    done = subprocess.run([sys.executable, "-i"], input=typed, capture_output=True, text=True, timeout=HANG_BOUND)
+    assert 'fn was typed in, or read from standard input or -c; pass mode="thread"' in done.stderr
+    assert done.stdout.splitlines()[-1] == "[2, 3]", done.stderr
+
+
+def interrupt_itself(comm):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(HANG_BOUND)
+
+
+def test_a_rank_that_is_interrupted_by_itself_raises():
+    """Its start has SIGINT blocked, and its function has not."""
+    with pytest.raises(RankError, match="KeyboardInterrupt"):
+        run_ranks(interrupt_itself, 1)
 
 
 def test_ranks_end_when_their_parent_is_killed_and_leave_nothing(tmp_path):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire._rank_server import READ_AT_IMPORT
+from thinwire._rank_server import READ_AT_IMPORT, take_ctrl_c_again
 from thinwire.errors import ThinwireError
 
 
@@ -78,10 +78,18 @@ def _detach(duplicate: Any) -> int:
 def rank_main(launch: Launch, payload: int, output: int, errors: int) -> None:
     """Runs the payload's function and leaves its result or its failure in the folder. The numbers are open files."""
     os.setsid()  # the parent kills the whole process group, so that nothing that fn started lives on
+    take_ctrl_c_again()  # a terminal's does not come to this session
     for descriptor, standard in ((output, 1), (errors, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     threading.Thread(target=end_with_parent, args=(launch.folder,), daemon=True).start()
+    try:
+        _answer(launch, payload)
+    except FileNotFoundError:
+        os._exit(1)  # the folder is gone: the parent was interrupted while it started this rank, and reads no answer
+
+
+def _answer(launch: Launch, payload: int) -> None:
     with launch.file("stack").open("w") as stacks:
         faulthandler.enable(stacks)
         remaining = launch.deadline - launch.stack_margin - time.monotonic()
@@ -150,8 +158,8 @@ def _set_environment(environ: dict[str, str]) -> None:
         ]
         if changed and package in sys.modules:
             raise ThinwireError(
-                f"{', '.join(sorted(changed))} would have no effect: {package} is imported already, by what this "
-                "program told multiprocessing's fork server to preload"
+                f"{', '.join(sorted(changed))} would have no effect: {package} was imported before this rank's "
+                "environment was set"
             )
     os.environ.clear()
     os.environ.update(environ)

@@ -1,17 +1,22 @@
-"""Fork servers that have imported more than torch, for programs that start ranks many times: see `testing.preload`.
+"""The fork servers that CPU ranks come from. They have imported torch, and what `testing.preload` was told.
 
 multiprocessing has one fork server a process. Here there is one for each set of values of the variables that triton and
 numba read when they are imported, so that a rank starts with them imported, and imported under its own environment.
+
+Ctrl-C goes to all processes of a terminal's foreground job. It is for the program that started the ranks, which ends
+them. Servers and ranks begin with it blocked, or they would print tracebacks of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from multiprocessing import connection, context, popen_forkserver, reduction, spawn, util
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection, context, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,6 +27,24 @@ from thinwire.errors import ThinwireError
 READ_AT_IMPORT = ("triton", "numba")
 
 _PREFIXES = tuple(f"{package.upper()}_" for package in READ_AT_IMPORT)
+
+
+@contextlib.contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Processes that this thread starts meanwhile have SIGINT blocked; one that comes here is late by as long."""
+    resource_tracker.ensure_running()  # which unblocks it, once it has started the tracker
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def take_ctrl_c_again() -> None:
+    """Ends in a rank what `without_ctrl_c` began: for a SIGINT from now on, none from before."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also forgets one that is pending
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
 
 
 class _Server(ForkServer):
@@ -41,7 +64,8 @@ class _Server(ForkServer):
             for name in [name for name in before if name.startswith(_PREFIXES)]:
                 del os.environ[name]
             os.environ.update(self._variables, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-            super().ensure_running()
+            with without_ctrl_c():
+                super().ensure_running()
         finally:
             for name in [name for name in os.environ if name not in before]:
                 del os.environ[name]

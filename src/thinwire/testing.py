@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
-from thinwire._rank_server import ServedProcess
+from thinwire._rank_server import ServedProcess, without_ctrl_c
 from thinwire._rank_thread import require_queues, run_rank_threads
 from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
 from thinwire.comm.tensors import is_int, is_seconds
@@ -92,8 +92,8 @@ def run_ranks(
     """Runs `fn(comm, *args)` on `world_size` ranks of this host and returns their results.
 
     As processes, each rank is a new process, and `fn` is sent by name: it must be a function at the top level of an
-    importable module or of the running script. Arguments and results are sent by value, tensors too. The ranks' output
-    appears at once.
+    importable module or of the running script; one that was typed into a notebook needs threads. Arguments and results
+    are sent by value, tensors too. The ranks' output appears at once.
 
     As threads of this process, ranks need no `torch.distributed`; `fn` may be any callable, and arguments and results
     are the objects themselves. `thinwire.init()` in a rank returns that rank's communicator. On CUDA all ranks, at most
@@ -221,9 +221,9 @@ def _require_importable(fn: Callable[..., object]) -> None:
         fn = fn.func
     named: Any = fn if hasattr(fn, "__qualname__") else type(fn)
     module, name = str(named.__module__), str(named.__qualname__)
-    hint = "ranks import it by name: define it with def at the top level of a module or script file"
+    hint = 'pass mode="thread", or define it with def in a module or script file: ranks that are processes import it'
     if "<lambda>" in name or "<locals>" in name:
-        raise RankError(f"{module}.{name} cannot be imported by the ranks; {hint}")
+        raise RankError(f"{module}.{name} is no function of a module or script; {hint}")
     if module == "__main__":
         if _main_source() is None:
             raise RankError(f"{name} was typed in, or read from standard input or -c; {hint}")
@@ -260,19 +260,19 @@ def _main_source() -> tuple[str, str] | None:
 
 def _start(launches: list[Launch], environ: dict[str, str], payload: int, processes: list[BaseProcess]) -> None:
     device, preloaded = launches[0].device, launches[0].preloaded
-    if preloaded:
-        make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], environ)
+    if _start_method(device) == "forkserver":
+        # Without triton and numba, one server is right for every value of their variables: ranks import them.
+        read = environ if preloaded else {}
+        make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], read)
     else:
-        context: Any = multiprocessing.get_context(_start_method(device))
-        if _start_method(device) == "forkserver":
-            context.set_forkserver_preload(_PRELOAD)
-        make = context.Process
+        make = multiprocessing.get_context("spawn").Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
     files = (InheritedFile(payload), InheritedFile(1), InheritedFile(2))
     with _without_main():
         for launch in launches:
             process = make(target=rank_main, args=(launch, *files), name=f"rank {launch.rank}")
-            process.start()
+            with contextlib.nullcontext() if isinstance(process, ServedProcess) else without_ctrl_c():
+                process.start()
             processes.append(process)
 
 

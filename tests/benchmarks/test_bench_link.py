@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_link, link, processor_time
+from benchmarks import bench_link, processor_time
 from thinwire.comm import Communicator
+from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
+from thinwire.tools import link
 from thinwire.wire import WireFormat
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +108,7 @@ def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[lis
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("linked")
 def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 1"):
+    with pytest.raises(ThinwireError, match="rank 0 ended with exit code 1"):
         settings = {"folder": str(tmp_path), "fail": True}
         link.run_on_two_hosts(f"{__name__}:stay", settings, rate="1gbit", timeout=120)
     assert len(_pids(tmp_path)) == 2
@@ -118,7 +120,7 @@ def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_ranks_end_with_the_benchmark(tmp_path: Path, end: signal.Signals) -> None:
     settings = {"folder": str(tmp_path), "fail": False}
-    code = f"from benchmarks import link; link.run_on_two_hosts({__name__ + ':stay'!r}, {settings!r}, rate='1gbit')"
+    code = f"from thinwire.tools import link; link.run_on_two_hosts({__name__ + ':stay'!r}, {settings!r}, rate='1gbit')"
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     benchmark = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL
@@ -147,6 +149,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_without_the_tools_it_names_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(link, "_SYSTEM_FOLDERS", ())
     bench_link.main(["--rate", "1gbit"])
     shown = "skipped: unshare, nsenter, ip, tc not found; they come with iproute2 and util-linux\n"
     assert capsys.readouterr().out == shown
@@ -165,7 +168,7 @@ def test_what_the_kernel_refuses_is_shown(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(link, "_LATENCY", "long")
     bench_link.main(["--rate", "1gbit"])
     shown = capsys.readouterr().out
-    assert shown.startswith("skipped: nsenter ") and "latency" in shown
+    assert shown.startswith("skipped: ") and "nsenter" in shown and "latency" in shown
 
 
 def test_ratios_are_within_rounds_and_against_the_faster_of_the_exact_ways() -> None:

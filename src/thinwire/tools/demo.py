@@ -7,9 +7,10 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,18 +110,17 @@ def _sum_over_ranks(comm: Communicator, values: torch.Tensor) -> torch.Tensor:
 
 def _prepare_kernels(comm: Communicator, config: TinyMoEConfig, wire: str, report: Report) -> None:
     """A round of one token, in whose three parts kernels are compiled where that has not been done before."""
-    once = "(compiled in the first run on a machine, about a minute in all) ..."
     with ExpertParallel(comm, config.num_experts, config.top_k, config.hidden_size, 1, wire=wire) as ep:
         ids = torch.arange(config.top_k, device="cpu")[None]
-        report.stage(f"preparing kernels of dispatch, 1 of 3 {once}")
+        report.stage("preparing kernels of dispatch, 1 of 3 ...")
         d = ep.dispatch(
             torch.ones(1, config.hidden_size, dtype=torch.float32, device="cpu"),
             ids,
             torch.ones(1, config.top_k, dtype=torch.float32, device="cpu"),
         )
-        report.stage(f"preparing kernels of experts' rows, 2 of 3 {once}")
+        report.stage("preparing kernels of experts' rows, 2 of 3 ...")
         rows = d.tokens
-        report.stage(f"preparing kernels of combine, 3 of 3 {once}")
+        report.stage("preparing kernels of combine, 3 of 3 ...")
         ep.combine(rows, d)
 
 
@@ -231,15 +231,18 @@ def show_scores(exact_bits: float, scores: list[WireScore]) -> None:
         f"weights besides. Errors are relative L2 against the same round sent exactly, over the first {_ERROR_STEPS} "
         "steps.\n"
         f"Seconds are of this machine: all ranks share its {os.cpu_count()} cores and no network is crossed.\n"
+        "`thinwire demo --link 1Gbit` has two hosts with a link between them.\n"
     )
     print(_USAGE)
 
 
-def write_scores(path: Path, ranks: int, title: str, text: bytes, exact_bits: float, scores: list[WireScore]) -> None:
-    """Writes the figures as JSON."""
+def write_scores(
+    path: Path, option: str, file: Path | None, text: bytes, exact_bits: float | None, scores: Sequence[Any]
+) -> None:
+    """Writes the figures as JSON. `scores` are dataclasses with a `wire`; None for `exact_bits` says not measured."""
     figures = {
-        "demo": f"thinwire demo --ranks {ranks} --wire {','.join(score.wire for score in scores)}",
-        "text": title,
+        "demo": f"thinwire demo {option} --wire {','.join(score.wire for score in scores)}",
+        "text": "packaged held-out text" if file is None else str(file),
         "thinwire": VERSION,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "text_bytes": len(text),

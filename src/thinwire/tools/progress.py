@@ -5,6 +5,8 @@ The command's process shows it. Ranks are other processes, and report through a 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from types import TracebackType
 from typing import TextIO
 
 _TURN_SECONDS = 0.1  # between looks at the file
-_REPEAT_SECONDS = 10.0  # without news, elsewhere than on a terminal
+_REPEAT_SECONDS = 4.0  # without news, elsewhere than on a terminal
 _WIDTH = 30
 
 
@@ -27,7 +29,7 @@ class Report:
     """
 
     def __init__(self, path: str | None) -> None:
-        self._path = path
+        self.path = path
 
     def stage(self, text: str, steps: int = 0) -> None:
         """Names the current stage, and its number of steps, if they are counted."""
@@ -42,8 +44,8 @@ class Report:
         self._tell("")
 
     def _tell(self, line: str) -> None:
-        if self._path is not None:
-            with open(self._path, "a") as file:
+        if self.path is not None:
+            with open(self.path, "a") as file:
                 file.write(line + "\n")
 
 
@@ -65,26 +67,30 @@ class Progress:
     Args:
         out: the stream to write to.
         began: of `time.monotonic()`.
-
-    Attributes:
-        report: for the ranks.
     """
 
     def __init__(self, out: TextIO, began: float) -> None:
         self._out, self._began = out, began
         self._moves = out.isatty()
-        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-progress-")
-        path = Path(self._folder.name) / "told"
-        path.touch()
-        self.report = Report(str(path))
-        self._told = path.open()
+        self._ended = contextlib.ExitStack()
+        self._told: TextIO | None = None  # the ranks' file, once there is one
+        self._taking = threading.Lock()
         self._text, self._now, self._steps, self._done, self._shown = "", "", 0, 0, 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire progress", daemon=True)
 
+    @functools.cached_property
+    def report(self) -> Report:
+        """For the ranks. Needs a file: where there can be none, `stage` works all the same."""
+        path = Path(self._ended.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-progress-"))) / "told"
+        path.touch()
+        self._told = self._ended.enter_context(path.open())
+        return Report(str(path))
+
     def stage(self, text: str) -> None:
         """See `Report.stage`."""
-        self.report.stage(text)
+        with self._taking:
+            self._take(f"0\t{text}\n")
 
     def __enter__(self) -> Progress:
         self._thread.start()
@@ -98,26 +104,32 @@ class Progress:
         self._look()
         if self._moves:
             self._write("\r\033[K")
-        self._told.close()
-        self._folder.cleanup()
+        self._ended.close()
 
     def _run(self) -> None:
         self._look()
         while not self._end.wait(_TURN_SECONDS):
             self._look()
 
+    def _take(self, line: str) -> None:
+        if line == "\n":
+            self._done += 1
+            return
+        steps, _, text = line.rstrip("\n").partition("\t")
+        if not steps:
+            self._now = f": {text}"
+            return
+        self._text, self._now, self._steps, self._done = text, "", int(steps), 0
+        if not self._moves:
+            self._show(self._text)
+
     def _look(self) -> None:
-        while line := self._told.readline():
-            if line == "\n":
-                self._done += 1
-                continue
-            steps, _, text = line.rstrip("\n").partition("\t")
-            if not steps:
-                self._now = f": {text}"
-                continue
-            self._text, self._now, self._steps, self._done = text, "", int(steps), 0
-            if not self._moves:
-                self._show(self._text)
+        with self._taking:
+            while self._told is not None and (line := self._told.readline()):
+                self._take(line)
+            self._repeat()
+
+    def _repeat(self) -> None:
         now = time.monotonic()
         if self._moves and self._text:
             seconds = f"  {now - self._began:.0f} s"

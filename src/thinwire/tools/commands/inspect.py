@@ -9,13 +9,16 @@ from thinwire.errors import ThinwireError
 
 SUMMARY = "say which rank stopped where, from the flight recorders' files"
 DESCRIPTION = """\
-Compares the files that the ranks' flight recorders wrote when peers did not answer. The first line says which rank
-stopped at which operation; a table of the last operations follows. An unusable file is named and left out."""
+Compares the files that the ranks' flight recorders wrote when peers did not answer. The first line
+says which rank stopped at which operation; a table of the last operations follows. A file that
+cannot be used is named and left out.
+
+  thinwire inspect rank0.json rank1.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("files", metavar="FILE", nargs="+", help="the file of one rank's flight recorder")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="This is the file of one rank's flight recorder.")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,25 +13,30 @@ from thinwire.tools.progress import Progress
 
 SUMMARY = "compile all kernels of a configuration ahead of time"
 DESCRIPTION = """\
-Compiles the kernels of an ExpertParallel into the cache where ranks look for them, so that no rank compiles while
-others wait for it. These are Triton's kernels, for GPUs that need not be on this machine, or, with --heap posix or
-threads, numba's for CPU ranks. Pass the sizes that the ranks will have: Triton's kernels depend on them."""
+Compiles the kernels of an ExpertParallel into the cache where ranks look for them, so that no rank
+compiles while others wait for it. These are Triton's kernels, for GPUs that need not be on this
+machine, or, with --heap posix or threads, numba's for CPU ranks. Pass the sizes that the ranks
+will have: Triton's kernels depend on them.
+
+  thinwire warmup --ranks 8 --experts 256 --top-k 8 --hidden 7168 --max-tokens 4096 --arch sm_90
+  thinwire warmup --ranks 4 --experts 8 --top-k 2 --hidden 256 --max-tokens 64 --heap posix"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_sizes(parser)
     kernels = parser.add_argument_group("the kernels")
-    kernels.add_argument(
-        "--arch", nargs="+", default=[], help="GPUs to compile for, such as sm_90 (H100) (default: this machine's)"
-    )
-    kernels.add_argument("--gradients", action="store_true", help="also the kernels of backward")
-    kernels.add_argument(
-        "--int8-experts", type=int, default=0, metavar="N", help="also tw.Int8Experts, N elements between products"
-    )
-    kernels.add_argument("--collectives", action="store_true", help="also all-reduce, reduce-scatter and all-gather")
-    kernels.add_argument("--all-to-all-v", action="store_true", help="also all-to-all-v of rows as long as tokens")
-    kernels.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: one a core)")
+    arch = "Compile for these GPUs, such as sm_90 for H100 (default: this machine's)."
+    kernels.add_argument("--arch", nargs="+", default=[], help=arch)
+    kernels.add_argument("--gradients", action="store_true", help="Also compile the kernels of backward.")
+    int8 = "Also compile those of tw.Int8Experts with N elements between products."
+    kernels.add_argument("--int8-experts", type=int, default=0, metavar="N", help=int8)
+    collectives = "Also compile all-reduce, reduce-scatter and all-gather."
+    kernels.add_argument("--collectives", action="store_true", help=collectives)
+    rows = "Also compile all-to-all-v of rows as long as tokens."
+    kernels.add_argument("--all-to-all-v", action="store_true", help=rows)
+    jobs = "Use this many processes (default: one a core)."
+    kernels.add_argument("--jobs", type=int, default=_cores(), metavar="N", help=jobs)
 
 
 def run(options: argparse.Namespace) -> int:

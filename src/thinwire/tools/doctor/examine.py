@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from thinwire.files import write_file
 from thinwire.tools.doctor.finding import Finding
 from thinwire.tools.doctor.probe import look
 from thinwire.tools.doctor.ranks import examine_processes, examine_threads
+from thinwire.tools.progress import Progress
 from thinwire.version import VERSION
 
 FORMAT, FORMAT_VERSION = "thinwire doctor", 1
@@ -19,17 +22,41 @@ _WIDTH = 120
 
 
 def sections() -> Iterator[tuple[str, list[Finding]]]:
-    """Each section as it is found."""
-    yield "software", look("software", _LOOK_SECONDS)
-    yield "host", look("host", _LOOK_SECONDS)
-    yield "GPUs", (gpus := look("gpus", _LOOK_SECONDS))
-    yield "2 CPU ranks, processes", examine_processes("cpu", 2, _RANKS_SECONDS)
-    yield "2 CPU ranks, threads", examine_threads("cpu", 2, _RANKS_SECONDS)
-    count = sum(finding.name.startswith("cuda:") for finding in gpus)
+    """Each section as it is found; standard error says meanwhile what is looked at."""
+    began = time.monotonic()
+    causes: dict[str, str] = {}  # the first place of each problem
+
+    def found(title: str, examine: Callable[..., list[Finding]], *arguments: str | float) -> tuple[str, list[Finding]]:
+        with Progress(sys.stderr, began) as progress:
+            progress.stage(f"looking at: {title} ...")
+            return title, merge_causes(title, examine(*arguments), causes)
+
+    yield found("software", look, "software", _LOOK_SECONDS)
+    yield found("host", look, "host", _LOOK_SECONDS)
+    yield (gpus := found("GPUs", look, "gpus", _LOOK_SECONDS))
+    yield found("2 CPU ranks, processes", examine_processes, "cpu", 2, _RANKS_SECONDS)
+    yield found("2 CPU ranks, threads", examine_threads, "cpu", 2, _RANKS_SECONDS)
+    count = sum(finding.name.startswith("cuda:") for finding in gpus[1])
     if count:
-        yield "2 ranks on one GPU, threads", examine_threads("cuda", 2, _RANKS_SECONDS)
+        yield found("2 ranks on one GPU, threads", examine_threads, "cuda", 2, _RANKS_SECONDS)
     if count > 1:
-        yield f"{count} ranks, a GPU each", examine_processes("cuda", count, _RANKS_SECONDS)
+        yield found(f"{count} ranks, a GPU each", examine_processes, "cuda", count, _RANKS_SECONDS)
+
+
+def merge_causes(title: str, findings: list[Finding], causes: dict[str, str]) -> list[Finding]:
+    """The findings of a section, in which a problem with a text that was told before only points there.
+
+    Args:
+        causes: where each text was told first; those of this section are added.
+    """
+    merged = []
+    for finding in findings:
+        if finding.mark == "problem":
+            first = causes.setdefault(finding.text, f"{finding.name} of {title!r}")
+            if first != f"{finding.name} of {title!r}":
+                finding = Finding("info", finding.name, f"not possible: the problem of {first}")
+        merged.append(finding)
+    return merged
 
 
 def describe(title: str, findings: list[Finding]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from thinwire.errors import ThinwireError
 
-MARKS = ("ok", "note", "problem")
+MARKS = ("ok", "info", "note", "problem")
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        mark: "ok"; "note": worth knowing; "problem": broken, and it should work.
+        mark: "ok"; "info": not there, or told already; "note": worth knowing; "problem": broken, and it should work.
         name: what was looked at.
         text: what was found.
         advice: what to do about it; every problem has some.

@@ -19,7 +19,8 @@ def devices() -> Iterator[Finding]:
         built = torch.version.cuda or torch.version.hip
         why = f"torch is built for {built}, and finds no driver or no device" if built else "torch is a CPU build"
         advice = "if there should be one, see nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus"
-        yield judged(built is None, "GPUs", f"no GPU: torch.cuda.is_available() is False; {why}", advice)
+        text = f"no GPU: torch.cuda.is_available() is False; {why}"
+        yield Finding("note", "GPUs", text, advice) if built else Finding("info", "GPUs", text)
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)

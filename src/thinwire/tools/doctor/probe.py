@@ -53,6 +53,8 @@ def read_lines(process: subprocess.Popen[bytes], seconds: float) -> tuple[list[d
         process.kill()
         output, errors = process.communicate()
         ending = f"did not come back within {seconds:g} s and was ended"
+    finally:
+        process.kill()  # where Ctrl-C ended the wait; nothing is done to one that has ended
     told = []
     for line in output.decode(errors="replace").splitlines():
         try:

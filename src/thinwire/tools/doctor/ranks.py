@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +23,6 @@ _BY_WORDS = {
     "File too large": "a limit on file size (ulimit -f) hits memory that ranks share, and caches of kernels: lift it",
     "differ from the exact": "do not trust results of this machine, and report it; if they are exact with "
     "THINWIRE_INTEGRITY=checksum, which takes the staged transport, it is shared memory or its kernels",
-    "pip install": "install what the message names",
     "killed by signal 9": "memory ran out, or somebody ended it: see dmesg, and the control group's limit",
     "did not come back": "run it again, as kernels that had to be compiled are in the cache then; if it hangs again, "
     "report it",
@@ -39,6 +39,9 @@ _BY_STEP = {
 
 
 def _advice(step: str, text: str) -> str:
+    command = re.search(r"pip install [\w\[\]',.-]+", text)
+    if command is not None:
+        return "unset NUMBA_DISABLE_JIT" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else command[0]
     return next((advice for words, advice in _BY_WORDS.items() if words in text), _BY_STEP[step])
 
 

@@ -34,20 +34,22 @@ def versions() -> Iterator[Finding]:
     if torch.distributed.is_nccl_available():
         yield Finding("ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield Finding("ok", "NCCL", "not in this build of torch")
-    yield Finding("ok", "driver", _driver())
+        yield Finding("info", "NCCL", "not in this build of torch")
+    yield _driver()
 
 
-def _driver() -> str:
+def _driver() -> Finding:
     for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         if os.path.exists(path):
-            return Path(path).read_text().splitlines()[0]
+            return Finding("ok", "driver", Path(path).read_text().splitlines()[0])
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except FileNotFoundError:
-        return "unknown: no /proc/driver/nvidia, no amdgpu, and nvidia-smi not found"
-    return done.stdout.strip() or f"unknown: nvidia-smi ended with {done.returncode}: {done.stderr.strip()[:100]}"
+        return Finding("info", "driver", "none found: no /proc/driver/nvidia, no amdgpu, no nvidia-smi")
+    if done.stdout.strip():
+        return Finding("ok", "driver", done.stdout.strip())
+    return Finding("info", "driver", f"unknown: nvidia-smi ended with {done.returncode}: {done.stderr.strip()[:100]}")
 
 
 def settings() -> Iterator[Finding]:

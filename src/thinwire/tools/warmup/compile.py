@@ -10,10 +10,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
+from thinwire._rank_server import without_ctrl_c
 from thinwire.errors import TransportUnavailable
 from thinwire.tools.progress import Report
 from thinwire.tools.warmup.configuration import Configuration
@@ -61,9 +62,13 @@ def compile_ahead(
         # New ones for each arch: a process has one target. They import what they need, and share nothing with this one.
         with _processes(arch, jobs) as pool:
             report.stage(f"{arch}: what is launched ...")
-            keys = pool.submit(_keys, chosen, arch).result()
+            with without_ctrl_c():  # it ends this process, which then ends those
+                listed = pool.submit(_keys, chosen, arch)
+            keys = listed.result()
             report.stage(f"{arch}: {len(keys)} kernels", len(keys))
-            for future in as_completed(pool.submit(_compile, chosen, arch, key) for key in keys):
+            with without_ctrl_c():
+                futures = [pool.submit(_compile, chosen, arch, key) for key in keys]
+            for future in as_completed(futures):
                 done.append(future.result())
                 report.step()
     return done
@@ -79,6 +84,10 @@ def _processes(arch: str, jobs: int) -> Iterator[ProcessPoolExecutor]:
             f"{arch}: a compiling process ended: the compiler does not know this arch, or memory ran out; check the "
             "arch, or use fewer --jobs"
         ) from error
+    except KeyboardInterrupt:
+        for process in active_children():  # or it would wait until each has compiled its kernel
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,7 +1,7 @@
 """Two hosts on one machine: a rank in each of two network namespaces, joined by a link of limited rate.
 
 The namespaces have no names: each belongs to its rank's process and ends with it, and with it ends the link. A rank
-ends when its standard input does, so nothing stays behind, whichever way the benchmark ends: by an error, by Ctrl-C, or
+ends when its standard input does, so nothing stays behind, whichever way the caller ends: by an error, by Ctrl-C, or
 killed.
 
 What the kernel does with a packet on its way to the other host runs on this machine's processors too. On a machine of
@@ -25,7 +25,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LinkUnavailable", "bits_per_second", "burst_bytes", "congestion_control", "run_on_two_hosts"]
+from thinwire.errors import ThinwireError
+
+__all__ = [
+    "LinkUnavailable",
+    "bits_per_second",
+    "burst_bytes",
+    "congestion_control",
+    "enter_user_namespace",
+    "run_on_two_hosts",
+]
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _INTERFACE = "tw0"
@@ -35,10 +44,11 @@ _LATENCY = "50ms"  # what the queue before the link holds; beyond that packets a
 _STARTING = 30.0  # seconds that a namespace may take
 _POLL_SECONDS = 0.01
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(mbit|gbit)")
-_ROOT = Path(__file__).parents[1]
+#: Where `ip` and `tc` are, which an ordinary user's PATH may leave out.
+_SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 
 
-class LinkUnavailable(RuntimeError):
+class LinkUnavailable(ThinwireError, RuntimeError):
     """There can be no such link here; the message says why."""
 
 
@@ -57,7 +67,7 @@ def run_on_two_hosts(function: str, settings: dict[str, Any], *, rate: str, time
     Raises:
         ValueError: a rate that is none.
         LinkUnavailable: this is not root, a tool is missing, or the kernel refuses; nothing was run.
-        RuntimeError: a rank failed; what it said is on standard error.
+        ThinwireError: a rank failed; what it said is on standard error.
         TimeoutError: the ranks had not finished in time, and were killed.
     """
     burst = burst_bytes(rate)
@@ -106,14 +116,42 @@ def congestion_control() -> str:
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
+def enter_user_namespace(command: Sequence[str]) -> None:
+    """If this is not root, replaces this process by `command` in a user namespace, where it may make a link.
+
+    Raises:
+        LinkUnavailable: a tool is missing, or this system grants users no such namespace.
+    """
+    tools = _find_tools()
+    if os.geteuid() == 0:
+        return
+    inside = [tools["unshare"], "--user", "--map-root-user", "--net"]
+    tried = subprocess.run([*inside, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        raise LinkUnavailable(
+            f"a link needs network namespaces, and this system grants user {os.geteuid()} none "
+            f"({tried.stderr.strip()}): run it as root, with sudo"
+        )
+    sys.stdout.flush()
+    os.execv(inside[0], [*inside, *command])
+
+
 def _require_tools() -> None:
-    if not sys.platform.startswith("linux"):
-        raise LinkUnavailable(f"network namespaces need Linux; this is {sys.platform}")
+    _find_tools()
     if os.geteuid() != 0:
         raise LinkUnavailable(f"network namespaces need root; this is user {os.geteuid()}")
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+
+
+def _find_tools() -> dict[str, str]:
+    """The path of each tool."""
+    if not sys.platform.startswith("linux"):
+        raise LinkUnavailable(f"network namespaces need Linux; this is {sys.platform}")
+    folders = os.pathsep.join([os.environ.get("PATH", ""), *_SYSTEM_FOLDERS])
+    found = {tool: shutil.which(tool, path=folders) for tool in _TOOLS}
+    missing = [tool for tool, path in found.items() if path is None]
     if missing:
         raise LinkUnavailable(f"{', '.join(missing)} not found; they come with iproute2 and util-linux")
+    return {tool: path for tool, path in found.items() if path is not None}
 
 
 @contextlib.contextmanager
@@ -127,14 +165,14 @@ def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
         "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": _INTERFACE,
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that these addresses have no names
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     process = subprocess.Popen(
-        ["unshare", "--net", sys.executable, "-m", "benchmarks.link"],
+        [_find_tools()["unshare"], "--net", sys.executable, "-m", "thinwire.tools.link"],
         stdin=subprocess.PIPE,
         env=environment,
         text=True,
-        start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its ranks
+        start_new_session=True,  # Ctrl-C is for the caller, which then ends its ranks
     )
     try:
         yield process
@@ -147,17 +185,18 @@ def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def _join(hosts: Sequence[subprocess.Popen[str]], rate: str, burst: int) -> None:
+    tools = _find_tools()
     for host in hosts:
         _await_namespace(host)
-    _command("ip", "link", "add", _INTERFACE, "netns", str(hosts[0].pid), "type", "veth", "peer", "name", _INTERFACE,
-             "netns", str(hosts[1].pid))  # fmt: skip
+    _command(tools["ip"], "link", "add", _INTERFACE, "netns", str(hosts[0].pid), "type", "veth", "peer", "name",
+             _INTERFACE, "netns", str(hosts[1].pid))  # fmt: skip
     for host, address in zip(hosts, _ADDRESSES, strict=True):
-        inside = ("nsenter", "--target", str(host.pid), "--net")
-        _command(*inside, "ip", "address", "add", f"{address}/24", "dev", _INTERFACE)
-        _command(*inside, "ip", "link", "set", "lo", "up")
-        _command(*inside, "ip", "link", "set", _INTERFACE, "up")
-        _command(*inside, "tc", "qdisc", "add", "dev", _INTERFACE, "root", "tbf", "rate", rate, "burst", str(burst),
-                 "latency", _LATENCY)  # fmt: skip
+        inside = (tools["nsenter"], "--target", str(host.pid), "--net")
+        _command(*inside, tools["ip"], "address", "add", f"{address}/24", "dev", _INTERFACE)
+        _command(*inside, tools["ip"], "link", "set", "lo", "up")
+        _command(*inside, tools["ip"], "link", "set", _INTERFACE, "up")
+        _command(*inside, tools["tc"], "qdisc", "add", "dev", _INTERFACE, "root", "tbf", "rate", rate, "burst",
+                 str(burst), "latency", _LATENCY)  # fmt: skip
 
 
 def _await_namespace(host: subprocess.Popen[str]) -> None:
@@ -168,7 +207,10 @@ def _await_namespace(host: subprocess.Popen[str]) -> None:
             if os.readlink(f"/proc/{host.pid}/ns/net") != ours:
                 return
         time.sleep(_POLL_SECONDS)
-    raise LinkUnavailable("unshare --net could not make a network namespace (its message is above)")
+    raise LinkUnavailable(
+        "unshare --net could not make a network namespace (its message is above); a container needs --privileged, or "
+        "--cap-add SYS_ADMIN --cap-add NET_ADMIN"
+    )
 
 
 def _command(*words: str) -> None:
@@ -187,7 +229,7 @@ def _wait(hosts: Sequence[subprocess.Popen[str]], deadline: float) -> None:
             if code is None:
                 continue
             if code:
-                raise RuntimeError(f"rank {rank} ended with exit code {code}; what it said is above")
+                raise ThinwireError(f"rank {rank} ended with exit code {code}; what it said is above")
             del running[rank]
         time.sleep(_POLL_SECONDS)
 
@@ -196,9 +238,10 @@ def _rank_main() -> None:
     """A rank's process: reads its job, which comes once the link is up, and leaves its result in the job's file."""
     line = sys.stdin.readline()
     if not line:
-        return  # the benchmark ended before it had a job
-    threading.Thread(target=_end_with_benchmark, daemon=True).start()
+        return  # the caller ended before it had a job
     job = json.loads(line)
+    folder = Path(job["result"]).parent
+    threading.Thread(target=_end_with_caller, args=(folder,), daemon=True).start()
     import torch
 
     import thinwire
@@ -210,8 +253,9 @@ def _rank_main() -> None:
     Path(job["result"]).write_text(json.dumps(result))
 
 
-def _end_with_benchmark() -> None:
+def _end_with_caller(folder: Path) -> None:
     sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)  # in the place of a caller that was killed
     os._exit(1)
 
 
