@@ -73,6 +73,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_codec --device cpu
 	$(RUN) -m benchmarks.bench_accuracy
 	$(RUN) -m benchmarks.bench_experts
+	$(RUN) -m benchmarks.bench_first_run
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_invariant
