@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _Part = tuple[str, torch.Tensor, Place]
 _LONGEST_NAME = 2000  # characters
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as an element
 _ROWS_AT_ONCE = 200  # tensors that ranks tell each other of in a message, whatever their names
 
 
@@ -48,6 +50,7 @@ def save_checkpoint(
     experts' bytes, and rank 0 all else, which is the same everywhere. All ranks must see the folder. What
     `fully_shard` has sharded is gathered, one tensor at a time. The file does not say how many ranks there were.
     It appears under ``path`` only when it is complete. If one rank fails, all raise, and nothing is left behind.
+    Experts that are the same on two ranks give a RuntimeWarning.
 
     Args:
         model: any module, without what wraps it, such as DistributedDataParallel. Tensors are stored as they are.
@@ -58,8 +61,9 @@ def save_checkpoint(
         dtype: rounds the model's floating-point tensors to this one; None keeps theirs.
 
     Raises:
-        CheckpointError: experts are spread over different groups; ranks have different models or optimisers; a
-            parameter of ``optimizer`` is not the model's; a tensor, setting or string that cannot be stored; or another
+        CheckpointError: experts are spread over different groups; ranks have different models or optimisers, or other
+            values of a parameter that is not among these experts; a parameter of ``optimizer`` is not the model's; the
+            model is wrapped in DistributedDataParallel; a tensor, setting or string that cannot be stored; or another
             rank failed.
         OSError: what the system says of writing.
     """
@@ -67,6 +71,7 @@ def save_checkpoint(
     is_first = comm is None or comm.rank == 0
     parts: list[_Part] = []
     text: dict[str, str] = {}
+    values: dict[str, str] = {}
 
     def collect() -> str:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -77,6 +82,8 @@ def save_checkpoint(
             raise CheckpointError("the model is sharded, and no experts are: torch.distributed.checkpoint saves it")
         parts.extend(found)
         text.update(settings)
+        if comm is not None:
+            values.update((name, _digest(tensor)) for name, tensor, _ in found)
         return ""
 
     together(comm, "describe its model", collect)
@@ -85,7 +92,7 @@ def save_checkpoint(
         for name, tensor, _ in parts
     }
     rows = {name: (dtype_name(as_stored[name]), place) for name, _, place in parts}
-    stored = _agree(comm, rows, text.get(SETTINGS, ""))
+    stored = _agree(comm, rows, text.get(SETTINGS, ""), values)
     with contextlib.ExitStack() as stack:
 
         def create() -> str:
@@ -178,8 +185,35 @@ def _write(descriptor: int, tensor: torch.Tensor, offset: int, place: Place) -> 
     write_at(descriptor, octets.data, offset + row * (place.first or 0))
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    """Of a parameter's bits, whatever their order; nothing of what ranks may have different values or shards of."""
+    if not isinstance(tensor, nn.Parameter) or isinstance(tensor, DTensor):
+        return ""
+    if tensor.is_meta or tensor.itemsize not in _INTEGERS:  # which is refused elsewhere
+        return ""
+    integers = tensor.detach().view(_INTEGERS[tensor.itemsize])
+    return str(int(integers.sum(dtype=torch.int64)))
+
+
+def _warn_of_equal_experts(told: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Says so where ranks' own matrices are the same; zeros, such as new biases, do not count."""
+    seen: dict[tuple[str, ...], int] = {}
+    for rank, of_rank in enumerate(told):
+        values = tuple(
+            value for *_, shape, mine, value in of_rank if mine and len(shape) > 1 and value not in ("", "0")
+        )
+        other = seen.setdefault(values, rank)
+        if values and other != rank:
+            warnings.warn(
+                f"rank {rank} has the same experts as rank {other}: were they made alike, or has "
+                "DistributedDataParallel made them so? It has to ignore tw.expert_parameter_names(model)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
 def _agree(
-    comm: Communicator | None, own: dict[str, tuple[str, Place]], settings: str
+    comm: Communicator | None, own: dict[str, tuple[str, Place]], settings: str, values: Mapping[str, str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor of all ranks, in the order of rank 0, then of others.
 
@@ -188,25 +222,32 @@ def _agree(
     """
     if comm is None:
         return {name: (dtype, place.shape) for name, (dtype, place) in own.items()}
-    rows = [[name, dtype, list(place.shape), place.mine] for name, (dtype, place) in own.items()]
+    rows = [[name, dtype, list(place.shape), place.mine, values[name]] for name, (dtype, place) in own.items()]
     digest = hashlib.sha256(_common(settings, own).encode()).hexdigest()
     begun = comm.all_gather_data((len(rows), digest), (int, str))
     told: list[list[Any]] = [[] for _ in range(comm.size)]
     for start in range(0, max(count for count, _ in begun), _ROWS_AT_ONCE):
-        part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool)])
+        part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool, str)])
         for rank, more in enumerate(part):
             told[rank] += more
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    common = {name for name, _, _, mine in told[0] if not mine}
+    common = {name: value for name, _, _, mine, value in told[0] if not mine}
     for rank, of_rank in enumerate(told):
-        for name, dtype, shape, mine in of_rank:
+        for name, dtype, shape, mine, value in of_rank:
             if found.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)) or mine == (name in common):
                 raise CheckpointError(f"ranks have different models: rank {rank} has {name}, {dtype} {shape}")
-        missing = common - {name for name, *_ in of_rank}
+            if not mine and value != common[name]:
+                raise CheckpointError(
+                    f"rank {rank} has other values of {name} than rank 0, and only rank 0's would be stored. Experts "
+                    "belong into tw.LocalExperts or a sharded tw.MoELayer; all else has to be the same on all ranks, "
+                    "as DistributedDataParallel keeps it"
+                )
+        missing = common.keys() - {name for name, *_ in of_rank}
         if missing:
             raise CheckpointError(f"ranks have different models: rank {rank} lacks {min(missing)}")
         if begun[rank][1] != begun[0][1]:
             raise CheckpointError(f"ranks have different optimisers: the settings of rank {rank} are not rank 0's")
+    _warn_of_equal_experts(told)
     return found
 
 

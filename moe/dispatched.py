@@ -410,8 +410,7 @@ class Dispatched(OnLane, ABC):
 
     def _require_open(self) -> None:
         if self._rounds.open_rounds[self.lane] is not self:
-            how = "its ExpertParallel was closed" if self._rounds.closed else self._how_over
-            raise LaneError(f"this round on lane {self.lane} is over: {how}")
+            raise LaneError(f"this round on lane {self.lane} is over: {self._how_over}")
 
     @property
     def _arrived(self) -> Arrived:

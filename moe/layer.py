@@ -40,7 +40,8 @@ class MoELayer(nn.Module):
     is with backward. All ranks make the layers of a model in the same order: a layer knows itself by its place among
     those of ``ep``, so that a rank which leaves one out gets an error. In backward an expert gets the gradient of all
     ranks' tokens, and the router that of this rank's: add the router's up over the ranks. Built with ``ep`` on ranks
-    that were seeded alike, they all have the same router, and each expert is the same on whichever rank it is.
+    that were seeded alike, they all have the same router, and each expert is the same on whichever rank it is;
+    not so on ranks that are threads, which share their random numbers.
 
     The weighted sum is taken in fp32, from +0.0, in ascending expert id (within a rank, when sharded). The output of a
     shared expert is added to it in the dtype of ``x``.

@@ -31,7 +31,7 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.gradients import MOST_LAYERS, Wants
 from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
-from thinwire.moe.round_transport import OVERTAKEN, Rounds
+from thinwire.moe.round_transport import CLOSED, OVERTAKEN, Rounds
 from thinwire.moe.shared import ends_with, shared
 from thinwire.operators import register
 from thinwire.wire import WireFormat
@@ -431,7 +431,7 @@ class ExpertParallel:
             PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
             ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
         """
-        if not self.comm.closed:  # with which this one is closed, too, and may go on with another
+        if self._parent is not None or not self.comm.closed:  # with which it ended, and may go on with another
             self._require_not_closed()
         if isinstance(group, Communicator):
             comm = group
@@ -464,19 +464,25 @@ class ExpertParallel:
 
     def close(self) -> None:
         """Ends every round and gives memory back; the communicator stays open. May be called again."""
-        if self._closed:
+        if self._parent is not None or self._assembly.rounds.closed:
             return
-        self._closed = True
-        self._assembly.rounds.open_rounds[:] = [None] * self.lanes
+        self.end()
         for rounds in self._assembly.all_rounds:
             rounds.close()
         self.comm.result_memory.clear()
 
+    def end(self) -> None:
+        """Refuses calls from now on, as its communicator is closed. One under way, in another thread, may go on."""
+        open_rounds, self._closed = self._assembly.rounds.open_rounds, True
+        for lane, use in enumerate(open_rounds):
+            if use is not None:
+                use._how_over, open_rounds[lane] = CLOSED, None
+
     def leave_to_parent(self) -> None:
         """In a process that was just forked: it is closed here, and its memory is left alone."""
         if not self._closed:
-            self._closed, self._parent = True, os.getppid()
-            self._assembly.rounds.open_rounds[:] = [None] * self.lanes
+            self.end()
+            self._parent = os.getppid()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.transport

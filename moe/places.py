@@ -52,6 +52,10 @@ def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
     Raises:
         CheckpointError: something else is there, or experts are not.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise CheckpointError(
+            "the model is wrapped in DistributedDataParallel, which renames all of it: pass model.module"
+        )
     found = model.state_dict(keep_vars=True)
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in found.items():

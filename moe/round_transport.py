@@ -14,7 +14,8 @@ from thinwire.errors import CapacityError, LaneError, RoutingError
 from thinwire.moe.config import ParallelConfig
 from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
-OVERTAKEN = "a later dispatch took its lane; combine or abandon it before that, or make the ExpertParallel with lanes=2"
+OVERTAKEN = "a later dispatch took its lane; end it before that, or use another lane (lanes=)"
+CLOSED = "its ExpertParallel was closed, or rebuilt, since"
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
 
 

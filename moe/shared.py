@@ -36,6 +36,9 @@ class _Made(Attachment):
     def close(self) -> None:
         for ep in [*self.all]:
             if ep.comm.closed:  # and not rebuilt onto another group
+                ep.end()  # which keeps its memory, for calls under way, until the last reference is gone
+        for ep in self.shared:
+            if ep.comm.closed:
                 ep.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -75,6 +76,45 @@ def test_nobody_waits_for_ever_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
+def test_where_no_turn_can_be_taken_and_nothing_be_said_work_is_done_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with first_run.turn("kernel" * 30, "a name too long"):
+        pass
+    monkeypatch.setattr(first_run.socket, "socket", refused)
+    with first_run.turn("kernel", "refused"):
+        pass
+    monkeypatch.setattr(first_run.threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("none")))
+    with first_run.said("without a thread"):
+        pass
+    with pytest.raises(OSError, match="of the block"), first_run.turn("kernel", "refused"):
+        raise OSError("of the block")
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
+def test_threads_that_compile_a_kernel_for_two_signatures_take_a_turn_each(tmp_path: Path) -> None:
+    import numpy as np
+    from numba.core.compiler_lock import global_compiler_lock
+
+    from thinwire.triton_kernels.cpu.compat import kernel
+
+    source = tmp_path / "doubles.py"
+    source.write_text("def double(x):\n    return 2 * x\n")
+    double = kernel(runpy.run_path(str(source))["double"])
+    threads = [threading.Thread(target=double, args=(value,)) for value in (np.float32(1), np.float64(1), np.int64(1))]
+    with global_compiler_lock:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)  # all come to the compiler meanwhile
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not [thread for thread in threading.enumerate() if thread.name == "thinwire compiling"]
+
+
 def test_what_takes_long_is_said_again_and_again_and_what_does_not_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,10 +124,10 @@ def test_what_takes_long_is_said_again_and_again_and_what_does_not_is_not(
     monkeypatch.setattr(first_run, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(first_run, "_REPEAT_SECONDS", 0.01)
     told, ends = "", time.monotonic() + 60
-    with first_run.said("slow"):
+    with first_run.said("doing what is slow"):
         while told.count("\n") < 2 and time.monotonic() < ends:
             told += capsys.readouterr().err
-    assert told.startswith("thinwire: compiling slow, once for this machine ... 0 s\n") and told.count("\n") >= 2
+    assert told.startswith("thinwire: doing what is slow ... 0 s\n") and told.count("\n") >= 2
     capsys.readouterr()
     time.sleep(0.05)
     assert capsys.readouterr().err == ""

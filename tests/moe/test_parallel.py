@@ -214,7 +214,7 @@ def _rounds_out_of_turn(comm: Communicator) -> None:
     x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
     first, other_lane = ep.dispatch(x, ids, weights), ep.dispatch(x, ids, weights, lane=1)
     second = ep.dispatch(x, ids, weights)
-    with pytest.raises(LaneError, match="lane 0 is over: a later dispatch took its lane; .* lanes=2"):
+    with pytest.raises(LaneError, match="lane 0 is over: a later dispatch took its lane; end it before"):
         _ = first.tokens
     with pytest.raises(LaneError, match="lane 0 is over: a later dispatch"):
         ep.combine(torch.zeros(1, HIDDEN), first)
@@ -235,7 +235,7 @@ def _rounds_out_of_turn(comm: Communicator) -> None:
         other.combine(tokens, second)
     left = ep.dispatch(x, ids, weights)
     ep.close()
-    with pytest.raises(LaneError, match="lane 0 is over: its ExpertParallel was closed"):
+    with pytest.raises(LaneError, match="lane 0 is over: its ExpertParallel was closed, or rebuilt, since"):
         _ = left.tokens
     with pytest.raises(LaneError, match="closed$"):
         ep.dispatch(x, ids, weights)
@@ -247,7 +247,6 @@ def _rounds_after_the_communicator(comm: Communicator, transport: str) -> None:
     arguments = _tokens(comm.rank, "ragged", torch.float32, 0)
     d = ep.dispatch(*arguments)
     tokens = d.tokens
-    ep.combine(tokens, d)
     part.close()
     assert repr(ep).endswith("closed)") and tokens.isfinite().all()  # what was taken from it stays readable
     for call in (lambda: ep.dispatch(*arguments), lambda: ep.combine(tokens, d), lambda: ep.ensure_capacity(32)):

@@ -160,6 +160,29 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def mixed_up(comm: Communicator, folder: str) -> None:
+    path = f"{folder}/mixed"
+    with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, wire="none") as ep:
+        model = nn.ModuleDict({"own": tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))})
+        model["by_hand"] = nn.Linear(3, 3)  # as experts would be that nobody knows to be a rank's own
+        with torch.no_grad():
+            model["by_hand"].weight.fill_(comm.rank)
+        with pytest.raises(tw.CheckpointError, match="rank 1 has other values of by_hand.weight than rank 0"):
+            tw.save_checkpoint(model, path)
+        assert not Path(path).exists()
+        parallel_model = nn.parallel.DistributedDataParallel(model)  # was told to ignore nothing: all is rank 0's now
+        with pytest.warns(RuntimeWarning, match="rank 1 has the same experts as rank 0: .*expert_parameter_names"):
+            tw.save_checkpoint(model, path)
+        with pytest.raises(tw.CheckpointError, match="pass model.module"):
+            tw.save_checkpoint(parallel_model, path)
+        with pytest.raises(tw.CheckpointError, match="pass model.module"):
+            tw.load_checkpoint(parallel_model, path)
+
+
+def test_experts_that_are_no_ranks_own_or_the_same_on_two_are_told(tmp_path: Path) -> None:
+    run_ranks(mixed_up, 2, str(tmp_path))
+
+
 def full(comm: Communicator, path: str, sharded: bool) -> None:
     with parallel(comm) as ep:
         model = Model(ep)
@@ -223,6 +246,7 @@ class Renamed(nn.Module):
 
 
 def wrapped(comm: Communicator, path: str) -> None:
+    torch.manual_seed(0)
     with parallel(comm) as ep:
         layer = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
         model = nn.ModuleDict({"first": Renamed(layer), "second": layer})  # twice
@@ -240,7 +264,7 @@ def wrapped(comm: Communicator, path: str) -> None:
 
 def test_experts_are_known_whatever_they_are_called(tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
-    run_ranks(wrapped, 2, path, mode="thread")
+    run_ranks(wrapped, 2, path)
     with safe_open(path, framework="pt") as file:
         assert file.get_slice("first.experts.w_in").get_shape() == [EXPERTS, HIDDEN, 16]
 

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from thinwire import first_run
+from thinwire import first_run, wire
 from thinwire.errors import TransportUnavailable
 from thinwire.triton_kernels import checksum_seed, leg_layout, round_layout, signal, silu
 from thinwire.triton_kernels.cpu import HAS_NUMBA
@@ -24,7 +24,9 @@ def _hash_sources() -> int:
     digest = hashlib.sha256()
     # Their words are compiled into kernels too.
     words = [
-        Path(module.__file__) for module in (checksum_seed, signal, round_layout, leg_layout, silu) if module.__file__
+        Path(module.__file__)
+        for module in (checksum_seed, signal, round_layout, leg_layout, silu, wire)
+        if module.__file__
     ]
     for path in [*sorted(Path(__file__).parent.rglob("*.py")), *words]:
         digest.update(path.read_bytes())
@@ -33,9 +35,9 @@ def _hash_sources() -> int:
 
 _LLVM_WITH_BFLOAT16 = 16  # before that, intrinsics took integers in its place
 
-#: Identifies the source text of this folder, `ir` included, and of the layouts. numba's cache looks at the file
-#: of the function that it caches and not at the files of what it calls, so without this, as a part of the cache's key,
-#: kernels would go on running an intrinsic's older version.
+#: Identifies the source text of this folder, `ir` included, of the layouts and wire formats. numba's cache looks at the
+#: file of the function that it caches and not at the files of what it calls, so without this, as a part of the
+#: cache's key, kernels would go on running an intrinsic's older version.
 FINGERPRINT = _hash_sources()
 
 if HAS_NUMBA:
@@ -43,6 +45,7 @@ if HAS_NUMBA:
     from numba import carray, njit, types
     from numba.core import cgutils
     from numba.core.caching import FunctionCache
+    from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
     from numba.extending import intrinsic
 
@@ -62,7 +65,7 @@ if HAS_NUMBA:
                 self.turn.enter_context(first_run.turn(name, self.cache_path))
                 found = super().load_overload(key, target_context)
                 if found is None:
-                    self.turn.enter_context(first_run.said(name))
+                    self.turn.enter_context(first_run.said(f"compiling {name}, once for this machine"))
             return found
 
         def save_overload(self, signature: Any, data: Any) -> None:
@@ -70,7 +73,7 @@ if HAS_NUMBA:
 
         def compile(self, dispatcher: Any, signature: Any) -> Any:
             """`dispatcher.compile`, which loads, or else compiles and saves: then it is another rank's turn."""
-            with ExitStack() as self.turn:
+            with global_compiler_lock, ExitStack() as self.turn:  # numba's, or threads would share a turn
                 return type(dispatcher).compile(dispatcher, signature)
 
     def kernel(function: Callable[..., Any]) -> Any:
