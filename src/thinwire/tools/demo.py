@@ -40,6 +40,8 @@ In your own model:
 
     d = ep.dispatch(x, topk_ids, topk_weights)          # x [tokens, hidden]; in every MoE layer
     y = ep.combine(experts(d.tokens, d.expert_counts), d)
+
+docs/quick-start.md has a whole layer; thinwire demo --link 1Gbit shows what a network gains.
 """
 
 

@@ -155,5 +155,6 @@ def show_link_scores(rate: str, scores: list[LinkScore]) -> None:
         f"dequantising. Its ms are the median of {len(scores[0].samples)} rounds on the slower rank; the\n"
         f"formats took turns. MB are what a rank sends over the link of {rate}/s. Both\n"
         "hosts are network namespaces of this machine and share its cores; with cores of\n"
-        "their own they gain more over fast links."
+        "their own they gain more over fast links. A row has 256 columns: longer ones\n"
+        "gain more, too, as each carries expert ids, weights and padding besides."
     )

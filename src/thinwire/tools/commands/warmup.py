@@ -63,7 +63,7 @@ def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> 
     from thinwire.triton_kernels.compat import HAS_TRITON
 
     if not HAS_TRITON:
-        raise TransportUnavailable("kernels for GPUs need Triton: pip install triton")
+        raise TransportUnavailable("kernels for GPUs need Triton: pip install triton; for CPU ranks pass --heap posix")
     from thinwire.tools.warmup.compile import cache_folder, compile_ahead, describe
     from thinwire.tools.warmup.configuration import Configuration
     from thinwire.tools.warmup.target import archs_here
