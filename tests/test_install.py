@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -43,6 +46,44 @@ def test_a_wheel_has_every_module(tmp_path: Path) -> None:
     }
     wanted |= {f"thinwire/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert len(wanted) > 200 and wanted <= inside
+
+
+def sdist(source: Path, target: Path) -> Path:
+    """A source archive of the package."""
+    target.mkdir()
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(target)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_it_runs_the_readmes_program_in_an_environment_of_its_own(kind: str, tmp_path: Path) -> None:
+    source, environment = copied(tmp_path / "source"), tmp_path / "environment"
+    if kind == "wheel":
+        done = build(source, tmp_path / "wheels")
+        assert done.returncode == 0, done.stderr
+        (archive,) = (tmp_path / "wheels").iterdir()
+    else:
+        archive = sdist(source, tmp_path / "archives")
+    shutil.rmtree(source)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    # What it depends on is this environment's, of whose folder links into the clone are not followed.
+    (folder,) = (environment / "lib").glob("python*/site-packages")
+    (folder / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    command = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", archive]
+    done = subprocess.run([python, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"```python\n(import torch, thinwire as tw\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "program.py").write_text(f"{found[1]}print(tw.__file__)\n")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["THINWIRE_BACKEND"] = "torch"  # compiles nothing
+    done = subprocess.run([python, "program.py"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told, place = done.stdout.splitlines()
+    assert told.startswith("relative error 0.00") and Path(place).is_relative_to(environment), done.stdout
 
 
 def test_without_its_links_it_is_not_built(tmp_path: Path) -> None:
