@@ -95,7 +95,7 @@ def open_round(ticket: Tensor) -> Dispatched:
     found = _rounds.get(int(ticket))
     d = None if found is None else found.dispatched()
     if d is None:
-        raise LaneError("this round is over: it was combined or abandoned, or a later dispatch took its lane")
+        raise LaneError("this round is over: it was combined or abandoned, overtaken by a later dispatch, or closed")
     d._require_open()
     return d
 
