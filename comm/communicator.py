@@ -472,8 +472,8 @@ class Communicator(Collectives):
     def explain(self) -> str:
         """Says what was chosen and why, one fact a line."""
         first = f"communicator: rank {self.rank} of {self.size}" + (", closed" if self.closed else "")
-        attached = [attachment.describe() for attachment in self._attachments.values()]
-        return "\n  ".join([first, *self._facts(), *attached])
+        attached = (attachment.describe() for attachment in self._attachments.values())
+        return "\n  ".join([first, *self._facts(), *filter(None, attached)])
 
     def flight_recorder(self) -> Path:
         """Writes this rank's last 256 operations on this communicator to a file, and returns its path.

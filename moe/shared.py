@@ -30,8 +30,7 @@ class _Made(Attachment):
         self.shared: list[Any] = []
 
     def describe(self) -> str:
-        shared = sum(not ep._closed for ep in self.shared)
-        return f"ExpertParallel: {sum(not ep._closed for ep in self.all)}, of them shared: {shared}"
+        return f"shared ExpertParallel: {sum(not ep._closed for ep in self.shared)}" if self.shared else ""
 
     def close(self) -> None:
         for ep in [*self.all]:

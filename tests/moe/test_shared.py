@@ -54,7 +54,7 @@ def shared_by_all(comm: Communicator) -> None:
     own.close()
     with pytest.raises(TypeError, match="wires"):
         ExpertParallel.shared(comm, *SIZES, wires="none")
-    assert "of them shared: 4" in comm.explain()
+    assert "shared ExpertParallel: 4" in comm.explain()
     comm.close()
     assert all(ep._closed for ep in (second, *others))
     with pytest.raises(ThinwireError, match="this communicator is closed"):
