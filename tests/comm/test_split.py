@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import operator
 import os
 import signal
 import threading
@@ -188,9 +189,11 @@ def drop_splits(comm: Communicator) -> list[tuple[int, int, int]]:
         gc.collect()
         comm.barrier()
         ends = time.monotonic() + 10  # a thread of Gloo's may take its time to end
-        while held and what_is_held() > held[0] and time.monotonic() < ends:
+        now = what_is_held()
+        while held and any(map(operator.gt, now, held[0])) and time.monotonic() < ends:
             time.sleep(0.05)
-        held.append(what_is_held())
+            now = what_is_held()
+        held.append(now)
     return held
 
 
