@@ -17,7 +17,7 @@ from typing import Any
 
 from thinwire import testing
 from thinwire._rank_process import end_with_parent
-from thinwire._rank_server import ServedProcess
+from thinwire._rank_server import ServedProcess, take_ctrl_c_again
 from thinwire.comm import init
 
 LIMIT = 60.0  # seconds after which whatever is left of a case is killed
@@ -103,6 +103,7 @@ def _run(
 ) -> None:
     global _told, _rank
     _told, _rank = folder, rank
+    take_ctrl_c_again()
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     os.environ.update(environ)

@@ -19,11 +19,11 @@ WIRES = ("none", "int8", "int8:row", "int8:32", "int4", "fp8")
 
 
 def configuration(generator: random.Random) -> tuple[int, dict[str, Any]]:
-    top_k = generator.randint(1, 9)
+    num_experts = generator.randint(1, 37)
     dtype = generator.choice((None, torch.float32, torch.float16, torch.bfloat16))
     return generator.randint(1, 4), {
-        "num_experts": generator.randint(1, 37),
-        "top_k": top_k,
+        "num_experts": num_experts,
+        "top_k": generator.randint(1, min(9, num_experts)),
         "hidden_size": generator.randint(1, 700),
         "max_tokens": generator.randint(0, 90),
         "wire": generator.choice(WIRES),
