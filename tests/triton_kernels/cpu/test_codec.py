@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import mmap
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -272,9 +272,9 @@ def test_a_fused_product_would_be_seen() -> None:
 def test_the_source_text_of_the_folder_is_part_of_the_cache_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "doubles.py"
-    source.write_text("def double(x):\n    return 2 * x\n")
-    double = runpy.run_path(str(source))["double"]
+    (tmp_path / "module_that_doubles.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    double = importlib.import_module("module_that_doubles").double
     missed = []
     for fingerprint in (1, 1, 2, 1):
         monkeypatch.setattr(compat, "FINGERPRINT", fingerprint)
