@@ -78,7 +78,7 @@ def _detach(duplicate: Any) -> int:
 def rank_main(launch: Launch, payload: int, output: int, errors: int) -> None:
     """Runs the payload's function and leaves its result or its failure in the folder. The numbers are open files."""
     os.setsid()  # the parent kills the whole process group, so that nothing that fn started lives on
-    take_ctrl_c_again()  # a terminal's does not come to this session
+    take_ctrl_c_again()  # a terminal's no longer comes here
     for descriptor, standard in ((output, 1), (errors, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
