@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from thinwire.moe.places import whole
 from thinwire.testing import RankError, run_ranks
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 32, 5, 2, 24
+DRAWING = threading.Lock()  # ranks that are threads share torch's generator: one draws its weights at a time
 
 
 class Model(nn.Module):
@@ -31,11 +33,12 @@ class Model(nn.Module):
 
     def __init__(self, ep: tw.ExpertParallel, seed: int = 3) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.dense = nn.Linear(HIDDEN, HIDDEN)
-        self.moe = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
-        self.own = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
-        self.router = nn.Linear(HIDDEN, EXPERTS)
+        with DRAWING:
+            torch.manual_seed(seed)
+            self.dense = nn.Linear(HIDDEN, HIDDEN)
+            self.moe = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
+            self.own = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
+            self.router = nn.Linear(HIDDEN, EXPERTS)
         self.layer = ep.next_layer()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
