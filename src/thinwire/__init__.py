@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from thinwire.fused.ddp import AllReduceState as AllReduceState
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
     from thinwire.fused.empty import empty as empty
+    from thinwire.fused.exchange_plan import ExchangePlan as ExchangePlan
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
     from thinwire.fused.prepare import Prepared as Prepared
     from thinwire.fused.prepare import prepare as prepare
@@ -58,6 +59,7 @@ _MODULES = {
     "fused.codec": "WireRows dequantize quantize",
     "fused.ddp": "AllReduceState all_reduce_hook",
     "fused.empty": "empty",
+    "fused.exchange_plan": "ExchangePlan",
     "fused.int8_reduce": "int8_all_to_all_reduce",
     "fused.prepare": "Prepared prepare",
     "fused.redistribute": "redistribute",

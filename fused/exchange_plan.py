@@ -1,0 +1,216 @@
+"""A plan of an exchange: which rows go to which rank, settled once, for any number of exchanges either way.
+
+    plan = tw.ExchangePlan(rows, send_counts, comm, num_rows=len(x))
+    there = plan.there(x, wire="int8")     # x[rows] at their ranks
+    home = plan.back(there, wire="int8")   # each row of x gets the sum of what its copies became
+
+The two are each other's transpose, and so each other's backward. Rows travel by `all_to_all_v`, which chooses the
+transport, checks and counts them; on the way back, the kernel that sums records at home after a combine adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.comm import Group, communicator_or_default
+from thinwire.comm.tensors import require_dense
+from thinwire.comm.work import Work
+from thinwire.compiler import opaque
+from thinwire.errors import ArgumentError, CountsError, WireFormatError
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.backend import select_backend
+from thinwire.fused.codec import resolve_wire
+from thinwire.fused.counts import Counts, parse_integers
+from thinwire.fused.gradients import wants_gradient, with_gradient
+from thinwire.fused.prepared import in_memory
+from thinwire.fused.transport import check_transport
+from thinwire.wire import WireFormat
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+_EXACT = WireFormat("none")
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _opaque(call: _C) -> _C:
+    return opaque(call, find_recorder=lambda arguments, _: arguments[0].comm.recorder)  # type: ignore[return-value]
+
+
+class ExchangePlan:
+    """Which rows go to which rank, and how many come. Making one is collective, unless `recv_counts` are given.
+
+    Calls of `there` and `back` are collective. They can follow each other in any order and number. torch.compile calls
+    them between two graphs. The plan holds row numbers alone, no rows; it ends with its communicator.
+
+    Args:
+        rows: int64 or int32 [sum(send_counts)], the rows of x to send: those for rank 0, then those for rank 1, and so
+            on. A row may go to several ranks, or to one several times. None: x has sum(send_counts) rows, in order.
+        send_counts: rows for each rank, list of ints or integer tensor [size].
+        comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
+        num_rows: rows of x; to be passed with `rows`.
+        recv_counts: rows from each rank. None: ranks exchange their counts, which on CUDA waits for the device.
+        transport: "auto", "direct" or "staged", as in `all_to_all_v`.
+
+    Attributes:
+        comm: the communicator.
+        rows, num_rows: as passed.
+        send_counts, recv_counts: lists of ints.
+
+    Raises:
+        CountsError: counts that are no counts, do not fit `rows`, or `rows` without `num_rows`.
+        ArgumentError: rows of another dtype or shape, or outside of num_rows.
+        TransportUnavailable: an unknown transport, or rows on another kind of device.
+
+    >>> import thinwire as tw
+    >>> comm = tw.init()
+    >>> plan = tw.ExchangePlan(torch.tensor([2, 0, 2]), [3], comm, num_rows=3)
+    >>> there = plan.there(torch.tensor([[1.0], [2.0], [3.0]]), wire="none")
+    >>> there.tolist(), plan.back(there, wire="none").tolist()
+    ([[3.0], [1.0], [3.0]], [[1.0], [0.0], [6.0]])
+    >>> comm.close()
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor | None,
+        send_counts: Counts,
+        comm: Group | None = None,
+        *,
+        num_rows: int | None = None,
+        recv_counts: Counts | None = None,
+        transport: str = "auto",
+    ) -> None:
+        check_transport(transport)
+        self.comm, self._transport = communicator_or_default(comm), transport
+        size, rank = self.comm.size, self.comm.rank
+        self.send_counts = parse_integers(send_counts, size, "send_counts")
+        sent = sum(self.send_counts)
+        if (rows is None) != (num_rows is None) and num_rows != sent:
+            raise CountsError(f"num_rows is {num_rows!r} and rows {'None' if rows is None else 'are given'}; pass both")
+        self.rows = None if rows is None else self._parse_rows(rows, sent, int(num_rows or 0))
+        self.num_rows = sent if num_rows is None else int(num_rows)
+        if recv_counts is None:
+            self.recv_counts: list[int] = self.comm.exchange_counts(self.send_counts)
+        else:
+            self.recv_counts = parse_integers(recv_counts, size, "recv_counts")
+            if self.recv_counts[rank] != self.send_counts[rank]:
+                raise CountsError(
+                    f"rank {rank} sends itself {self.send_counts[rank]} rows but expects {self.recv_counts[rank]}"
+                )
+        self._copies: torch.Tensor | None = None
+
+    def _parse_rows(self, rows: torch.Tensor, sent: int, num_rows: int) -> torch.Tensor:
+        require_dense("rows", rows)
+        self.comm.check_device("rows", rows)
+        if rows.dtype not in (torch.int64, torch.int32) or rows.shape != (sent,):
+            raise ArgumentError(f"rows is {rows.dtype} {list(rows.shape)}; accepted: int64 or int32 [{sent}]")
+        if sent and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+            raise ArgumentError(f"rows has {int(rows.min())} ... {int(rows.max())}; accepted: 0 ... {num_rows - 1}")
+        return rows.long()
+
+    @_opaque
+    def there(
+        self,
+        x: torch.Tensor,
+        *,
+        wire: str | WireFormat | None = None,
+        grad_wire: str | WireFormat = "none",
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Sends rows to their ranks, and gives those that came: [sum(recv_counts), ...], by source rank.
+
+        Args:
+            x: [num_rows, ...], of what the wire carries; `none` carries any dtype.
+            wire: the format in transit; None means THINWIRE_WIRE, else int8.
+            grad_wire: the format of what travels in backward.
+            out, async_op: as in `all_to_all_v`; without gradients.
+
+        Raises:
+            CountsError: x does not have num_rows rows.
+            WireFormatError, PeerTimeout, TransportUnavailable and others: as `all_to_all_v`.
+        """
+        self._check("x", x, self.num_rows)
+        if not wants_gradient(x) or out is not None or async_op:
+            return self._send(x, wire, out, async_op)
+        back = partial(self._return, wire=resolve_wire(grad_wire))
+        return with_gradient(x, partial(self._send, wire=wire), back)
+
+    @_opaque
+    def back(
+        self, y: torch.Tensor, *, wire: str | WireFormat | None = None, grad_wire: str | WireFormat = "none"
+    ) -> torch.Tensor:
+        """Returns rows to where they came from, and adds them up there: [num_rows, ...].
+
+        Sums are float32, in ascending rank, and rounded once to y's dtype. Rows that went nowhere are zero.
+
+        Args:
+            y: float32, float16 or bfloat16 [sum(recv_counts), ...].
+            wire, grad_wire: as in `there`.
+
+        Raises:
+            CountsError: y does not have as many rows as came.
+            WireFormatError: y has another dtype.
+            PeerTimeout, TransportUnavailable and others: as `all_to_all_v`.
+        """
+        self._check("y", y, sum(self.recv_counts))
+        if y.dtype not in _SUMMED:
+            raise WireFormatError(f"y is {y.dtype}; what comes back is added up: float32, float16 or bfloat16")
+        if not wants_gradient(y):
+            return self._return(y, resolve_wire(wire))
+        return with_gradient(
+            y, partial(self._return, wire=resolve_wire(wire)), partial(self._send, wire=resolve_wire(grad_wire))
+        )
+
+    def _check(self, name: str, x: torch.Tensor, num_rows: int) -> None:
+        self.comm.check_device(name, x)
+        if x.dim() < 1 or x.shape[0] != num_rows:
+            raise CountsError(f"{name} is {x.dtype} {list(x.shape)}; this plan is for [{num_rows}, ...]")
+
+    def _send(
+        self, x: torch.Tensor, wire: str | WireFormat | None, out: torch.Tensor | None = None, async_op: bool = False
+    ) -> Any:
+        picked = x.detach() if self.rows is None else x.detach().index_select(0, self.rows)
+        return all_to_all_v(
+            picked, self.send_counts, self.recv_counts, wire=wire, out=out, comm=self.comm,
+            transport=self._transport, async_op=async_op,
+        )  # fmt: skip
+
+    def _return(self, y: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+        arrived: Any = all_to_all_v(
+            y.detach(), self.recv_counts, self.send_counts, wire=wire, comm=self.comm, transport=self._transport
+        )
+        return self._sum(arrived)
+
+    def _sum(self, arrived: torch.Tensor) -> torch.Tensor:
+        """[sum(send_counts), ...] -> [num_rows, ...], as `sum_records` adds up exact records."""
+        if self.rows is None:
+            return arrived
+        tail = arrived.shape[1:]
+        out = self.comm.result_memory.new_empty(arrived, (self.num_rows, *tail), arrived.dtype)
+        width = tail.numel()
+        if not width or not self.num_rows:
+            return out
+        flat, bytes_of_row = arrived.view(len(arrived), width), _EXACT.row_bytes(width, arrived.dtype)
+        missing = bytes_of_row // arrived.dtype.itemsize - width  # records are padded
+        if missing or not in_memory(flat):
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        backend = select_backend(arrived.device, _EXACT, self.comm.cpu_share.threads)
+        backend.sum_records(flat.view(torch.uint8), self._copies_of_rows(), _EXACT, out.view(-1, width))
+        return out
+
+    def _copies_of_rows(self) -> torch.Tensor:
+        """int64 [num_rows, most copies]: where each row was sent, in order, -1 behind them; made when first needed."""
+        if self._copies is None:
+            assert self.rows is not None
+            order = self.rows.argsort(stable=True)
+            counts = torch.bincount(self.rows, minlength=self.num_rows)
+            most = int(counts.max()) if len(order) else 0
+            self._copies = torch.full((self.num_rows, max(most, 1)), -1, dtype=torch.int64, device=order.device)
+            ordinal = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.rows[order]]
+            self._copies[self.rows[order], ordinal] = order
+        return self._copies
