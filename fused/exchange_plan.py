@@ -25,7 +25,7 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Counts, parse_integers
-from thinwire.fused.gradients import wants_gradient, with_gradient
+from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.prepared import in_memory
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
@@ -128,29 +128,35 @@ class ExchangePlan:
             x: [num_rows, ...], of what the wire carries; `none` carries any dtype.
             wire: the format in transit; None means THINWIRE_WIRE, else int8.
             grad_wire: the format of what travels in backward.
-            out, async_op: as in `all_to_all_v`; without gradients.
+            out, async_op: as in `all_to_all_v`.
 
         Raises:
             CountsError: x does not have num_rows rows.
             WireFormatError, PeerTimeout, TransportUnavailable and others: as `all_to_all_v`.
         """
         self._check("x", x, self.num_rows)
-        if not wants_gradient(x) or out is not None or async_op:
+        if not wants_gradient(x):
             return self._send(x, wire, out, async_op)
+        require_linear("ExchangePlan.there", out, async_op)
         back = partial(self._return, wire=resolve_wire(grad_wire))
         return with_gradient(x, partial(self._send, wire=wire), back)
 
     @_opaque
     def back(
-        self, y: torch.Tensor, *, wire: str | WireFormat | None = None, grad_wire: str | WireFormat = "none"
-    ) -> torch.Tensor:
+        self,
+        y: torch.Tensor,
+        *,
+        wire: str | WireFormat | None = None,
+        grad_wire: str | WireFormat = "none",
+        async_op: bool = False,
+    ) -> torch.Tensor | Work[torch.Tensor]:
         """Returns rows to where they came from, and adds them up there: [num_rows, ...].
 
         Sums are float32, in ascending rank, and rounded once to y's dtype. Rows that went nowhere are zero.
 
         Args:
             y: float32, float16 or bfloat16 [sum(recv_counts), ...].
-            wire, grad_wire: as in `there`.
+            wire, grad_wire, async_op: as in `there`.
 
         Raises:
             CountsError: y does not have as many rows as came.
@@ -161,10 +167,10 @@ class ExchangePlan:
         if y.dtype not in _SUMMED:
             raise WireFormatError(f"y is {y.dtype}; what comes back is added up: float32, float16 or bfloat16")
         if not wants_gradient(y):
-            return self._return(y, resolve_wire(wire))
-        return with_gradient(
-            y, partial(self._return, wire=resolve_wire(wire)), partial(self._send, wire=resolve_wire(grad_wire))
-        )
+            return self._return(y, resolve_wire(wire), async_op)
+        require_linear("ExchangePlan.back", None, async_op)
+        there = partial(self._send, wire=resolve_wire(grad_wire))
+        return with_gradient(y, partial(self._return, wire=resolve_wire(wire)), there)
 
     def _check(self, name: str, x: torch.Tensor, num_rows: int) -> None:
         self.comm.check_device(name, x)
@@ -180,11 +186,12 @@ class ExchangePlan:
             transport=self._transport, async_op=async_op,
         )  # fmt: skip
 
-    def _return(self, y: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    def _return(self, y: torch.Tensor, wire: WireFormat, async_op: bool = False) -> Any:
         arrived: Any = all_to_all_v(
-            y.detach(), self.recv_counts, self.send_counts, wire=wire, comm=self.comm, transport=self._transport
-        )
-        return self._sum(arrived)
+            y.detach(), self.recv_counts, self.send_counts, wire=wire, comm=self.comm, transport=self._transport,
+            async_op=async_op,
+        )  # fmt: skip
+        return Work([arrived], lambda: self._sum(arrived.wait()), y.device) if async_op else self._sum(arrived)
 
     def _sum(self, arrived: torch.Tensor) -> torch.Tensor:
         """[sum(send_counts), ...] -> [num_rows, ...], as `sum_records` adds up exact records."""

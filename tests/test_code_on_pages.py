@@ -28,6 +28,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(str(page.relative_to(RO
 NOT_RUN = {
     ("docs/checkpoints.md", 'layer = tw.load_moe_layer("Qwen3-30B-A3B"'): "reads a checkpoint of 60 GB",
     ("docs/cuda-graphs.md", "graph = torch.cuda.CUDAGraph()"): "needs GPUs",
+    ("docs/integrations-deep-ep.md", "sharded_moe._AllToAll = Exchange"): "needs DeepSpeed",
     ("docs/integrations.md", 'ep_implementation="thinwire:int8+h64"'): "needs transformers and a checkpoint of 60 GB",
     ("docs/integrations.md", 'register("int8 both ways"'): "needs transformers",
     ("docs/launch.md", 'comm = tw.init(rank_table="rank_table.json", rank=2)'): "needs the hosts of its rank table",

@@ -62,7 +62,9 @@ def exchange(comm: Communicator, seed: int, tail: tuple[int, ...], dtype: torch.
         assert torch.equal(plan.there(xs[rank], wire="none"), there[rank])
         assert torch.equal(plan.there(xs[rank], wire="none"), there[rank])
     pending: Any = plan.there(xs[rank], wire="none", async_op=True)
-    assert torch.equal(pending.wait(), there[rank])
+    returning: Any = plan.back(ys[rank], wire="none", async_op=True)
+    assert torch.equal(pending.wait(), there[rank]) and torch.equal(returning.wait(), home[rank])
+    assert torch.equal(returning.wait(), home[rank])  # and again
     out = torch.full((incoming[rank] + 2, *tail), 5.0, dtype=dtype)
     plan.there(xs[rank], wire="none", out=out)
     assert torch.equal(out[:-2], there[rank]) and bool((out[-2:] == 5).all())
@@ -160,6 +162,13 @@ def misused(comm: Communicator) -> None:
             lambda: plan.back(torch.ones(sum(plan.recv_counts), 4, dtype=torch.int64), wire="none"),
             WireFormatError,
             "int64",
+        ),
+        (lambda: plan.there(x.clone().requires_grad_(), wire="none", async_op=True), WireFormatError, "no backward"),
+        (lambda: plan.there(x.clone().requires_grad_(), wire="none", out=x), WireFormatError, "no backward"),
+        (
+            lambda: plan.back(torch.ones(sum(plan.recv_counts), 4, requires_grad=True), wire="none", async_op=True),
+            WireFormatError,
+            "no backward",
         ),
         (lambda: plan.there([1.0], wire="none"), ThinwireError, "list"),  # type: ignore[arg-type]
     ):

@@ -1,0 +1,57 @@
+"""What DeepEP's calls return to be waited for. Calls here are over, or on the current stream, when they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class EventHandle:
+    """A point on the stream that is current on CUDA; on a CPU there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def current_stream_wait(self) -> None:
+        """The stream that is current now waits for that point."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """An event, and a hook that is called once after it; as a context, it waits at the end."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event, self.extra_tensors, self._release = event, extra_tensors, False
+        self.hook_after_wait: Callable[[], object] | None = None
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """See `EventHandle.current_stream_wait`."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        self.event = None if release_handle else self.event
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Has a function called after the next wait."""
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._release = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.current_stream_wait(self._release)
+
+
+def done(previous: EventHandle | EventOverlap | None = None) -> EventOverlap:
+    """What a call returns. Before it, the current stream waits for a previous event."""
+    if previous is not None:
+        previous.current_stream_wait()
+    return EventOverlap(EventHandle())

@@ -1,0 +1,246 @@
+"""`Buffer`, DeepEP's first API: its normal mode, and the low-latency pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ArgumentError
+from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.integrations.deep_ep.events import EventOverlap, done
+from thinwire.integrations.deep_ep.routes import EXACT, GroupOfBuffer, Route, Rows, Slots, aligned, ranks_of
+
+_Tensor = torch.Tensor | None
+
+
+@dataclass
+class Config:
+    """Accepted; nothing here depends on it."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: the memory is the communicator's."""
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
+
+
+class Handle(tuple[Any, ...]):
+    """A tuple as DeepEP's, for clients that look into it; None stands for what is not needed here."""
+
+    route: Route
+    slots: Slots  # of low latency
+    buffer: _Tensor = None
+
+
+class Buffer(GroupOfBuffer):
+    """Rows come once to each rank, with ids of its experts or -1; the low-latency pair has a row for each expert.
+
+    Calls are collective over the group, but for `get_dispatch_layout`. A handle can be used any number of times, in any
+    order. Arguments for the use of SMs, streams and events are accepted and change nothing.
+    """
+
+    num_sms = 20
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False, num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False, comm: object = None,
+    ) -> None:  # fmt: skip
+        super().__init__(group)
+        self.num_nvl_bytes, self.num_rdma_bytes, self.low_latency_mode = num_nvl_bytes, num_rdma_bytes, low_latency_mode
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: what clients refuse where it is not, is not needed here."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Keeps a number that clients read."""
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """What `previous_event` takes."""
+        return done()
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A configuration."""
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """0: the memory is the communicator's."""
+        return 0
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
+        """int32 tokens for each rank, None, int32 tokens for each expert, bool [tokens, ranks], an event."""
+        event, in_rank = done(previous_event), ranks_of(topk_idx, num_experts, self.group_size)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+        return in_rank.sum(0).int(), None, per_expert.int(), in_rank, event
+
+    @torch.no_grad()
+    def dispatch(
+        self, x: Rows, handle: Handle | None = None, num_tokens_per_rank: _Tensor = None,
+        num_tokens_per_rdma_rank: _Tensor = None, is_token_in_rank: _Tensor = None,
+        num_tokens_per_expert: _Tensor = None, topk_idx: _Tensor = None, topk_weights: _Tensor = None,
+        expert_alignment: int = 1, num_worst_tokens: int = 0, config: Config | None = None,
+        previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, _Tensor, _Tensor, list[int] | None, Handle | None, EventOverlap]:  # fmt: skip
+        """Rows that came, ids and weights, rows of each expert rounded up, a handle, an event.
+
+        With num_worst_tokens there are as many rows, zero behind those that came; the host waits all the same.
+
+        Raises:
+            RoutingError: arguments do not fit; on all ranks.
+            CapacityError: more rows than num_worst_tokens come to a rank; on all ranks.
+        """
+        event = done(previous_event)
+        if handle is not None:
+            return handle.route.there(x, self.grad_wire, num_worst_tokens), None, None, None, None, event
+        num_experts = 0 if num_tokens_per_expert is None else len(num_tokens_per_expert)
+        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights)
+        recv, counts = route.there(x, self.wire, num_worst_tokens), list[int]()
+        if not num_worst_tokens:
+            counts = aligned(self._rows_of_experts(route, num_tokens_per_expert), expert_alignment).tolist()
+        of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
+        made = Handle((of_ranks, None, None, route.source, route.in_rank, None))
+        made.route = route
+        return recv, *route.padded(num_worst_tokens), counts, made, event
+
+    internode_dispatch = dispatch
+
+    def _rows_of_experts(self, route: Route, num_tokens_per_expert: _Tensor) -> torch.Tensor:
+        if route.ids is not None:
+            return torch.bincount(route.ids[route.ids >= 0], minlength=route.num_local)
+        assert num_tokens_per_expert is not None
+        of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
+        total: torch.Tensor = of_all.sum(0)
+        return total
+
+    @torch.no_grad()
+    def combine(
+        self, x: torch.Tensor, handle: Handle, topk_weights: _Tensor = None, bias: Any = None,
+        config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, _Tensor, EventOverlap]:  # fmt: skip
+        """Sums at home of rows, with bias, and of topk_weights; an event."""
+        event, route = done(previous_event), handle.route
+        y = route.home(x, self.combine_wire if topk_weights is None else self.grad_wire, bias)
+        return y, route.weights_home(topk_weights), event
+
+    internode_combine = combine
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: there is nothing to clean."""
+
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: _Tensor = None, dispatch_wait_recv_cost_stats: _Tensor = None,
+        use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None]]:  # fmt: skip
+        """Rows of each expert, [local experts, slots, hidden] or FP8 and scales; how many; a handle; an event; a hook.
+
+        A token travels once to each rank. FP8 is made before that. Slots without a row are not written.
+
+        Raises:
+            RoutingError: arguments do not fit; on all ranks.
+        ArgumentError: x cannot be FP8.
+        """
+        most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
+        if dispatch_wait_recv_cost_stats is not None:
+            raise NotImplementedError("dispatch_wait_recv_cost_stats: waits are in the flight recorder, not in tensors")
+        parts = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
+        route = Route(self.comm, x, None, num_experts, topk_idx, None, most)
+        experts, width = route.num_local, most * self.group_size
+        slots = Slots(route, lambda counts: torch.arange(experts, device=counts.device) * width)
+        made = tuple(part.new_empty(experts, width, part.shape[1]) for part in parts)
+        pending = [route.there(part, EXACT if use_fp8 else self.wire, async_op=True) for part in parts]
+
+        @torch.no_grad()
+        def hook() -> None:
+            for part, work, out in zip(parts, pending, made, strict=True):
+                slots.spread(work.wait().view(part.dtype), out.flatten(0, 1))
+
+        if not return_recv_hook:
+            hook()
+        numbers = slots.spread(route.source[:, None], route.source.new_zeros(experts * width, 1))
+        ranks = torch.repeat_interleave(route.counts[:, self.rank].to(x.device))
+        of_ranks = torch.bincount(
+            slots.place // width * self.group_size + ranks[slots.row], minlength=experts * self.group_size
+        )
+        of_ranks = of_ranks.view(experts, self.group_size)
+        layout = (of_ranks.cumsum(1) - of_ranks << 32) | of_ranks
+        handle = Handle((numbers.view(experts, width), layout, most, hidden, num_experts))
+        handle.route, handle.slots = route, slots
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += slots.counts
+        return made if use_fp8 else made[0], slots.counts.int(), handle, done(), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """bfloat16 [local experts, slots, hidden], to be filled for a combine with zero_copy."""
+        if handle.buffer is None:
+            handle.buffer = torch.zeros(*handle[0].shape, handle[3], dtype=torch.bfloat16, device=self.comm.device)
+        return handle.buffer
+
+    @torch.no_grad()
+    def low_latency_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Handle,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+        out: _Tensor = None, combine_wait_recv_cost_stats: _Tensor = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:  # fmt: skip
+        """Weighted sums at home; an event; a hook. Weights travel to the experts, so one row a rank comes home."""
+        x = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+        weights = handle.route.there(topk_weights.float(), EXACT)
+        sums = handle.slots.sums(x.flatten(0, 1), weights)
+        pending: Any = handle.route.plan.back(sums, wire=self.combine_wire, async_op=True)
+        y = x.new_empty(len(topk_idx), x.shape[2]) if out is None else out
+
+        @torch.no_grad()
+        def hook() -> None:
+            y.copy_(pending.wait())
+
+        if not return_recv_hook:
+            hook()
+        return y, done(), hook
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Ranks are not masked: where one is lost, calls raise PeerTimeout."""
+        raise NotImplementedError("masked ranks: a lost rank raises PeerTimeout, after which comm.shrink() goes on")
+
+
+def to_fp8(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 rows, and scales of 128 columns each: float32, powers of two, or their exponents, four in an int32."""
+    columns = 512 if use_ue8m0 else 128
+    if x.shape[1] % columns or use_ue8m0 > round_scale:
+        raise ArgumentError(
+            f"x has {x.shape[1]} columns, round_scale is {round_scale}; FP8 takes multiples of {columns}"
+        )
+    grouped = x.float().view(len(x), x.shape[1] // 128, 128)
+    scales = grouped.abs().amax(2).clamp_min(1e-4) / 448
+    if round_scale:
+        scales = scales.log2().ceil().exp2()
+    rows = (grouped / scales[..., None]).to(torch.float8_e4m3fn).view(x.shape)
+    if use_ue8m0:
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
+    return rows, scales
