@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
+BESIDE := $(INTEGRATIONS)/bin/python -m pytest -rs -s
+# Names of their tests, and the packages: of each what runs without the packages that it wants beyond PyTorch.
+CLIENTS := automodel megatron
+PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0
 # vLLM wants a PyTorch, transformers and numba of its own, so it has an environment of its own (3.4 GB, 4 minutes).
 VLLM_VENV := .venv-vllm
 # The PyTorch that `make demo` installs: words for pip, or "system" for the one that $(PYTHON) has.
@@ -12,7 +16,7 @@ SYSTEM := $(filter system,$(TORCH))
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types imports ahead-of-time docs soak fuzz protocol serve-check bench clean
+.PHONY: demo test test-all test-integrations lint types imports ahead-of-time docs soak fuzz protocol serve-check bench clean
 
 demo: $(VENV)/runs
 	$(RUN) -m thinwire demo
@@ -27,13 +31,16 @@ test: $(VENV)/ready
 test-all: test
 	$(PYTEST) -m exhaustive
 	$(MAKE) lint types imports docs ahead-of-time
-	@if timeout 240 $(MAKE) $(INTEGRATIONS)/ready; then \
-		$(INTEGRATIONS)/bin/python -m pytest -rs tests/integrations tests/moe/pretrained/test_transformers.py \
-			-m "not exhaustive"; \
-	else echo "SKIPPED: tests beside transformers, which could not be installed within 4 minutes"; fi
+	@if timeout 300 $(MAKE) $(INTEGRATIONS)/ready; then \
+		$(MAKE) test-integrations && $(BESIDE) -m exhaustive $(CLIENTS:%=tests/integrations/test_%.py); \
+	else echo "SKIPPED: tests beside other frameworks, which could not be installed within 5 minutes"; fi
 	@if timeout 900 $(MAKE) $(VLLM_VENV)/ready; then \
 		$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_vllm.py; \
 	else echo "SKIPPED: tests beside vLLM, which could not be installed within 15 minutes"; fi
+
+# Other frameworks as they are on PyPI, over thinwire, on 2 ranks: prints a line for each thing that ran, with its errors.
+test-integrations: $(INTEGRATIONS)/ready
+	$(BESIDE) -m "not exhaustive" tests/integrations tests/moe/pretrained/test_transformers.py
 
 # vLLM itself: LLM and `vllm serve` on two data-parallel ranks.
 serve-check: $(VLLM_VENV)/ready
@@ -72,6 +79,7 @@ bench: $(VENV)/ready
 	$(RUN) -m thinwire bench --device cpu
 	$(RUN) -m benchmarks.bench_codec --device cpu
 	$(RUN) -m benchmarks.bench_accuracy
+	$(RUN) -m benchmarks.bench_deep_ep
 	$(RUN) -m benchmarks.bench_experts
 	$(RUN) -m benchmarks.bench_first_run
 	$(RUN) -m benchmarks.bench_flight_recorder
@@ -113,6 +121,10 @@ $(INTEGRATIONS)/ready: $(VENV)/ready
 		> "$$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
 		--editable '.[transformers]'
+	@for each in $(PACKAGES); do \
+		$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps $$each \
+			|| echo "SKIPPED: tests beside $$each, which could not be installed"; \
+	done
 	touch $@
 
 $(VLLM_VENV)/ready: constraints.txt tests/integrations/vllm_venv.py
