@@ -9,7 +9,7 @@ import torch
 from thinwire.compiler import opaque
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import Wants
-from thinwire.moe.operations import linked_round, open_round
+from thinwire.moe.operations import linked_round, open_round, round_of
 from thinwire.moe.received import Records, RowRouting
 from thinwire.operators import ANCHOR, OPS, ORDER
 
@@ -59,6 +59,13 @@ class CompiledRound:
         of_round = self._num_tokens, self._hidden_size, self._dtype
         combined: torch.Tensor = OPS.combine(ORDER, self._ticket, expert_out, handle, *of_round, refused, self._wants)
         return combined
+
+    @property
+    @opaque
+    def is_open(self) -> bool:
+        """As `Dispatched.is_open`, between two graphs."""
+        d = round_of(self._ticket)
+        return d is not None and d.is_open
 
     @opaque
     def gather_routing(self, capacity: int) -> RowRouting:

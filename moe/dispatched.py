@@ -71,10 +71,15 @@ class Dispatched(OnLane, ABC):
         self.lane = lane
 
     def __repr__(self) -> str:
-        state = "open" if self._rounds.open_rounds[self.lane] is self else "over"
+        state = "open" if self.is_open else "over"
         return (
             f"Dispatched({self._num_sent} tokens of {self._dtype} sent, {self._rounds.name}, lane {self.lane}, {state})"
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be combined: not combined, abandoned, overtaken on its lane, or closed."""
+        return self._rounds.open_rounds[self.lane] is self
 
     # -----------------------------------------------------------------------------------------------------------------
     # By expert
@@ -409,7 +414,7 @@ class Dispatched(OnLane, ABC):
             comm.sent(getattr, self, f"{leg}_traffic")
 
     def _require_open(self) -> None:
-        if self._rounds.open_rounds[self.lane] is not self:
+        if not self.is_open:
             raise LaneError(f"this round on lane {self.lane} is over: {self._how_over}")
 
     @property

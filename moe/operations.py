@@ -86,14 +86,19 @@ def _gradients_of(ticket: Tensor) -> Iterator[RoundGradients]:
         raise
 
 
+def round_of(ticket: Tensor) -> Dispatched | None:
+    """The round of a ticket, if it is still there."""
+    found = _rounds.get(int(ticket))
+    return None if found is None else found.dispatched()
+
+
 def open_round(ticket: Tensor) -> Dispatched:
     """The round of a ticket.
 
     Raises:
         LaneError: it is over.
     """
-    found = _rounds.get(int(ticket))
-    d = None if found is None else found.dispatched()
+    d = round_of(ticket)
     if d is None:
         raise LaneError("this round is over: it was combined or abandoned, overtaken by a later dispatch, or closed")
     d._require_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("numba", reason="CPU ranks need numba")
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
+from thinwire.fused import exchange_plan
+from thinwire.fused.backend import select_backend
 from thinwire.testing import run_ranks
 
 
@@ -95,6 +98,30 @@ def test_rows_travel_as_planned_on_any_number_of_ranks(seed: int, size: int) -> 
     tail = [(1,), (7,), (130,), (4, 4)][seed % 4]
     dtype = [torch.float32, torch.bfloat16, torch.float16][seed % 3]
     run_ranks(exchange, size, seed, tail, dtype, "auto", mode="process" if seed % 2 else "thread")
+
+
+def strided(comm: Communicator) -> None:
+    strides = []
+
+    def select(*arguments: Any) -> Any:
+        backend = select_backend(*arguments)
+
+        def sum_records(records: torch.Tensor, *rest: Any) -> None:
+            strides.append(records.stride(0))
+            backend.sum_records(records, *rest)
+
+        return replace(backend, sum_records=sum_records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "select_backend", select)
+        for tail in ((1,), (3, 5), (130,)):
+            exchange(comm, 1, tail, torch.bfloat16, "auto")
+    assert strides and not any(stride % 16 for stride in strides)
+
+
+def test_kernels_get_records_of_the_stride_that_they_take() -> None:
+    """On GPUs they load 16 bytes at once."""
+    run_ranks(strided, 2)
 
 
 def in_order(comm: Communicator) -> None:

@@ -252,8 +252,10 @@ def _breaks(comm: tw.Communicator, transport: str) -> None:
             _assert_equal([*one], [*other])
         elif not isinstance(one, torch.Tensor):
             assert one == other
+    assert d.is_open and same.is_open
     d.abandon()
     same.abandon()
+    assert not d.is_open and not same.is_open
     with pytest.raises(tw.LaneError, match="is over"):
         d.gather(3)
 

@@ -214,6 +214,7 @@ def _rounds_out_of_turn(comm: Communicator) -> None:
     x, ids, weights = _tokens(comm.rank, "ragged", torch.float32, 0)
     first, other_lane = ep.dispatch(x, ids, weights), ep.dispatch(x, ids, weights, lane=1)
     second = ep.dispatch(x, ids, weights)
+    assert (first.is_open, other_lane.is_open, second.is_open) == (False, True, True)
     with pytest.raises(LaneError, match="lane 0 is over: a later dispatch took its lane; end it before"):
         _ = first.tokens
     with pytest.raises(LaneError, match="lane 0 is over: a later dispatch"):
@@ -227,6 +228,7 @@ def _rounds_out_of_turn(comm: Communicator) -> None:
         first.abandon()
     abandoned = ep.dispatch(x, ids, weights)
     abandoned.abandon()
+    assert not (other_lane.is_open or second.is_open or abandoned.is_open)
     with pytest.raises(LaneError, match="lane 0 is over: it was abandoned"):
         ep.combine(tokens, abandoned)
     with pytest.raises(LaneError, match="no lane 2"):
