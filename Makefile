@@ -5,8 +5,8 @@ RUN := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
 BESIDE := $(INTEGRATIONS)/bin/python -m pytest -rs -s
 # Names of their tests, and the packages: of each what runs without the packages that it wants beyond PyTorch.
-CLIENTS := automodel megatron
-PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0
+CLIENTS := automodel megatron torchtitan
+PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0 torchtitan==0.3.0 spmd_types==0.2.3
 # vLLM wants a PyTorch, transformers and numba of its own, so it has an environment of its own (3.4 GB, 4 minutes).
 VLLM_VENV := .venv-vllm
 # The PyTorch that `make demo` installs: words for pip, or "system" for the one that $(PYTHON) has.
@@ -120,7 +120,7 @@ $(INTEGRATIONS)/ready: $(VENV)/ready
 	$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> "$$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
-		--editable '.[transformers]'
+		--editable '.[transformers]' tyro torchdata datasets tokenizers tensorboard
 	@for each in $(PACKAGES); do \
 		$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps $$each \
 			|| echo "SKIPPED: tests beside $$each, which could not be installed"; \

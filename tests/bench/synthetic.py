@@ -22,12 +22,13 @@ def figure(operation: str = "dispatch", tokens: int = 64, **fields: Any) -> dict
     seconds = fields.pop("time", 1e-4 + size / 1e9)
     return {
         "operation": operation, "implementation": "thinwire", "wire": "int8", "transport": "direct",
-        "routing": "uniform", "skew": 1.03, "tokens": tokens, "size_bytes": size, "logical_bytes": 0.75 * size,
-        "wire_bytes": 0.38 * size,
+        "routing": "uniform", "skew": 1.03, "max_violation": 0.4, "tokens": tokens, "size_bytes": size,
+        "logical_bytes": 0.75 * size, "wire_bytes": 0.38 * size,
         "seconds": {
             "minimum": 0.8 * seconds, "lower_quartile": 0.9 * seconds, "median": seconds,
             "upper_quartile": 1.1 * seconds, "p99": 1.4 * seconds, "maximum": 1.5 * seconds,
         },
+        "fastest_rank": 0.7 * seconds, "rank_spread": 0.2 * seconds, "period": 0.9 * seconds,
         "algorithm_bandwidth": size / seconds, "bus_bandwidth": 0.75 * size / seconds,
         "wire_bandwidth": 0.38 * size / seconds, "relative_error": 0.0065, "wrong": 0, "speedup": 1.5,
         "paired_speedup": 1.4, "reference": "gloo",

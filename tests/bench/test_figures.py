@@ -83,5 +83,27 @@ def test_no_line_is_wider_than_110_columns_whatever_was_measured() -> None:
             assert len(figures.line(figure, wide=False)) == 110
 
 
+def test_ranks_and_chains_have_figures_of_their_own() -> None:
+    found = _measured()
+    found.fastest = {"gloo/none all_gather": [1.0, 1.5, 1.0], "thinwire/int8 all_gather": [4.0, 7.0, 1.0]}
+    found.periods = {"gloo/none": [5.0, 3.0, 4.0]}
+    reference, line, wrong = figures_of(found, SIZES, "gloo")
+    assert (reference["fastest_rank"], reference["rank_spread"]) == (1.0, 0.5)
+    assert (line["fastest_rank"], line["rank_spread"]) == (4.0, 1.0)
+    assert wrong["fastest_rank"] is wrong["rank_spread"] is wrong["period"] is None
+    assert reference["period"] is None  # which is that of whole rounds
+    for each in found.contenders:
+        each.wire_bytes = {"moe": 1.0}
+    found.samples = {"gloo/none moe": [1.0]}
+    found.wire_bytes = {(each.label, "moe"): 1.0 for each in found.contenders}
+    sizes = {"moe": SIZES["all_gather"]._replace(routing="maxvio:1", skew=1.2, max_violation=1.03)}
+    (reference, *_) = figures_of(found, sizes, "gloo")
+    assert (reference["period"], reference["max_violation"]) == (4.0, 1.03)
+    titled = figures.title("moe", "bfloat16", *(reference[name] for name in ("routing", "skew", "max_violation")))
+    assert titled == "# moe of bfloat16, routing maxvio:1, skew 1.20, MaxVio 1.03"
+    names, line = (text.split() for text in (figures.heading("tokens", "gloo", True), figures.line(reference, True)))
+    assert "period" in names and "4000000" in line
+
+
 def test_without_a_reference_there_is_no_speedup() -> None:
     assert all(line["speedup"] is None for line in figures_of(_measured(), SIZES, "nccl"))

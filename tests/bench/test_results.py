@@ -24,7 +24,9 @@ ODD: dict[str, list[Any]] = {
 }  # fmt: skip
 ODD_FIGURES: dict[str, list[Any]] = {
     "operation": ["barrier", None, ["moe"]], "implementation": [None, "\x07", "x" * 401], "wire": [None, 8],
-    "transport": [1], "routing": [[]], "skew": NO_NUMBERS, "tokens": [-1, 1.5, "1", None],
+    "transport": [1], "routing": [[]], "skew": NO_NUMBERS, "max_violation": NO_NUMBERS,
+    "fastest_rank": [*NO_NUMBERS, 0], "rank_spread": NO_NUMBERS, "period": [*NO_NUMBERS, 0],
+    "tokens": [-1, 1.5, "1", None],
     "size_bytes": NO_NUMBERS, "logical_bytes": [*NO_NUMBERS, None], "wire_bytes": NO_NUMBERS,
     "algorithm_bandwidth": NO_NUMBERS, "bus_bandwidth": NO_NUMBERS, "wire_bandwidth": NO_NUMBERS,
     "relative_error": NO_NUMBERS, "wrong": [-1, 0.5], "speedup": NO_NUMBERS, "paired_speedup": NO_NUMBERS,
@@ -36,6 +38,9 @@ ODD_FIGURES: dict[str, list[Any]] = {
         {"upper_quartile": 4, "p99": 3.5},
     ))],
 }  # fmt: skip
+
+#: Fields of figures that older files do not have.
+LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period")
 
 
 def refused(value: Any) -> str:
@@ -62,15 +67,17 @@ def test_a_field_of_a_figure_that_is_not_what_it_should_be_is_named(field: str) 
         assert message.startswith("a.json: figures[1]: ") and field in message
     lacking = figure()
     del lacking[field]
-    if field != "paired_speedup":  # which older files do not have
+    if field not in LATER:
         assert f"figures[0]: no field {field!r}" in refused(results([lacking]))
 
 
 def test_a_file_of_before_there_were_quartiles_is_read_without_them() -> None:
     older = figure(seconds={"minimum": 1, "median": 2, "maximum": 3})
-    del older["paired_speedup"]
+    for field in LATER:
+        del older[field]
     (read,) = parse_results(results([older]), "a.json").figures
-    assert read.paired_speedup is None and read.seconds is not None and read.seconds.median == 2
+    assert all(getattr(read, field) is None for field in LATER)
+    assert read.seconds is not None and read.seconds.median == 2
     assert read.seconds.lower_quartile is read.seconds.upper_quartile is read.seconds.p99 is None
 
 

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
+from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
@@ -64,6 +65,8 @@ def test_every_operation_is_right_and_says_what_it_sends() -> None:
         for (name, wire, _), line in lines.items():
             seconds = line["seconds"]
             assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["maximum"] and line["wrong"] == 0
+            assert 0 < line["fastest_rank"] <= seconds["median"] and line["rank_spread"] >= 0
+            assert (line["period"] is not None and line["period"] > 0) == (operation == "moe")
             assert line["algorithm_bandwidth"] == line["size_bytes"] / seconds["median"]
             assert line["bus_bandwidth"] == line["logical_bytes"] / seconds["median"]
             if name == "thinwire":
@@ -82,6 +85,7 @@ def test_every_operation_is_right_and_says_what_it_sends() -> None:
     dispatched = _lines(results, "dispatch")
     for key, line in _lines(results, "moe").items():
         assert line["logical_bytes"] == 2 * dispatched[key]["logical_bytes"]
+        assert line["max_violation"] == max(results.expert_load) * 6 / sum(results.expert_load) - 1
     assert {entry["implementation"] for entry in results.skipped} >= {"Open MPI", "DeepEP", "FlashInfer", "group"}
 
 
@@ -242,6 +246,33 @@ def test_what_becomes_wrong_while_it_is_timed_is_found(monkeypatch: pytest.Monke
     results = _run(_with(operations=("all_gather",), wires=("none",), transports=("staged",), baselines=()))
     (line,) = results.figures
     assert line["wrong"] == 9000 and line["seconds"] is None
+
+
+def test_what_is_wrong_only_in_a_chain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    since = {rank: 0 for rank in range(RANKS)}  # rounds since the ranks met
+    combine = ExpertParallel.combine
+
+    def met(name: str) -> None:
+        original = getattr(Communicator, name)
+
+        def meets(self: Communicator, *args: Any) -> Any:
+            since[self.rank] = 0
+            return original(self, *args)
+
+        monkeypatch.setattr(Communicator, name, meets)
+
+    met("barrier"), met("all_gather_object")
+
+    @functools.wraps(combine)
+    def overtaken(self: ExpertParallel, *args: Any, **kwargs: Any) -> Any:
+        result = combine(self, *args, **kwargs)
+        since[self.comm.rank] += 1
+        return result.zero_() if since[self.comm.rank] > 4 else result
+
+    monkeypatch.setattr(ExpertParallel, "combine", overtaken)
+    results = _run(_with(operations=("moe",), wires=("none",), transports=("direct",), baselines=()))
+    (line,) = results.figures
+    assert line["wrong"] > 0 and line["seconds"] is line["period"] is line["fastest_rank"] is None
 
 
 def test_rows_left_from_an_earlier_call_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

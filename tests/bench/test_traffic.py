@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.errors import ArgumentError
 from thinwire.tools.bench.options import Routing
-from thinwire.tools.bench.traffic import expert_ids, expert_load, row_counts, rows_between, skew_of
+from thinwire.tools.bench.traffic import expert_ids, expert_load, row_counts, rows_between, skew_of, violation_of
 
 EXPERTS, TOP_K, RANKS = 12, 4, 3
 
@@ -58,6 +58,36 @@ def test_a_matrix_that_top_k_cannot_give_is_refused(tmp_path: Path) -> None:
         expert_ids(routing, 9, EXPERTS, 2, RANKS)
     with pytest.raises(ArgumentError, match="rank 2 owns none of 2 experts"):
         expert_ids(routing, 9, 2, 2, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "ranks", "violation"),
+    [(16, 64, 8, 4, 0.2), (500, 64, 8, 4, 1), (500, 64, 8, 2, 4), (33, 10, 3, 3, 7 / 3), (7, 12, 12, 2, 0)],
+)
+def test_the_busiest_expert_exceeds_the_mean_as_it_should_and_the_others_are_even(
+    tokens: int, experts: int, top_k: int, ranks: int, violation: float
+) -> None:
+    ids = expert_ids(Routing("maxvio", violation), tokens, experts, top_k, ranks)
+    assert [own.shape for own in ids] == [(tokens, top_k)] * ranks
+    for own in ids:
+        ordered = np.sort(own)
+        assert (ordered[:, 1:] != ordered[:, :-1]).all() and own.min() >= 0 and own.max() < experts
+    load = expert_load(ids, experts)
+    mean = tokens * ranks * top_k / experts
+    assert abs(violation_of(load) - violation) <= 0.5 / mean
+    rest = np.delete(load, load.argmax())
+    assert rest.max() - rest.min() <= 1
+    by_rank = [int((own == load.argmax()).sum()) for own in ids]
+    assert max(by_rank) - min(by_rank) <= 1
+
+
+def test_a_violation_that_no_routing_has_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="with --top-k 4 of 12 experts at most maxvio:2 is possible"):
+        expert_ids(Routing("maxvio", 2.1), 9, EXPERTS, TOP_K, RANKS)
+    with pytest.raises(ArgumentError, match="with 3 ranks at most maxvio:2 is possible"):
+        row_counts(Routing("maxvio", 2.1), 9, 3)
+    received = row_counts(Routing("maxvio", 1), 300, 4).sum(0).tolist()
+    assert skew_of(received) == 2 and len(set(received[1:])) == 1
 
 
 def test_tokens_name_different_experts_as_popular_as_they_are_said_to_be() -> None:

@@ -1,4 +1,4 @@
-"""Where transformers is missing, or too old, importing thinwire's part of it says what is needed."""
+"""Where transformers is missing, or too old, or torchtitan, importing thinwire's part of it says what is needed."""
 
 from __future__ import annotations
 
@@ -47,3 +47,10 @@ except ImportError as error:
         and "pip install 'transformers>=5.23' accelerate" in done.stdout
     )
     assert found in done.stdout
+
+
+def test_so_it_is_without_torchtitan() -> None:
+    code = _ABSENT.replace('"transformers"', '"torchtitan"') + "import thinwire.integrations.torchtitan"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "needs torchtitan 0.3" in done.stderr
+    assert "pip install torchtitan==0.3.0" in done.stderr

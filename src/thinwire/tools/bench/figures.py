@@ -24,6 +24,7 @@ class Sizes(NamedTuple):
         logical_bytes: what leaves a rank if nothing is quantised, mean over ranks.
         routing: its name, or None.
         skew: rows of the busiest rank by the mean, or None.
+        max_violation: of rounds, rows of the busiest expert by the mean over experts, less 1.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Sizes(NamedTuple):
     logical_bytes: float
     routing: str | None
     skew: float | None
+    max_violation: float | None = None
 
 
 def figures_of(found: Measured, sizes: dict[str, Sizes], reference: str) -> list[dict[str, Any]]:
@@ -63,6 +65,8 @@ def _figure(
         None,
     )
     seconds = _summarised(samples) if samples else None
+    fastest = found.fastest.get(f"{label} {operation}", ())
+    period = found.periods.get(label) if samples and operation == "moe" else None
     return {
         "operation": operation,
         "implementation": "",
@@ -70,11 +74,15 @@ def _figure(
         "transport": None,
         "routing": sizes.routing,
         "skew": sizes.skew,
+        "max_violation": sizes.max_violation,
         "tokens": sizes.tokens,
         "size_bytes": sizes.size_bytes,
         "logical_bytes": sizes.logical_bytes,
         "wire_bytes": wire_bytes,
         "seconds": seconds,
+        "fastest_rank": statistics.median(fastest) if samples and fastest else None,
+        "rank_spread": _spread(samples, fastest) if samples and fastest else None,
+        "period": statistics.median(period) if period else None,
         "algorithm_bandwidth": _rate(sizes.size_bytes, seconds),
         "bus_bandwidth": _rate(sizes.logical_bytes, seconds),
         "wire_bandwidth": _rate(wire_bytes, seconds),
@@ -104,6 +112,10 @@ def _summarised(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
+def _spread(slowest: Sequence[float], fastest: Sequence[float]) -> float:
+    return statistics.median(most - least for most, least in zip(slowest, fastest, strict=True))
+
+
 def _rate(num_bytes: float, seconds: dict[str, float] | None) -> float | None:
     return None if seconds is None else num_bytes / seconds["median"]
 
@@ -119,6 +131,10 @@ def _relative(error_squares: float, squares: float) -> float | None:
 
 def _seconds(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda figure: significant(figure["seconds"] and figure["seconds"][name] * 1e6)
+
+
+def _microseconds(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figure: "-" if figure[name] is None else significant(figure[name] * 1e6)
 
 
 def _gigabytes(name: str) -> Callable[[Mapping[str, Any]], str]:
@@ -150,6 +166,9 @@ _COLUMNS = (
     _Column("median", "us", 8, _median),
     _Column("p99", "us", 8, _seconds("p99")),
     _Column("max", "us", 8, _seconds("maximum"), only_wide=True),
+    _Column("fastest", "us", 8, _microseconds("fastest_rank"), only_wide=True),
+    _Column("spread", "us", 8, _microseconds("rank_spread"), only_wide=True),
+    _Column("period", "us", 8, _microseconds("period"), only_wide=True),
     _Column("algbw", "GB/s", 7, _gigabytes("algorithm")),
     _Column("busbw", "GB/s", 7, _gigabytes("bus")),
     _Column("wire", "GB/s", 7, _gigabytes("wire")),
@@ -178,10 +197,11 @@ def heading(counted: str, reference: str, wide: bool) -> str:
     return "\n".join("#" + _line(row, wide)[1:] for row in rows)
 
 
-def title(operation: str, dtype: str, routing: str | None, skew: float | None) -> str:
+def title(operation: str, dtype: str, routing: str | None, skew: float | None, max_violation: float | None) -> str:
     """What stands over the lines of one operation and routing."""
     routed = "" if routing is None else f", routing {routing}, skew {skew:.2f}"
-    return f"# {operation} of {dtype}{routed}"
+    violated = "" if max_violation is None else f", MaxVio {max_violation:.2f}"
+    return f"# {operation} of {dtype}{routed}{violated}"
 
 
 def line(figure: Mapping[str, Any], wide: bool) -> str:

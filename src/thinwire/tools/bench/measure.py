@@ -11,9 +11,12 @@ from thinwire.errors import TransportUnavailable
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere
 from thinwire.tools.bench.options import Settings
-from thinwire.tools.bench.timing import Laps, Times, interleaved_over_ranks
+from thinwire.tools.bench.timing import Laps, Times, chained_over_ranks, over_ranks, samples_of_ranks
 from thinwire.tools.bench.units import name_text
 from thinwire.tools.progress import SILENT, Report
+
+#: Calls in a row, the last of which is checked after the samples.
+_CHAIN = 4
 
 
 @dataclass
@@ -24,7 +27,9 @@ class Measured:
         contenders: this rank's, in the order in which they ran.
         wire_bytes: that leave a rank, mean over ranks, by label and operation.
         verdicts: over all ranks, by label and operation; empty where nothing was checked.
-        samples: seconds on the slowest rank, by "label operation"; those with a wrong result have none.
+        samples: seconds on the slowest rank, by "label operation"; those with a wrong result have none. `fastest` has
+            those on the fastest.
+        periods: seconds of a round among rounds that follow each other, by label.
         missing: candidates that could not take part, and why.
     """
 
@@ -32,6 +37,8 @@ class Measured:
     wire_bytes: dict[tuple[str, str], float] = field(default_factory=dict)
     verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
     samples: Times = field(default_factory=dict)
+    fastest: Times = field(default_factory=dict)
+    periods: Times = field(default_factory=dict)
     missing: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
@@ -67,10 +74,10 @@ def measure(
                 continue
             found.contenders.append(contender)
             own = {operation: float(sent) for operation, sent in contender.wire_bytes.items()}
-            for sent in (everyone := comm.all_gather_object(own)):
+            for sent in comm.all_gather_object(own):
                 for operation, count in sent.items():
                     key = contender.label, operation
-                    found.wire_bytes[key] = found.wire_bytes.get(key, 0.0) + count / len(everyone)
+                    found.wire_bytes[key] = found.wire_bytes.get(key, 0.0) + count / comm.size
             del outputs
             report.step()
         report.now("checking and timing them in turn")
@@ -79,20 +86,26 @@ def measure(
         timed = {contender.label: contender for contender in found.contenders if not _is_wrong(found, contender)}
         if laps is not None:
             laps.take()
-        samples = interleaved_over_ranks(
+        everyone = samples_of_ranks(
             comm,
             {label: contender.call for label, contender in timed.items()},
             settings.iterations,
             sample_seconds=settings.sample_seconds,
             laps=laps,
         )
+        rounds = {label: contender.call for label, contender in timed.items() if "moe" in contender.wire_bytes}
+        if laps is not None and rounds:
+            with laps.silent():
+                found.periods = chained_over_ranks(comm, rounds, settings.sample_seconds)
         if settings.check:
-            _check(comm, list(timed.values()), found)
+            _check(comm, list(timed.values()), found, calls=_CHAIN)
+        slowest, fastest = over_ranks(everyone, max), over_ranks(everyone, min)
         for contender in timed.values():
             if not _is_wrong(found, contender):
                 for operation in contender.wire_bytes:
                     marked = f"{contender.label} {operation}"
-                    found.samples[marked] = samples[marked if marked in samples else contender.label]
+                    name = marked if marked in slowest else contender.label
+                    found.samples[marked], found.fastest[marked] = slowest[name], fastest[name]
     return found
 
 
@@ -104,11 +117,15 @@ def _is_wrong(found: Measured, contender: Contender) -> bool:
     )
 
 
-def _check(comm: Communicator, contenders: Sequence[Contender], found: Measured) -> None:
-    """Compares each one's results on all ranks, and adds what is found to earlier verdicts."""
+def _check(comm: Communicator, contenders: Sequence[Contender], found: Measured, calls: int = 1) -> None:
+    """Compares each one's results on all ranks, and adds what is found to earlier verdicts.
+
+    Of several `calls`, which follow each other without a barrier, those of the last.
+    """
     for contender in contenders:
-        contender.poison()
-        outputs = contender.call()
+        for _ in range(calls):
+            contender.poison()
+            outputs = contender.call()
         own = {operation: tuple(contender.judge(operation, got)) for operation, got in outputs.items()}
         del outputs
         everyone = comm.all_gather_object(own)

@@ -39,8 +39,9 @@ class Routing:
 
     Attributes:
         kind: "uniform"; "zipf": popularity falls with a power of the place; "hot": one rank gets a share of the
-            choices; "matrix": rows from rank i to rank j, out of a file.
-        value: the power of zipf, or the share of hot.
+            choices; "maxvio": one expert gets so much more than the mean; "matrix": rows from rank i to rank j, out of
+            a file.
+        value: the power of zipf, the share of hot, or what maxvio has beyond the mean, by the mean.
         file: the matrix's.
     """
 
@@ -50,7 +51,7 @@ class Routing:
 
     @classmethod
     def parse(cls, text: str) -> Routing:
-        """Reads `uniform`, `zipf:S`, `hot:SHARE` or `matrix:FILE`.
+        """Reads `uniform`, `zipf:S`, `hot:SHARE`, `maxvio:V` or `matrix:FILE`.
 
         Raises:
             ArgumentError: the text is unknown, a number is out of range, or the file does not exist.
@@ -69,11 +70,11 @@ class Routing:
             value = float(rest)
         except ValueError:
             value = math.nan
-        if (kind == "zipf" and 0 <= value < math.inf) or (kind == "hot" and 0 < value < 1):
+        if (kind in ("zipf", "maxvio") and 0 <= value < math.inf) or (kind == "hot" and 0 < value < 1):
             return cls(kind, value)
         raise ArgumentError(
             f"--routing {text}: accepted are uniform, zipf:S with S of at least 0, hot:SHARE with a share between 0 "
-            "and 1, and matrix:FILE"
+            "and 1, maxvio:V with V of at least 0, and matrix:FILE"
         )
 
     def __str__(self) -> str:

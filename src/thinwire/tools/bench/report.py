@@ -195,6 +195,10 @@ _COLUMNS: tuple[tuple[str, Callable[[Figure], Any], Callable[[Any], str], bool],
     ("wire bytes", lambda f: f.wire_bytes, _number(",.0f"), False),
     ("paired speed-up", lambda f: f.paired_speedup, _number(".2f"), False),
     ("skew", lambda f: f.skew, _number(".2f"), False),
+    ("MaxVio", lambda f: f.max_violation, _number(".2f"), False),
+    ("fastest rank, µs", lambda f: f.fastest_rank, _number(",.1f", 1e-6), False),
+    ("rank spread, µs", lambda f: f.rank_spread, _number(",.1f", 1e-6), False),
+    ("period, µs", lambda f: f.period, _number(",.1f", 1e-6), False),
 )
 
 

@@ -34,6 +34,8 @@ from thinwire.tools.bench.options import MOST_EXPERTS, MOST_RANKS, OPERATIONS
 FORMAT, VERSION = "thinwire bench", 1
 
 _MOST_FIGURES, _MOST_SETTINGS = 10_000, 200
+#: What figures of older files do not have.
+_LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period")
 _COMMAND_CHARACTERS, _LIST_CHARACTERS = 4000, 10_000
 _T = TypeVar("_T")
 
@@ -58,11 +60,14 @@ class Figure:
         operation: one of `options.OPERATIONS`.
         transport, routing: None where the implementation or the operation has none.
         skew: rows of the busiest rank by the mean over ranks; 1 is balanced.
+        max_violation: of rounds, rows of the busiest expert by the mean over experts, less 1; None in older files.
         tokens: tokens or rows of a rank.
         size_bytes: a rank's buffer as nccl-tests defines it for the operation.
         logical_bytes, wire_bytes: what leaves a rank, uncompressed and as it travels; the mean over ranks.
         algorithm_bandwidth, bus_bandwidth: of logical bytes, as nccl-tests defines them.
         seconds: None for a wrong result, which also has no bandwidths and no speed-up.
+        fastest_rank, rank_spread: seconds on the fastest rank, and what the slowest takes longer; None in older files.
+        period: seconds of a round among rounds without a barrier between them; of whole rounds.
         wire_bandwidth: of what travels.
         relative_error: L2 of the difference by L2 of the exact result.
         wrong: elements further off than the wire format allows.
@@ -76,11 +81,15 @@ class Figure:
     transport: str | None
     routing: str | None
     skew: float | None
+    max_violation: float | None
     tokens: int
     size_bytes: float
     logical_bytes: float
     wire_bytes: float
     seconds: Seconds | None
+    fastest_rank: float | None
+    rank_spread: float | None
+    period: float | None
     algorithm_bandwidth: float | None
     bus_bandwidth: float | None
     wire_bandwidth: float | None
@@ -235,7 +244,7 @@ def figure_of(value: object) -> Figure:
     Raises:
         ThinwireError: naming the field that is not accepted.
     """
-    fields = Fields({"paired_speedup": None} | value if isinstance(value, dict) else value, "")
+    fields = Fields(dict.fromkeys(_LATER) | value if isinstance(value, dict) else value, "")
     return Figure(
         operation=fields.get("operation", one_of(OPERATIONS)),
         implementation=fields.get("implementation", text),
@@ -243,11 +252,15 @@ def figure_of(value: object) -> Figure:
         transport=fields.get("transport", or_none(text)),
         routing=fields.get("routing", or_none(text)),
         skew=fields.get("skew", or_none(_ratio)),
+        max_violation=fields.get("max_violation", or_none(_ratio)),
         tokens=fields.get("tokens", whole),
         size_bytes=fields.get("size_bytes", _bytes),
         logical_bytes=fields.get("logical_bytes", _bytes),
         wire_bytes=fields.get("wire_bytes", _bytes),
         seconds=fields.get("seconds", or_none(_seconds)),
+        fastest_rank=fields.get("fastest_rank", or_none(_positive(seconds))),
+        rank_spread=fields.get("rank_spread", or_none(seconds)),
+        period=fields.get("period", or_none(_positive(seconds))),
         algorithm_bandwidth=fields.get("algorithm_bandwidth", or_none(_bandwidth)),
         bus_bandwidth=fields.get("bus_bandwidth", or_none(_bandwidth)),
         wire_bandwidth=fields.get("wire_bandwidth", or_none(_bandwidth)),

@@ -24,7 +24,7 @@ from thinwire.tools.bench.options import COLLECTIVES, ROUND, Routing, Settings
 from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
 from thinwire.tools.bench.routed_rows import group_exchange, routed_rows
 from thinwire.tools.bench.timing import Laps
-from thinwire.tools.bench.traffic import expert_ids, row_counts, skew_of
+from thinwire.tools.bench.traffic import expert_ids, row_counts, skew_of, violation_of
 from thinwire.tools.progress import SILENT, Report, print_over
 from thinwire.wire import WireFormat
 
@@ -209,9 +209,12 @@ class Session:
         for transport in settings.transports:
             candidates += [expert_round(problem, wire, transport, self.laps) for wire in settings.wires]
         sizes = {
-            leg: Sizes(tokens, problem.size_bytes, self._mean(problem.logical_bytes[leg]), str(routing), problem.skew)
+            leg: Sizes(
+                tokens, problem.size_bytes, self._mean(problem.logical_bytes[leg]), str(routing), problem.skew,
+                violation_of(problem.load),
+            )
             for leg in legs
-        }
+        }  # fmt: skip
         self._measure(candidates, sizes, self.laps, first, self._copied_rows(problem) * problem.x[:1].nbytes)
 
     @staticmethod
@@ -266,7 +269,8 @@ class Session:
             counted = "rows" if "all_to_all_v" in sizes else counted
             self._print(f"\n{heading(counted, self.reference, self.settings.wide)}")
         for figure in figures:
-            titled = title(figure["operation"], self.settings.dtype, figure["routing"], figure["skew"])
+            named = (figure[name] for name in ("routing", "skew", "max_violation"))
+            titled = title(figure["operation"], self.settings.dtype, *named)
             if first or titled != self._titled:
                 self._print(titled)
             self._print(line(figure, self.settings.wide))

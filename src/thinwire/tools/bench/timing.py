@@ -5,9 +5,10 @@ What else the machine does then hits all of them alike. A ratio is the median ov
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ Times = dict[str, list[float]]
 
 _MOST_CALLS = 2000
 _CALIBRATION_CALLS = 3
+#: Chains of each function, the fewest calls of one that count, and those before them that do not.
+_CHAINS, _LEAST_CHAIN, _FILLING = 3, 8, 2
 
 
 def sampler(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -45,6 +48,7 @@ class Laps:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._marking = True
         self._started: Any = None
         self._last: Any = None
         self._parts: list[tuple[str, Any, Any]] = []
@@ -60,13 +64,23 @@ class Laps:
     def end(self, part: str, whole: str | None = None) -> None:
         """The part ends here, and the next one begins; so does `whole`, which began with the last `start`."""
         now = self._mark()
-        self._parts.append((part, self._last, now))
-        if whole is not None:
-            self._parts.append((whole, self._started, now))
+        if self._marking:
+            self._parts.append((part, self._last, now))
+            if whole is not None:
+                self._parts.append((whole, self._started, now))
         self._last = now
 
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Meanwhile nothing is marked: on a GPU marks take as long as the calls of a small round."""
+        self._marking = False
+        try:
+            yield
+        finally:
+            self._marking = True
+
     def _mark(self) -> Any:
-        if not self._on_gpu:
+        if not (self._on_gpu and self._marking):
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -84,19 +98,19 @@ class Laps:
         return seconds
 
 
-def interleaved_over_ranks(
+def samples_of_ranks(
     comm: Communicator,
     functions: Mapping[str, Callable[[], object]],
     repeats: int,
     *,
     sample_seconds: float = 0.02,
     laps: Laps | None = None,
-) -> Times:
-    """Seconds of a call on the slowest rank, in `repeats` rounds of all functions in turn. Collective.
+) -> list[Times]:
+    """Seconds of a call on each rank, in `repeats` rounds of all functions in turn. Collective.
 
     All ranks run the same functions in the same order. Before a sample they meet at a barrier; a sample is so many
-    calls, the same number on every rank, that they take about `sample_seconds`, and its time is that of the rank that
-    took longest. What each call does for the first time, such as compiling, is over before the first sample.
+    calls, the same number on every rank, that they take about `sample_seconds`. What each call does for the first time,
+    such as compiling, is over before the first sample.
 
     Args:
         comm: the ranks.
@@ -117,8 +131,48 @@ def interleaved_over_ranks(
             parts = {} if laps is None else laps.take()
             for part, taken in (parts or {name: seconds}).items():
                 own.setdefault(part, []).append(taken / calls[name])
-    everyone = comm.all_gather_object(own)
-    return {name: [max(taken) for taken in zip(*(times[name] for times in everyone), strict=True)] for name in own}
+    return comm.all_gather_object(own)
+
+
+def over_ranks(everyone: Sequence[Times], choose: Callable[[Sequence[float]], float]) -> Times:
+    """What is chosen of the ranks' times of each sample, such as `max`, which is that of the slowest.
+
+    >>> over_ranks([{"a": [1.0, 4.0]}, {"a": [2.0, 3.0]}], max)
+    {'a': [2.0, 4.0]}
+    """
+    own = everyone[0]
+    return {name: [choose(taken) for taken in zip(*(times[name] for times in everyone), strict=True)] for name in own}
+
+
+def interleaved_over_ranks(
+    comm: Communicator,
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    sample_seconds: float = 0.02,
+    laps: Laps | None = None,
+) -> Times:
+    """`samples_of_ranks` of the slowest rank in each sample. Collective."""
+    return over_ranks(samples_of_ranks(comm, functions, repeats, sample_seconds=sample_seconds, laps=laps), max)
+
+
+def chained_over_ranks(
+    comm: Communicator, functions: Mapping[str, Callable[[], object]], sample_seconds: float = 0.02
+) -> Times:
+    """Seconds of a call among calls that follow each other on all ranks, without a barrier, in a few chains.
+
+    The time of a chain is the median over ranks: in the long run all take as long. Its first calls, while those that
+    left the barrier first wait for the last, do not count. Collective.
+    """
+    sample = sampler(comm.device)
+    calls = {name: max(_LEAST_CHAIN, _agree_on_calls(comm, call, sample_seconds)) for name, call in functions.items()}
+    own: Times = {name: [] for name in functions}
+    for _ in range(_CHAINS):
+        for name, function in functions.items():
+            comm.barrier()
+            _repeated(function, _FILLING)()
+            own[name].append(sample(_repeated(function, calls[name])) / calls[name])
+    return over_ranks(comm.all_gather_object(own), statistics.median)
 
 
 def _agree_on_calls(comm: Communicator, function: Callable[[], object], sample_seconds: float) -> int:

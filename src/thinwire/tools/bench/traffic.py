@@ -48,7 +48,8 @@ def row_counts(routing: Routing, rows: int, ranks: int) -> Integers:
     """[ranks, ranks] rows that rank i sends to rank j, where the busiest sender has `rows`.
 
     What does not divide goes to the ranks after the sender, so that a single row always changes ranks. Under `zipf`
-    rank j is sent a share that goes with `(j + 1) ** -S`, under `hot` rank 0 gets the share.
+    rank j is sent a share that goes with `(j + 1) ** -S`, under `hot` rank 0 gets the share, and under `maxvio` V more
+    than the mean.
 
     >>> row_counts(Routing("uniform"), 7, 3).tolist()
     [[2, 3, 2], [2, 2, 3], [3, 2, 2]]
@@ -60,9 +61,10 @@ def row_counts(routing: Routing, rows: int, ranks: int) -> Integers:
         return np.rint(matrix * (rows / matrix.sum(1).max())).astype(np.int64)
     if routing.kind == "zipf":
         shares = np.arange(1, ranks + 1, dtype=np.float64) ** -routing.value
-    elif routing.kind == "hot" and ranks > 1:
-        shares = np.full(ranks, (1 - routing.value) / (ranks - 1))
-        shares[0] = routing.value
+    elif routing.kind in ("hot", "maxvio") and ranks > 1:
+        share = routing.value if routing.kind == "hot" else _violating(routing, ranks, f"{ranks} ranks") / ranks
+        shares = np.full(ranks, (1 - share) / (ranks - 1))
+        shares[0] = share
     else:
         shares = np.ones(ranks)
     counts = np.tile(np.floor(rows * shares / shares.sum() + 1e-9).astype(np.int64), (ranks, 1))
@@ -76,17 +78,21 @@ def expert_ids(routing: Routing, tokens: int, experts: int, top_k: int, ranks: i
     """[tokens, top_k] experts that each rank's tokens name, different ones, -1 for none.
 
     Under `zipf` the popularity of experts goes with a power of their place in an order that is drawn once; under `hot`
-    those of rank 0 have the share of it. `matrix` gives rows from rank i to rank j in its proportions, the largest
-    entry being all tokens; a token goes to a rank once, whatever the number of its experts there.
+    those of rank 0 have the share of it. Under `maxvio` one expert, drawn once, gets V more rows than the mean, and all
+    others are dealt out evenly, in an order drawn once. `matrix` gives rows from rank i to rank j in its proportions,
+    the largest entry being all tokens; a token goes to a rank once, whatever the number of its experts there.
 
     Raises:
-        ArgumentError: a matrix that needs more ranks for a token than it has experts, or a rank without experts.
+        ArgumentError: a matrix that needs more ranks for a token than it has experts, or a rank without experts; a
+            violation larger than that of an expert that every token names.
     """
     first = first_experts(experts, ranks)
     if routing.kind == "matrix":
         matrix = read_matrix(routing, ranks)
         wanted = np.rint(matrix * (tokens / matrix.max())).astype(np.int64)
         return [_ids_of_rows(routing, row, tokens, top_k, first) for row in wanted]
+    if routing.kind == "maxvio":
+        return _violating_ids(routing, tokens, experts, top_k, ranks)
     popularity = np.ones(experts)
     if routing.kind == "zipf":
         order = np.random.default_rng(_SEED).permutation(experts)
@@ -101,6 +107,27 @@ def expert_ids(routing: Routing, tokens: int, experts: int, top_k: int, ranks: i
         keys = -(np.log(popularity) + noise)
         drawn.append(np.argpartition(keys, top_k - 1, axis=1)[:, :top_k].astype(np.int64))
     return drawn
+
+
+def _violating(routing: Routing, most: float, of: str) -> float:
+    """What the busiest gets, by the mean, of which `most` is everything."""
+    if routing.value > most - 1:
+        raise ArgumentError(f"--routing {routing}: with {of} at most maxvio:{most - 1:g} is possible")
+    return 1 + routing.value
+
+
+def _violating_ids(routing: Routing, tokens: int, experts: int, top_k: int, ranks: int) -> list[Integers]:
+    by_mean = _violating(routing, experts / top_k, f"--top-k {top_k} of {experts} experts")
+    busiest, *others = np.random.default_rng(_SEED).permutation(experts).tolist()
+    every = tokens * ranks
+    rows = min(every, round(by_mean * every * top_k / experts))
+    names_busiest = np.diff(np.arange(every + 1) * rows // every).astype(bool)
+    # Each token goes on where the one before ended, so its others are different ones.
+    counts = top_k - names_busiest
+    places = (np.cumsum(counts) - counts)[:, None] + np.arange(top_k)
+    ids = np.array(others or [busiest], dtype=np.int64)[places % max(1, len(others))]
+    ids[names_busiest, -1] = busiest
+    return list(ids.reshape(ranks, tokens, top_k))
 
 
 def _ids_of_rows(routing: Routing, rows: Integers, tokens: int, top_k: int, first: list[int]) -> Integers:
@@ -147,6 +174,15 @@ def expert_load(ids: list[Integers], experts: int) -> Integers:
     """[experts] rows of each expert, of all ranks' tokens."""
     every = np.concatenate([own.ravel() for own in ids])
     return np.bincount(every[every >= 0], minlength=experts).astype(np.int64)
+
+
+def violation_of(load: Integers) -> float:
+    """MaxVio: rows of the busiest expert by the mean over experts, less 1.
+
+    >>> violation_of(np.array([4, 4])), violation_of(np.array([6, 2]))
+    (0.0, 0.5)
+    """
+    return float(load.max() * len(load) / load.sum() - 1)
 
 
 def skew_of(received: Sequence[int]) -> float:

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing",
         default="uniform",
         metavar="ROUTING,...",
-        help="Route rows by these rules: uniform, zipf:S, hot:SHARE, or matrix:FILE, a CSV or .npy file with the rows "
-        "from rank i to rank j (uniform).",
+        help="Route rows by these rules: uniform, zipf:S, hot:SHARE, maxvio:V, or matrix:FILE, a CSV or .npy file with "
+        "the rows from rank i to rank j (uniform).",
     )
     names = ", ".join(BASELINES)
     add("--baselines", default="all", metavar="NAME,...", help=f"Compare with all, none, or some of {names} (all).")
