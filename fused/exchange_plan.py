@@ -44,7 +44,8 @@ class ExchangePlan:
     """Which rows go to which rank, and how many come. Making one is collective, unless `recv_counts` are given.
 
     Calls of `there` and `back` are collective. They can follow each other in any order and number. torch.compile calls
-    them between two graphs. The plan holds row numbers alone, no rows; it ends with its communicator.
+    them between two graphs. A plan holds no rows of x; it ends with its communicator. On CUDA, making it and its first
+    return wait for the device.
 
     Args:
         rows: int64 or int32 [sum(send_counts)], the rows of x to send: those for rank 0, then those for rank 1, and so
@@ -52,16 +53,17 @@ class ExchangePlan:
         send_counts: rows for each rank, list of ints or integer tensor [size].
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         num_rows: rows of x; to be passed with `rows`.
-        recv_counts: rows from each rank. None: ranks exchange their counts, which on CUDA waits for the device.
+        recv_counts: rows from each rank, passed on all ranks or on none. None: ranks exchange their counts.
         transport: "auto", "direct" or "staged", as in `all_to_all_v`.
 
     Attributes:
         comm: the communicator.
-        rows, num_rows: as passed.
+        rows: int64, or None. num_rows: rows of x.
         send_counts, recv_counts: lists of ints.
 
     Raises:
-        CountsError: counts that are no counts, do not fit `rows`, or `rows` without `num_rows`.
+        CountsError: counts that are no counts or do not fit, or `rows` without `num_rows`. As the next two, on the rank
+            that passed them; its peers wait for its counts, and get PeerTimeout.
         ArgumentError: rows of another dtype or shape, or outside of num_rows.
         TransportUnavailable: an unknown transport, or rows on another kind of device.
 
@@ -89,10 +91,16 @@ class ExchangePlan:
         size, rank = self.comm.size, self.comm.rank
         self.send_counts = parse_integers(send_counts, size, "send_counts")
         sent = sum(self.send_counts)
-        if (rows is None) != (num_rows is None) and num_rows != sent:
-            raise CountsError(f"num_rows is {num_rows!r} and rows {'None' if rows is None else 'are given'}; pass both")
-        self.rows = None if rows is None else self._parse_rows(rows, sent, int(num_rows or 0))
-        self.num_rows = sent if num_rows is None else int(num_rows)
+        if rows is None and num_rows is None:
+            num_rows = sent
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0:
+            raise CountsError(f"num_rows is {num_rows!r}; with rows, an int of at least 0 is needed")
+        if rows is None and num_rows != sent:
+            raise CountsError(
+                f"num_rows is {num_rows} and send_counts add up to {sent}; without rows they are the same"
+            )
+        self.num_rows = num_rows
+        self.rows = None if rows is None else self._parse_rows(rows, sent, num_rows)
         if recv_counts is None:
             self.recv_counts: list[int] = self.comm.exchange_counts(self.send_counts)
         else:
@@ -110,7 +118,7 @@ class ExchangePlan:
             raise ArgumentError(f"rows is {rows.dtype} {list(rows.shape)}; accepted: int64 or int32 [{sent}]")
         if sent and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
             raise ArgumentError(f"rows has {int(rows.min())} ... {int(rows.max())}; accepted: 0 ... {num_rows - 1}")
-        return rows.long()
+        return rows.long().clone()  # callers may write into theirs
 
     @_opaque
     def there(
@@ -138,6 +146,7 @@ class ExchangePlan:
         if not wants_gradient(x):
             return self._send(x, wire, out, async_op)
         require_linear("ExchangePlan.there", out, async_op)
+        self._require_summed("x, which wants gradients,", x)
         back = partial(self._return, wire=resolve_wire(grad_wire))
         return with_gradient(x, partial(self._send, wire=wire), back)
 
@@ -152,10 +161,11 @@ class ExchangePlan:
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Returns rows to where they came from, and adds them up there: [num_rows, ...].
 
-        Sums are float32, in ascending rank, and rounded once to y's dtype. Rows that went nowhere are zero.
+        What arrives has y's dtype, also after a quantised wire. It is added up in float32, in ascending rank, and
+        rounded to y's dtype. Rows that went nowhere are zero. A plan without rows adds nothing.
 
         Args:
-            y: float32, float16 or bfloat16 [sum(recv_counts), ...].
+            y: float32, float16 or bfloat16 [sum(recv_counts), ...]; any dtype if the plan has no rows.
             wire, grad_wire, async_op: as in `there`.
 
         Raises:
@@ -164,13 +174,16 @@ class ExchangePlan:
             PeerTimeout, TransportUnavailable and others: as `all_to_all_v`.
         """
         self._check("y", y, sum(self.recv_counts))
-        if y.dtype not in _SUMMED:
-            raise WireFormatError(f"y is {y.dtype}; what comes back is added up: float32, float16 or bfloat16")
+        self._require_summed("y", y)
         if not wants_gradient(y):
             return self._return(y, resolve_wire(wire), async_op)
         require_linear("ExchangePlan.back", None, async_op)
         there = partial(self._send, wire=resolve_wire(grad_wire))
         return with_gradient(y, partial(self._return, wire=resolve_wire(wire)), there)
+
+    def _require_summed(self, name: str, y: torch.Tensor) -> None:
+        if self.rows is not None and y.dtype not in _SUMMED:
+            raise WireFormatError(f"{name} is {y.dtype}; what is added up must be float32, float16 or bfloat16")
 
     def _check(self, name: str, x: torch.Tensor, num_rows: int) -> None:
         self.comm.check_device(name, x)

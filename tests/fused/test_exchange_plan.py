@@ -133,6 +133,7 @@ def in_order(comm: Communicator) -> None:
     there: Any = plan.there(x, wire="none")
     assert torch.equal(there, tw.all_to_all_v(x, counts, wire="none", comm=comm))  # type: ignore[arg-type]
     assert torch.equal(plan.back(there, wire="none"), x)
+    assert torch.equal(plan.back(plan.there(x.double(), wire="none"), wire="none"), x.double())  # type: ignore[arg-type]
     words = torch.arange(3, dtype=torch.int32) + 10 * comm.rank  # any dtype goes there
     assert plan.there(words, wire="none").tolist() == ([0, 1] if comm.rank == 0 else [2, 10, 11, 12])  # type: ignore[union-attr]
 
@@ -165,8 +166,10 @@ def test_compiled_code_calls_a_plan_with_the_same_results() -> None:
 def misused(comm: Communicator) -> None:
     rows, counts = torch.tensor([0, 2, 1]), [1, 2]
     for arguments, options, error, said in (
-        ((rows, counts), {}, CountsError, "num_rows is None and rows are given"),
-        ((None, counts), {"num_rows": 5}, CountsError, "num_rows is 5 and rows None"),
+        ((rows, counts), {}, CountsError, "num_rows is None; with rows, an int"),
+        ((rows, counts), {"num_rows": 3.0}, CountsError, "num_rows is 3.0"),
+        ((rows[:0], [0, 0]), {"num_rows": -1}, CountsError, "num_rows is -1"),
+        ((None, counts), {"num_rows": 5}, CountsError, "num_rows is 5 and send_counts add up to 3"),
         ((rows, [1, 1]), {"num_rows": 3}, ArgumentError, r"\[3\]; accepted: int64 or int32 \[2\]"),
         ((rows.float(), counts), {"num_rows": 3}, ArgumentError, "float32"),
         ((rows, counts), {"num_rows": 2}, ArgumentError, r"0 \.\.\. 2; accepted: 0 \.\.\. 1"),
@@ -192,6 +195,7 @@ def misused(comm: Communicator) -> None:
             "int64",
         ),
         (lambda: plan.there(x.clone().requires_grad_(), wire="none", async_op=True), WireFormatError, "no backward"),
+        (lambda: plan.there(x.double().requires_grad_(), wire="none"), WireFormatError, "x, which wants gradients"),
         (lambda: plan.there(x.clone().requires_grad_(), wire="none", out=x), WireFormatError, "no backward"),
         (
             lambda: plan.back(torch.ones(sum(plan.recv_counts), 4, requires_grad=True), wire="none", async_op=True),
@@ -202,6 +206,7 @@ def misused(comm: Communicator) -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+    rows.zero_()  # the plan has its own
     there: Any = plan.there(x, wire="none")  # and works after all of it
     assert torch.equal(plan.back(there, wire="none"), x)
     comm.barrier()

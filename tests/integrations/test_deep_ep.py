@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, CapacityError, RoutingError, ThinwireError, WireFormatError
+from thinwire.errors import ArgumentError, CapacityError, ConfigMismatch, RoutingError, ThinwireError, WireFormatError
 from thinwire.integrations import deep_ep
 from thinwire.integrations.deep_ep.elastic import ElasticBuffer
 from thinwire.integrations.deep_ep.events import EventOverlap
@@ -30,7 +31,7 @@ HIDDEN, EXPERTS, TOP_K = 256, 8, 3
 def _as_if_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupOfBuffer, "installed", (None, None, None))
     monkeypatch.delenv(VARIABLE, raising=False)
-    for name in ("deep_ep", "deep_ep.utils"):
+    for name in ("deep_ep", "deep_ep.utils", "deep_ep.utils.event"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -92,7 +93,7 @@ def legacy(comm: Communicator, wire: str) -> None:
         home, none, _ = buffer.combine(y, handle)
         assert none is None and near(home, wanted, limit)
     with_bias = buffer.combine(y, handle, bias=(bias, bias))[0]
-    assert torch.equal(with_bias, ((home.float() + 1).to(x.dtype).float() + 1).to(x.dtype))
+    assert torch.equal(with_bias, (home.float() + 1 + 1).to(x.dtype))  # rounded once
     # As clients' backward does: replayed, then summed with weights; in `none`.
     again, *nothing, _ = buffer.dispatch(x, handle=handle)
     assert nothing == [None] * 4 and torch.equal(
@@ -107,6 +108,7 @@ def legacy(comm: Communicator, wire: str) -> None:
     assert torch.equal(worst[0][: len(came)], recv) and torch.equal(worst[1][: len(came)], recv_ids)
     assert bool((worst[1][len(came) :] == -1).all()) and not worst[2][len(came) :].any()
     assert torch.equal(buffer.combine(torch.cat([y, y.new_ones(40 - len(y), HIDDEN)]), worst[4])[0], home)
+    assert buffer.dispatch(x, handle=worst[4])[0].shape == (40, HIDDEN)  # replayed, too
     # FP8 rows and scales as they are, rows without ids, and the other name.
     pair = x.to(torch.float8_e4m3fn), torch.rand(len(x), HIDDEN // 128)
     rows, scales = buffer.internode_dispatch(pair, **layout)[0]
@@ -141,13 +143,21 @@ def low_latency(comm: Communicator, wire: str) -> None:
         arguments: Any = {"use_fp8": fp8, "round_scale": scale, "use_ue8m0": scale, "return_recv_hook": True}
         recv, counts, handle, _, hook = buffer.low_latency_dispatch(x, ids, most, EXPERTS, stats, **arguments)
         pending.append((fp8, scale, recv, counts, handle, hook))
-    for fp8, scale, recv, counts, handle, hook in pending:
+    for fp8, scale, recv, counts, handle, hook in reversed(pending):
         hook()
+        if not fp8:
+            came = recv[0, 0].clone()
+            recv[0, 0] = 5
+            hook()  # nothing is left to do
+            assert bool((recv[0, 0] == 5).all())
+            recv[0, 0] = came
         if fp8:
+            raw, recv = recv[1], (recv[0], recv[1].clone(memory_format=torch.contiguous_format))
             scales = recv[1].view(torch.uint8).int().mul(2**23).view(torch.float32) if scale else recv[1]
             rows = recv[0].float().view(*scales.shape, 128) * scales[..., None]
             recv = rows.view(recv[0].shape).bfloat16()
-            assert recv.shape == (local, most * size, 512)
+            assert recv.shape == (local, most * size, 512) and scales.shape[2] == 4
+            assert raw.stride(1) == 1  # column-major, as theirs
         sources, ranges = handle[0], handle[1]
         for expert in range(local):
             wanted = [
@@ -178,6 +188,10 @@ def low_latency(comm: Communicator, wire: str) -> None:
             )
             hook()
             assert y is out and near(out, dense(x, ids, weights), limit)
+        masked = ids.clone()
+        masked[:, 0] = -1
+        y, _, _ = buffer.low_latency_combine(scaled, masked, weights, handle)
+        assert near(y, dense(x, masked, weights), limit)
     assert torch.equal(stats, counts * 3)
 
 
@@ -201,10 +215,18 @@ def elastic(comm: Communicator, wire: str) -> None:
         y = dense(recv, torch.where(recv_ids >= 0, recv_ids + first, -1), recv_weights)
         home, weights_home, _ = buffer.combine(y, handle, topk_weights=recv_weights)
         assert near(home, wanted, limit) and torch.equal(weights_home, kept)
+        ones = buffer.combine(y, handle, topk_weights=torch.ones_like(recv_weights))[1]
+        assert torch.equal(ones, (ids >= 0).float())  # each from the rank of its expert
         assert near(buffer.combine(y, handle)[0], wanted, limit)
         assert int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) == len(records(rank, size))
         again = buffer.dispatch(x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False)
-        assert near(recv, again[0], 0.0 if wire == "none" else 0.02) and again[1:3] == (None, None)
+        assert (
+            near(recv, again[0], 0.0 if wire == "none" else 0.02)
+            and again[2] is None
+            and torch.equal(again[1], recv_ids)
+        )
+        replayed = buffer.dispatch(x, handle=handle, topk_weights=weights)[2]
+        assert torch.equal(replayed, recv_weights)
     for alignment, sync in ((1, None), (8, None), (8, False), (1, False)):
         recv, no_ids, slot_weights, handle, _ = buffer.dispatch(
             x, topk_idx=ids, topk_weights=weights, num_experts=EXPERTS, do_expand=True, expert_alignment=alignment,
@@ -228,7 +250,7 @@ def elastic(comm: Communicator, wire: str) -> None:
         assert near(buffer.combine(y, handle)[0], wanted, max(limit, 0.006))
         weights_home = buffer.combine(torch.where(used[:, None], y, 0), handle, topk_weights=slot_weights)[1]
         assert torch.equal(weights_home, kept)
-        again, _, weights_again, same, _ = buffer.dispatch(x, handle=handle, topk_weights=weights)
+        again, _, weights_again, same, _ = buffer.dispatch(x, handle=handle, topk_weights=weights, do_expand=True)
         assert same is handle and near(recv, again, 0.0 if wire == "none" else 0.02)
         assert torch.equal(weights_again, slot_weights)
 
@@ -304,22 +326,52 @@ def refused(comm: Communicator) -> None:
         zip(("num_tokens_per_expert", "is_token_in_rank"), buffer.get_dispatch_layout(ids, EXPERTS)[2:4], strict=True)
     )
     good: Any = {"x": x, "topk_idx": ids, "topk_weights": weights, **layout}
+    scales = torch.ones(17, 2)
     for odd, said in (
         ({"topk_idx": torch.where(ids == 3, EXPERTS, ids)}, f"topk_idx has {EXPERTS}; accepted: -1 ... {EXPERTS - 1}"),
         ({"topk_idx": ids[:4]}, "topk_idx is torch.int64 [4, 3]; accepted: int64 [17, top_k]"),
         ({"topk_weights": weights[:, :1]}, "topk_weights is [17, 1]; accepted: [17, 3]"),
-        ({"is_token_in_rank": torch.ones(17, 5, dtype=torch.bool)}, "is_token_in_rank is [17, 5]; accepted: [17, 2]"),
+        (
+            {"is_token_in_rank": torch.ones(17, 5, dtype=torch.bool)},
+            "is_token_in_rank is torch.bool [17, 5]; accepted: ",
+        ),
+        ({"is_token_in_rank": layout["is_token_in_rank"].int()}, "is_token_in_rank is torch.int32 [17, 2]; accepted: "),
         ({"num_tokens_per_expert": torch.ones(3)}, "there are 3 experts; accepted: multiples of the group's 2 ranks"),
         (
             {"topk_idx": None, "is_token_in_rank": None},
             "a dispatch without a handle needs topk_idx or is_token_in_rank",
         ),
+        ({"x": x.double()}, "x is torch.float64 [17, 256]; accepted: bfloat16"),
+        ({"x": x.to(torch.float8_e4m3fn)}, "x is torch.float8_e4m3fn without scales"),
+        ({"x": (x.to(torch.float8_e4m3fn), scales[:3])}, "scales are [3, 2]; accepted: [17, columns]"),
     ):
         with pytest.raises(RoutingError) as raised:
             buffer.dispatch(**({**good, **odd} if rank == 1 else good))  # type: ignore[arg-type]
         assert str(raised.value).startswith(said if rank == 1 else "ranks [1] refused their arguments")
         recv, _, _, _, handle, _ = buffer.dispatch(**good)  # and works after it
         assert buffer.combine(recv, handle)[0].shape == x.shape
+    for odd, said in (
+        ({"num_tokens_per_expert": torch.ones(2 * EXPERTS)}, f"the experts: [{EXPERTS}, {2 * EXPERTS}]"),
+        ({"topk_idx": ids[:, :2], "topk_weights": weights[:, :2]}, "the top_k: [3, 2]"),
+        ({"topk_idx": None}, "the top_k: [3, 0]"),
+        ({"x": x[:, :128]}, "the columns of x: [256, 128]"),
+        ({"x": x.float()}, "the dtype of x: "),
+        ({"x": (x.to(torch.float8_e4m3fn), scales)}, "the dtype of x: "),
+        ({"num_worst_tokens": 40}, "the room for rows: [0, 40]"),
+    ):
+        with pytest.raises(RoutingError, match=re.escape(f"ranks disagree on {said}")):
+            buffer.dispatch(**({**good, **odd} if rank == 1 else good))  # type: ignore[arg-type]
+    # An id that is too large is left out of the layout, and refused with it.
+    odd_ids = torch.where(ids == 3, EXPERTS + 1, ids) if rank == 1 else ids
+    counts, in_rank = buffer.get_dispatch_layout(odd_ids, EXPERTS)[2:4]
+    assert len(counts) == EXPERTS and len(buffer.get_dispatch_layout(ids, 1)[2]) == 1
+    with pytest.raises(RoutingError, match=f"topk_idx has {EXPERTS + 1}" if rank == 1 else "refused"):
+        buffer.dispatch(x, topk_idx=odd_ids, num_tokens_per_expert=counts, is_token_in_rank=in_rank)
+    recv, _, _, _, handle, _ = buffer.dispatch(**good)
+    with pytest.raises(RoutingError, match=f"combine got {len(recv) - 1} rows; accepted: {len(recv)}, as many as came"):
+        buffer.combine(recv[1:], handle)
+    with pytest.raises(RoutingError, match=re.escape("bias is [1, 256]; accepted: [17, 256]")):
+        buffer.combine(recv, handle, bias=x[:1])
     with pytest.raises(CapacityError, match="has room for 3"):
         buffer.dispatch(**good, num_worst_tokens=3)
     with pytest.raises(RoutingError, match="x has 17 tokens.*, 4" if rank else "1"):
@@ -328,14 +380,26 @@ def refused(comm: Communicator) -> None:
         buffer.low_latency_dispatch(x, ids, 32, EXPERTS, round_scale=True, use_ue8m0=True)
     with pytest.raises(NotImplementedError, match="flight recorder"):
         buffer.low_latency_dispatch(x, ids, 32, EXPERTS, dispatch_wait_recv_cost_stats=torch.zeros(2, 2))
-    with pytest.raises(NotImplementedError, match="shrink"):
-        buffer.low_latency_update_mask_buffer(0, True)
+    experts, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 32, EXPERTS, use_fp8=False)
+    with pytest.raises(NotImplementedError, match="flight recorder"):
+        buffer.low_latency_combine(experts, ids, weights, handle, combine_wait_recv_cost_stats=torch.zeros(2, 2))
+    for arguments in ((experts[:, 1:], ids, weights), (experts, ids[1:], weights), (experts, ids, weights[:, 1:])):
+        with pytest.raises(RoutingError, match=re.escape("accepted: [4, 64, hidden], and twice [17, 3]")):
+            buffer.low_latency_combine(*arguments, handle)
     elastic = ElasticBuffer(comm.group, num_max_tokens_per_rank=4)
+    assert elastic.capture().event is not None and (elastic.rank_idx, elastic.num_ranks) == (rank, 2)
     with pytest.raises(RoutingError, match="x has 17 tokens.*, 4"):
         elastic.dispatch(x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False)
     made = elastic.dispatch(x, ids, weights, num_experts=EXPERTS)[3]
-    with pytest.raises(ArgumentError, match="topk_idx and a handle"):
+    with pytest.raises(ArgumentError, match="topk_idx was passed beside a handle"):
         elastic.dispatch(x, ids, handle=made)
+    with pytest.raises(ArgumentError, match="do_expand=True was passed beside a handle"):
+        elastic.dispatch(x, handle=made, do_expand=True)
+    with pytest.raises(NotImplementedError, match="row-major"):
+        elastic.dispatch(x, ids, num_experts=EXPERTS, use_tma_aligned_col_major_sf=True)
+    recv, _, _, expanded, _ = elastic.dispatch(x, ids, weights, num_experts=EXPERTS, do_expand=True)
+    with pytest.raises(RoutingError, match=f"combine got {len(recv) + 1} rows; accepted: {len(recv)}"):
+        elastic.combine(torch.cat([recv, recv[:1]]), expanded)
     with pytest.raises(ThinwireError, match=r"this plan is for \[17"):
         elastic.dispatch(x[:3], handle=made)
     buffer.destroy()
@@ -343,6 +407,43 @@ def refused(comm: Communicator) -> None:
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     run_ranks(refused, 2)
+
+
+class Waited:
+    def __init__(self, waits: list[str], name: str) -> None:
+        self.waits, self.name = waits, name
+
+    def current_stream_wait(self) -> None:
+        self.waits.append(self.name)
+
+
+def awaited(comm: Communicator) -> None:
+    """Calls wait for the events before them, and call no hooks of theirs."""
+    waits: list[str] = []
+    event = EventOverlap(Waited(waits, "event"))  # type: ignore[arg-type]
+    event.register_hook_after_wait(lambda: waits.append("hook"))
+    x, ids, weights = routed(0)
+    buffer, elastic = Buffer(comm.group), ElasticBuffer(comm.group)
+    buffer.get_dispatch_layout(ids, EXPERTS, previous_event=event)
+    other: Any = Waited(waits, "before epilogue")
+    before: Any = {"previous_event": event, "previous_event_before_epilogue": other}
+    recv, _, _, handle, _ = elastic.dispatch(x, ids, weights, num_experts=EXPERTS, **before)
+    elastic.combine(recv, handle, **before)
+    assert waits == ["event"] + ["event", "before epilogue"] * 2
+
+
+def test_calls_wait_for_events() -> None:
+    run_ranks(awaited, 1)
+
+
+def disagreeing(comm: Communicator) -> None:
+    deep_ep.install(wire=("int8", "none")[comm.rank])
+    with pytest.raises(ConfigMismatch, match="wire"):
+        Buffer(comm.group)
+
+
+def test_ranks_with_other_formats_are_told() -> None:
+    run_ranks(disagreeing, 2)
 
 
 def over_parts(comm: Communicator) -> None:
@@ -395,7 +496,7 @@ def test_install_registers_modules_that_importlib_finds() -> None:
     from deep_ep.utils import EventHandle  # type: ignore[import-not-found]
 
     assert found.Buffer is Buffer and found.ElasticBuffer is ElasticBuffer and found.utils.EventOverlap is EventOverlap
-    assert found is module and topk_idx_t == torch.int64
+    assert found is module is deep_ep and topk_idx_t == torch.int64
     assert importlib.util.find_spec("deep_ep") is not None and importlib.util.find_spec("deep_ep.utils") is not None
     with pytest.raises(ImportError):
         from deep_ep import HybridEPBuffer  # noqa: F401
@@ -409,7 +510,8 @@ def test_install_registers_modules_that_importlib_finds() -> None:
         assert not waited
     event.current_stream_wait()
     assert waited == [1] and event.event is None
-    assert deep_ep.install(wire="none") is not module  # ours may be replaced by ours
+    assert deep_ep.install(wire="none") is module  # again
+    assert importlib.util.find_spec("deep_ep.utils.event") is not None
 
 
 def test_a_real_deep_ep_stays_unless_asked_otherwise(

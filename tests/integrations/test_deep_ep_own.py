@@ -67,7 +67,7 @@ def run(comm: Communicator, what: str, wire: str) -> None:
         dist.group.WORLD,
     )
     if what == "low_latency":
-        low_latency.test_main(32, 512, 16, 4, comm.rank, comm.size, group, buffer, seed=1)
+        low_latency.test_main(32, 1024, 16, 4, comm.rank, comm.size, group, buffer, seed=1)
         return
     intranode = load("test_intranode", "tests/legacy/test_intranode.py", limits)
     settings = argparse.Namespace(num_tokens=48, hidden=256, num_topk=4, num_experts=16, allow_mnnvl=False)

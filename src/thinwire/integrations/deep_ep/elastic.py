@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ArgumentError
+from thinwire.errors import ArgumentError, RoutingError
 from thinwire.integrations.deep_ep.events import EventOverlap, done
 from thinwire.integrations.deep_ep.legacy import Buffer
 from thinwire.integrations.deep_ep.routes import EXACT, GroupOfBuffer, Route, Rows, Slots, aligned
@@ -16,27 +16,26 @@ _Tensor = torch.Tensor | None
 
 
 class EPHandle:
-    """A dispatch's routing, and of it what clients read. Sums over experts and ranks are int32, running, inclusive."""
+    """A dispatch's routing, and what clients read of it. `psum_...` are int32, inclusive running sums."""
 
-    def __init__(
-        self, route: Route, do_expand: bool, alignment: int, most: int, num_sms: int, counts: torch.Tensor, exact: bool
-    ) -> None:
+    def __init__(self, route: Route, do_expand: bool, alignment: int, most: int, num_sms: int) -> None:
+        assert route.topk_idx is not None and route.expert_counts is not None
         self.route, self.topk_idx, self.num_experts = route, route.topk_idx, route.num_experts
         self.do_expand, self.expert_alignment, self.num_sms = do_expand, alignment, num_sms
-        self.num_max_tokens_per_rank, size = most, route.plan.comm.size
+        self.num_max_tokens_per_rank, counts = most, route.expert_counts
         rounded = aligned(counts, alignment)
         of_ranks = route.counts[:, route.plan.comm.rank]
         self.psum_num_recv_tokens_per_scaleup_rank = of_ranks.cumsum(0).int().to(counts.device)
         # Expanded, an expert's rows end before the next one's multiple of the alignment.
         self.psum_num_recv_tokens_per_expert = (rounded.cumsum(0) - (rounded - counts) * do_expand).int()
         self.num_unaligned_recv_tokens_per_expert = counts.int()
-        self.num_recv_tokens_per_expert_list: list[int] = rounded.tolist() if exact else []
-        self.capacity = 0 if exact else most * size
-        self.num_recv_tokens = self.capacity or route.num_rows
-        here = min(0 if self.topk_idx is None else self.topk_idx.shape[1], route.num_local)
-        worst = torch.tensor(most * size * here + (alignment - 1) * route.num_local)
-        self.num_expanded_tokens = int(rounded.sum() if exact else aligned(worst, alignment))
-        self.slots = Slots(route, lambda _: rounded.cumsum(0) - rounded) if do_expand else None
+        self.num_recv_tokens = route.capacity or route.num_rows
+        self.num_recv_tokens_per_expert_list: list[int] = [] if route.capacity else rounded.tolist()
+        self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+        if route.capacity:
+            worst = route.capacity * min(self.topk_idx.shape[1], route.num_local) + (alignment - 1) * route.num_local
+            self.num_expanded_tokens = -(-worst // alignment) * alignment
+        self.slots = Slots(route, rounded.cumsum(0) - rounded) if do_expand else None
 
 
 class ElasticBuffer(GroupOfBuffer):
@@ -54,6 +53,7 @@ class ElasticBuffer(GroupOfBuffer):
     ) -> None:  # fmt: skip
         super().__init__(group)
         self.num_bytes, self.num_max_tokens_per_rank = num_bytes or 0, num_max_tokens_per_rank
+        self.rank_idx, self.num_ranks, self.num_allocated_qps = self.rank, self.group_size, num_allocated_qps
 
     @staticmethod
     def get_buffer_size_hint(
@@ -63,7 +63,7 @@ class ElasticBuffer(GroupOfBuffer):
         """0: the memory is the communicator's."""
         return 0
 
-    capture = Buffer.capture
+    capture = staticmethod(Buffer.capture)
 
     def get_theoretical_num_sms(
         self, num_experts: int, num_topk: int, num_scaleout_topk: int = 0, rdma_gbs: float = 0, nvlink_gbs: float = 0,
@@ -96,41 +96,43 @@ class ElasticBuffer(GroupOfBuffer):
         do_handle_copy: bool = True, do_cpu_sync: bool | None = None, do_expand: bool = False,
         do_zero_padding: bool = False, use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Any, _Tensor, _Tensor, EPHandle, EventOverlap]:  # fmt: skip
-        """Rows that came, ids or None, weights if they were given, a handle, an event.
+        """Rows that came; ids, None with `do_expand`; weights, if they were given; a handle; an event.
 
         With `do_cpu_sync=False` there are as many rows as could come; the host waits all the same. Slots of
-        `do_expand` without a row are zero. With a handle, there are weights only of `do_expand`.
+        `do_expand` without a row are zero.
 
         Raises:
-            RoutingError: arguments do not fit; on all ranks.
-        ArgumentError: ids beside a handle.
+            RoutingError: arguments do not fit, or differ between ranks; on all ranks, without a handle.
+            ArgumentError: ids beside a handle, or `do_expand` beside one that was made without.
         """
-        event, wire, given = done(previous_event), self.grad_wire, handle
+        if use_tma_aligned_col_major_sf:
+            raise NotImplementedError("use_tma_aligned_col_major_sf=True; scales are row-major here")
+        event, wire = done(previous_event, previous_event_before_epilogue), self.grad_wire
         if handle is None:
-            most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            most, wire = num_max_tokens_per_rank or self.num_max_tokens_per_rank, self.wire
             ids = topk_idx.clone() if do_handle_copy and topk_idx is not None else topk_idx
-            exact, wire = do_cpu_sync is not False, self.wire
-            route = Route(self.comm, x, None, num_experts or 0, ids, topk_weights, None if exact else most)
-            assert route.ids is not None
-            counts = torch.bincount(route.ids[route.ids >= 0], minlength=route.num_local)
-            handle = EPHandle(route, do_expand, expert_alignment or 1, most, num_sms, counts, exact)
+            room = (most * self.group_size, most) if do_cpu_sync is False else (0, None)
+            route = Route(self.comm, x, None, num_experts or 0, ids, topk_weights, *room)
+            handle, weights = EPHandle(route, do_expand, expert_alignment or 1, most, num_sms), route.weights
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats += counts
-        elif topk_idx is not None:
-            raise ArgumentError("topk_idx and a handle were passed; a handle has the ids of its dispatch")
+                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+        elif topk_idx is not None or (do_expand and not handle.do_expand):
+            what = "topk_idx" if topk_idx is not None else "do_expand=True"
+            raise ArgumentError(f"{what} was passed beside a handle that has its own, or was made without")
+        elif topk_weights is not None:
+            came: Any = handle.route.plan.there(topk_weights.float(), wire=EXACT)
+            weights = torch.where(handle.route.ids >= 0, came, 0)  # type: ignore[operator,arg-type]
         route, slots = handle.route, handle.slots
-        if slots is None:
-            recv = route.there(x, wire, handle.capacity)
-            ids, weights = route.padded(handle.capacity) if given is None else (None, None)
-            return recv, ids, None if topk_weights is None else weights, handle, event
-        rows = route.there(x, wire)
-        recv = tuple(_expand(part, handle) for part in rows) if isinstance(rows, tuple) else _expand(rows, handle)
-        if topk_weights is None:
-            return recv, None, None, handle, event
-        weights = route.weights if given is None else route.there(topk_weights.float(), EXACT)
-        assert weights is not None
-        of_slots = weights.new_zeros(handle.num_expanded_tokens)
-        return recv, None, of_slots.index_copy_(0, slots.place, weights[slots.row, slots.k]), handle, event
+        if slots is None or not do_expand:
+            recv = route.there(x, wire)
+            return recv, *route.padded(route.ids, None if topk_weights is None else weights), handle, event
+        rows, of_slots, size = route.there(x, wire), None, handle.num_expanded_tokens
+        parts = rows if isinstance(rows, tuple) else (rows,)
+        recv = tuple(slots.spread(part, part.new_zeros(size, *part.shape[1:])) for part in parts)
+        if topk_weights is not None:
+            assert weights is not None
+            of_slots = weights.new_zeros(size).index_copy_(0, slots.place, weights[slots.row, slots.k])
+        return recv if isinstance(rows, tuple) else recv[0], None, of_slots, handle, event
 
     @torch.no_grad()
     def combine(
@@ -138,18 +140,23 @@ class ElasticBuffer(GroupOfBuffer):
         num_qps: int = 0, previous_event: Any = None, previous_event_before_epilogue: Any = None,
         async_with_compute_stream: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, _Tensor, EventOverlap]:  # fmt: skip
-        """Sums at home of rows, with bias, and of topk_weights, which are 1-D with `do_expand`; an event."""
-        event, route, slots = done(previous_event), handle.route, handle.slots
-        wire = self.combine_wire if topk_weights is None else self.grad_wire
+        """Sums at home of rows, with bias; each token's topk_weights, from the ranks of their experts; an event.
+
+        Raises:
+            RoutingError: rows are not as many as the dispatch gave; on this rank alone.
+        """
+        event, route, slots = done(previous_event, previous_event_before_epilogue), handle.route, handle.slots
+        wire, home = self.combine_wire if topk_weights is None else self.grad_wire, None
         if slots is not None:
+            if len(x) != handle.num_expanded_tokens:
+                raise RoutingError(f"combine got {len(x)} rows; accepted: {handle.num_expanded_tokens}")
             x = slots.sums(x).to(x.dtype)
-            if topk_weights is not None and route.weights is not None:
-                of_rows = torch.zeros_like(route.weights)
-                of_rows[slots.row, slots.k] = topk_weights[slots.place].float()
-                topk_weights = of_rows
-        return route.home(x, wire, bias), route.weights_home(topk_weights), event
-
-
-def _expand(rows: torch.Tensor, handle: EPHandle) -> torch.Tensor:
-    assert handle.slots is not None
-    return handle.slots.spread(rows, torch.zeros_like(rows[:0]).new_zeros(handle.num_expanded_tokens, *rows.shape[1:]))
+        y = route.home(x, wire, bias)
+        if topk_weights is not None:
+            assert route.ids is not None
+            weights = topk_weights[: route.num_rows].float()
+            if slots is not None:
+                weights = torch.zeros(route.ids.shape, device=x.device)
+                weights[slots.row, slots.k] = topk_weights[slots.place].float()
+            home = route.home(torch.where(route.ids >= 0, weights, 0), EXACT)
+        return y, home, event

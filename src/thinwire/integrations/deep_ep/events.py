@@ -1,14 +1,15 @@
-"""What DeepEP's calls return to be waited for. Calls here are over, or on the current stream, when they return."""
+"""Events as DeepEP's: points on the stream that is current on CUDA. On a CPU there is nothing to wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class EventHandle:
-    """A point on the stream that is current on CUDA; on a CPU there is nothing to wait for."""
+    """A point on the stream that is current when it is made."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
@@ -20,7 +21,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, and a hook that is called once after it; as a context, it waits at the end."""
+    """An event, and a hook that is called once after a wait for it. Used as a context, it waits at the end."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event, self.extra_tensors, self._release = event, extra_tensors, False
@@ -50,8 +51,10 @@ class EventOverlap:
         self.current_stream_wait(self._release)
 
 
-def done(previous: EventHandle | EventOverlap | None = None) -> EventOverlap:
-    """What a call returns. Before it, the current stream waits for a previous event."""
-    if previous is not None:
-        previous.current_stream_wait()
+def done(*previous: Any) -> EventOverlap:
+    """What a call returns. The current stream first waits for the events before it, but calls no hooks of theirs."""
+    for each in previous:
+        event = getattr(each, "event", each)
+        if event is not None:
+            event.current_stream_wait()
     return EventOverlap(EventHandle())

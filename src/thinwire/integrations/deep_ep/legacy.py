@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ArgumentError
+from thinwire.errors import ArgumentError, RoutingError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.integrations.deep_ep.events import EventOverlap, done
 from thinwire.integrations.deep_ep.routes import EXACT, GroupOfBuffer, Route, Rows, Slots, aligned, ranks_of
@@ -34,11 +34,11 @@ class Config:
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-class Handle(tuple[Any, ...]):
-    """A tuple as DeepEP's, for clients that look into it; None stands for what is not needed here."""
+class LowLatencyHandle(tuple[Any, ...]):
+    """A tuple as DeepEP's, for clients that look into it."""
 
     route: Route
-    slots: Slots  # of low latency
+    slots: Slots
     buffer: _Tensor = None
 
 
@@ -46,7 +46,7 @@ class Buffer(GroupOfBuffer):
     """Rows come once to each rank, with ids of its experts or -1; the low-latency pair has a row for each expert.
 
     Calls are collective over the group, but for `get_dispatch_layout`. A handle can be used any number of times, in any
-    order. Arguments for the use of SMs, streams and events are accepted and change nothing.
+    order. Calls work on the current stream, after their previous event.
     """
 
     num_sms = 20
@@ -61,7 +61,7 @@ class Buffer(GroupOfBuffer):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: what clients refuse where it is not, is not needed here."""
+        """True, as clients else refuse groups of more than 8 ranks."""
         return True
 
     @staticmethod
@@ -94,58 +94,59 @@ class Buffer(GroupOfBuffer):
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
         """int32 tokens for each rank, None, int32 tokens for each expert, bool [tokens, ranks], an event."""
         event, in_rank = done(previous_event), ranks_of(topk_idx, num_experts, self.group_size)
-        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+        known = topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)]  # dispatch refuses the others, on all ranks
+        per_expert = torch.bincount(known, minlength=num_experts)
         return in_rank.sum(0).int(), None, per_expert.int(), in_rank, event
 
     @torch.no_grad()
     def dispatch(
-        self, x: Rows, handle: Handle | None = None, num_tokens_per_rank: _Tensor = None,
+        self, x: Rows, handle: tuple[Any, ...] | None = None, num_tokens_per_rank: _Tensor = None,
         num_tokens_per_rdma_rank: _Tensor = None, is_token_in_rank: _Tensor = None,
         num_tokens_per_expert: _Tensor = None, topk_idx: _Tensor = None, topk_weights: _Tensor = None,
         expert_alignment: int = 1, num_worst_tokens: int = 0, config: Config | None = None,
         previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, _Tensor, _Tensor, list[int] | None, Handle | None, EventOverlap]:  # fmt: skip
+    ) -> tuple[Any, _Tensor, _Tensor, list[int] | None, tuple[Any, ...] | None, EventOverlap]:  # fmt: skip
         """Rows that came, ids and weights, rows of each expert rounded up, a handle, an event.
 
         With num_worst_tokens there are as many rows, zero behind those that came; the host waits all the same.
 
         Raises:
-            RoutingError: arguments do not fit; on all ranks.
+            RoutingError: arguments do not fit, or differ between ranks; on all ranks.
             CapacityError: more rows than num_worst_tokens come to a rank; on all ranks.
         """
         event = done(previous_event)
         if handle is not None:
-            return handle.route.there(x, self.grad_wire, num_worst_tokens), None, None, None, None, event
+            return handle[5].there(x, self.grad_wire), None, None, None, None, event
         num_experts = 0 if num_tokens_per_expert is None else len(num_tokens_per_expert)
-        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights)
-        recv, counts = route.there(x, self.wire, num_worst_tokens), list[int]()
-        if not num_worst_tokens:
-            counts = aligned(self._rows_of_experts(route, num_tokens_per_expert), expert_alignment).tolist()
+        capacity = num_worst_tokens
+        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights, capacity)
+        recv, counts = route.there(x, self.wire), route.expert_counts
+        if counts is None and num_tokens_per_expert is not None:
+            of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
+            counts = of_all.sum(0)
+        listed = [] if capacity or counts is None else aligned(counts, expert_alignment).tolist()
         of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
-        made = Handle((of_ranks, None, None, route.source, route.in_rank, None))
-        made.route = route
-        return recv, *route.padded(num_worst_tokens), counts, made, event
+        handle = (of_ranks, None, None, route.source, route.in_rank, route)
+        return recv, *route.padded(route.ids, route.weights), listed, handle, event
 
     internode_dispatch = dispatch
 
-    def _rows_of_experts(self, route: Route, num_tokens_per_expert: _Tensor) -> torch.Tensor:
-        if route.ids is not None:
-            return torch.bincount(route.ids[route.ids >= 0], minlength=route.num_local)
-        assert num_tokens_per_expert is not None
-        of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
-        total: torch.Tensor = of_all.sum(0)
-        return total
-
     @torch.no_grad()
     def combine(
-        self, x: torch.Tensor, handle: Handle, topk_weights: _Tensor = None, bias: Any = None,
+        self, x: torch.Tensor, handle: tuple[Any, ...], topk_weights: _Tensor = None, bias: Any = None,
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, _Tensor, EventOverlap]:  # fmt: skip
-        """Sums at home of rows, with bias, and of topk_weights; an event."""
-        event, route = done(previous_event), handle.route
+        """Sums at home of rows, with bias, and of topk_weights; an event.
+
+        Raises:
+            RoutingError: not as many rows as came or were padded to; on this rank alone.
+        """
+        event, route, home = done(previous_event), handle[5], None
         y = route.home(x, self.combine_wire if topk_weights is None else self.grad_wire, bias)
-        return y, route.weights_home(topk_weights), event
+        if topk_weights is not None:
+            home = route.home(topk_weights.float(), EXACT)
+        return y, home, event
 
     internode_combine = combine
 
@@ -158,46 +159,50 @@ class Buffer(GroupOfBuffer):
         cumulative_local_expert_recv_stats: _Tensor = None, dispatch_wait_recv_cost_stats: _Tensor = None,
         use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None]]:  # fmt: skip
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:  # fmt: skip
         """Rows of each expert, [local experts, slots, hidden] or FP8 and scales; how many; a handle; an event; a hook.
 
-        A token travels once to each rank. FP8 is made before that. Slots without a row are not written.
+        A token is rounded to FP8 at home, and travels once to each rank. Slots without a row are not written. The hook
+        waits for rows; all ranks call their hooks at the same place among their calls.
 
         Raises:
-            RoutingError: arguments do not fit; on all ranks.
-        ArgumentError: x cannot be FP8.
+            RoutingError: arguments do not fit, or differ between ranks; on all ranks.
+            ArgumentError: x cannot be FP8.
         """
-        most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         if dispatch_wait_recv_cost_stats is not None:
             raise NotImplementedError("dispatch_wait_recv_cost_stats: waits are in the flight recorder, not in tensors")
+        most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         parts = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
-        route = Route(self.comm, x, None, num_experts, topk_idx, None, most)
+        route = Route(self.comm, x, None, num_experts, topk_idx, None, most=most)
         experts, width = route.num_local, most * self.group_size
-        slots = Slots(route, lambda counts: torch.arange(experts, device=counts.device) * width)
-        made = tuple(part.new_empty(experts, width, part.shape[1]) for part in parts)
+        slots = Slots(route, torch.arange(experts, device=x.device) * width)
+        made = [part.new_empty(experts, width, part.shape[1]) for part in parts]
+        if use_fp8:  # scales are column-major there
+            made[1] = made[1].new_empty(experts, made[1].shape[2], width).transpose(1, 2)
         pending = [route.there(part, EXACT if use_fp8 else self.wire, async_op=True) for part in parts]
 
         @torch.no_grad()
         def hook() -> None:
-            for part, work, out in zip(parts, pending, made, strict=True):
-                slots.spread(work.wait().view(part.dtype), out.flatten(0, 1))
+            for part, out in zip(parts, made, strict=True):
+                if pending:  # the first time
+                    rows, flat = pending.pop(0).wait().view(part.dtype), out.contiguous().flatten(0, 1)
+                    out.copy_(slots.spread(rows, flat).view(out.shape))
 
         if not return_recv_hook:
             hook()
+        assert route.expert_counts is not None
         numbers = slots.spread(route.source[:, None], route.source.new_zeros(experts * width, 1))
         ranks = torch.repeat_interleave(route.counts[:, self.rank].to(x.device))
-        of_ranks = torch.bincount(
-            slots.place // width * self.group_size + ranks[slots.row], minlength=experts * self.group_size
-        )
-        of_ranks = of_ranks.view(experts, self.group_size)
+        pairs = slots.place // width * self.group_size + ranks[slots.row]
+        of_ranks = torch.bincount(pairs, minlength=experts * self.group_size).view(experts, self.group_size)
         layout = (of_ranks.cumsum(1) - of_ranks << 32) | of_ranks
-        handle = Handle((numbers.view(experts, width), layout, most, hidden, num_experts))
+        handle = LowLatencyHandle((numbers.view(experts, width), layout, most, hidden, num_experts))
         handle.route, handle.slots = route, slots
         if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += slots.counts
-        return made if use_fp8 else made[0], slots.counts.int(), handle, done(), hook
+            cumulative_local_expert_recv_stats += route.expert_counts
+        return (tuple(made) if use_fp8 else made[0]), route.expert_counts.int(), handle, done(), hook
 
-    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bfloat16 [local experts, slots, hidden], to be filled for a combine with zero_copy."""
         if handle.buffer is None:
             handle.buffer = torch.zeros(*handle[0].shape, handle[3], dtype=torch.bfloat16, device=self.comm.device)
@@ -205,15 +210,30 @@ class Buffer(GroupOfBuffer):
 
     @torch.no_grad()
     def low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Handle,
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
         out: _Tensor = None, combine_wait_recv_cost_stats: _Tensor = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:  # fmt: skip
-        """Weighted sums at home; an event; a hook. Weights travel to the experts, so one row a rank comes home."""
-        x = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
-        weights = handle.route.there(topk_weights.float(), EXACT)
+        """Weighted sums at home; an event; a hook, as dispatch's. An id of -1 leaves its expert out.
+
+        Weights travel to the experts, so that one row comes home from each rank.
+
+        Raises:
+            RoutingError: x, topk_idx or topk_weights are not of the dispatch's shapes; on this rank alone.
+        """
+        if combine_wait_recv_cost_stats is not None:
+            raise NotImplementedError("combine_wait_recv_cost_stats: waits are in the flight recorder, not in tensors")
+        route, x = handle.route, self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+        assert route.topk_idx is not None
+        shapes, wanted = (topk_idx.shape, topk_weights.shape), route.topk_idx.shape
+        if x.dim() != 3 or x.shape[:2] != handle[0].shape or shapes != (wanted, wanted):
+            raise RoutingError(
+                f"x is {list(x.shape)}, topk_idx {list(shapes[0])}, topk_weights {list(shapes[1])}; accepted: "
+                f"[{', '.join(map(str, handle[0].shape))}, hidden], and twice {list(wanted)}"
+            )
+        weights = route.there(topk_weights.float().masked_fill(topk_idx < 0, 0), EXACT)
         sums = handle.slots.sums(x.flatten(0, 1), weights)
-        pending: Any = handle.route.plan.back(sums, wire=self.combine_wire, async_op=True)
+        pending: Any = route.plan.back(sums, wire=self.combine_wire, async_op=True)
         y = x.new_empty(len(topk_idx), x.shape[2]) if out is None else out
 
         @torch.no_grad()
@@ -223,10 +243,6 @@ class Buffer(GroupOfBuffer):
         if not return_recv_hook:
             hook()
         return y, done(), hook
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Ranks are not masked: where one is lost, calls raise PeerTimeout."""
-        raise NotImplementedError("masked ranks: a lost rank raises PeerTimeout, after which comm.shrink() goes on")
 
 
 def to_fp8(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
