@@ -83,6 +83,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_experts
 	$(RUN) -m benchmarks.bench_first_run
 	$(RUN) -m benchmarks.bench_flight_recorder
+	$(RUN) -m benchmarks.bench_fsdp
 	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_invariant
 	$(RUN) -m benchmarks.bench_link

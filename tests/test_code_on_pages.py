@@ -29,6 +29,7 @@ NOT_RUN = {
     ("docs/checkpoints.md", 'layer = tw.load_moe_layer("Qwen3-30B-A3B"'): "reads a checkpoint of 60 GB",
     ("docs/cuda-graphs.md", "graph = torch.cuda.CUDAGraph()"): "needs GPUs",
     ("docs/integrations-deep-ep.md", "sharded_moe._AllToAll = Exchange"): "needs DeepSpeed",
+    ("docs/integrations-fsdp.md", "class Quantize(transformers.TrainerCallback)"): "needs transformers",
     ("docs/integrations.md", 'ep_implementation="thinwire:int8+h64"'): "needs transformers and a checkpoint of 60 GB",
     ("docs/integrations.md", 'register("int8 both ways"'): "needs transformers",
     ("docs/integrations-torchtitan.md", "config.override = OverrideConfig("): "needs torchtitan and a model's config",

@@ -1,4 +1,4 @@
-"""Tables in the docs are what `python -m tests.integrations.models` and `make serve-check` wrote.
+"""Tables in the docs are what `python -m tests.integrations.models`, `make serve-check` and a benchmark wrote.
 
 Neither transformers nor vLLM is needed for that.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -64,3 +66,29 @@ def test_the_table_of_vllm_is_the_recorded_one() -> None:
     content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "vllm.json").read_text())
     assert vllm_table(content) in (ROOT / "docs" / "integrations-vllm.md").read_text(), vllm_table(content)
     assert all(set(found["requests_answered_by_rank"]) == {"0", "1"} for found in content["serve"].values())
+
+
+FSDP_HEAD = """\
+| gradients reduced in | sent as | a host sends | gathers | reduce-scatters | x stock | error of gradients |
+|---|---|---|---|---|---|---|
+"""
+
+
+def fsdp_table(content: dict[str, Any]) -> str:
+    """A line for each dtype of the reduction and way to send."""
+    lines = FSDP_HEAD
+    for line in content["figures"]:
+        name, ratios = line["sent_as"], line["ratios_to_stock"]
+        spread = "" if name == "stock" else f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines += (
+            f"| {line['reduced_in']} | {name if name == 'stock' else f'`{name}`'} | {line['bytes_sent'] / 1e6:.1f} MB "
+            f"| {line['gather']['seconds'] * 1e3:.0f} ms | {line['scatter']['seconds'] * 1e3:.0f} ms "
+            f"| {line['ratio_to_stock']:.2f}{spread} | {line['error']:.4f} |\n"
+        )
+    return lines
+
+
+def test_the_table_of_fsdp_is_the_recorded_one() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "fsdp_link.json").read_text())
+    assert fsdp_table(content) in (ROOT / "docs" / "integrations-fsdp.md").read_text(), fsdp_table(content)
+    assert content["figures"][0]["elements"] * 2 / 1e6 == pytest.approx(16.8, abs=0.05)
