@@ -156,7 +156,7 @@ class ElasticBuffer(GroupOfBuffer):
             assert route.ids is not None
             weights = topk_weights[: route.num_rows].float()
             if slots is not None:
-                weights = torch.zeros(route.ids.shape, device=x.device)
+                weights = torch.zeros(route.ids.shape, dtype=torch.float32, device=x.device)
                 weights[slots.row, slots.k] = topk_weights[slots.place].float()
             home = route.home(torch.where(route.ids >= 0, weights, 0), EXACT)
         return y, home, event
