@@ -4,8 +4,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
 BESIDE := $(INTEGRATIONS)/bin/python -m pytest -rs -s
-# Names of their tests, and the packages: of each what runs without the packages that it wants beyond PyTorch.
-CLIENTS := automodel megatron torchtitan
+# Tests of theirs that `make test-all` runs whole; packages of which what is used needs none that they ask for.
+CLIENTS := automodel families megatron torchtitan
 PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0 torchtitan==0.3.0 spmd_types==0.2.3
 # vLLM wants a PyTorch, transformers and numba of its own, so it has an environment of its own (3.4 GB, 4 minutes).
 VLLM_VENV := .venv-vllm
@@ -121,7 +121,7 @@ $(INTEGRATIONS)/ready: $(VENV)/ready
 	$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> "$$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
-		--editable '.[transformers]' tyro torchdata datasets tokenizers tensorboard
+		--editable '.[transformers]' peft tyro torchdata datasets tokenizers tensorboard
 	@for each in $(PACKAGES); do \
 		$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps $$each \
 			|| echo "SKIPPED: tests beside $$each, which could not be installed"; \

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("transformers") else ["models.py"]
+collect_ignore = [] if find_spec("transformers") else ["families.py", "models.py"]

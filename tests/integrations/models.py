@@ -24,9 +24,13 @@ from benchmarks.timing import machine, relative_error, write_json
 from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
 
-__all__ = ["CASES", "FAMILIES", "LAYOUTS", "STOCK", "Case", "compare", "quiet", "run", "write_models"]
+__all__ = [
+    "CASES", "FAMILIES", "LAYOUTS", "STOCK", "Batch", "Case", "compare", "loss", "new_batch", "quiet", "run",
+    "whole_tensor", "write_models",
+]  # fmt: skip
 
 Case = tuple[str, int, str]
+Batch = dict[str, torch.Tensor]
 
 _SIZES = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -70,9 +74,9 @@ EXACT = ("thinwire:none", STOCK)
 _NEW_TOKENS = 8
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, families: dict[str, dict[str, Any]] = FAMILIES) -> None:
     """A model of each family, with values in what new models have as zeros."""
-    for family, sizes in FAMILIES.items():
+    for family, sizes in families.items():
         torch.manual_seed(5)
         config = transformers.AutoConfig.for_model(family, **{**_SIZES, **sizes})
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -88,18 +92,18 @@ class _Experts:
     def __init__(self, model: Any, inputs: list[Any] | None = None) -> None:
         self.inputs: list[Any] = []
         self.outputs: list[torch.Tensor] = []
-        found = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+        found = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self._hooks = [module.register_forward_hook(self._after) for module in found]
         for place, module in enumerate(found):
             given = None if inputs is None else inputs[place]
             self._hooks.append(module.register_forward_pre_hook(lambda _, args, given=given: self._before(args, given)))
 
     def _before(self, args: Any, given: Any) -> Any:
-        self.inputs.append(tuple(map(_whole, args)))
+        self.inputs.append(tuple(map(whole_tensor, args)))
         return given
 
     def _after(self, module: Any, args: Any, output: torch.Tensor) -> None:
-        self.outputs.append(_whole(output))
+        self.outputs.append(whole_tensor(output))
 
     def __enter__(self) -> _Experts:
         return self
@@ -109,13 +113,22 @@ class _Experts:
             hook.remove()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of it, on every rank."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=batch).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+def new_batch(tokens: int, seed: int) -> Batch:
+    """Three texts, the longest of so many tokens; the others are padded on the left."""
+    ids = torch.randint(1, _SIZES["vocab_size"], (3, tokens), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(tokens) >= torch.tensor([[0], [3], [5]])
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Of the tokens behind the first of each text."""
+    logits, labels = model(**batch).logits, batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def quiet() -> None:
@@ -136,15 +149,16 @@ def compare(comm: Communicator, folder: str, cases: list[Case], implementations:
 def _compare(path: Path, family: str, ranks: int, use: str, implementations: list[str]) -> dict[str, Any]:
     rank, sizes = dist.get_rank(), LAYOUTS[ranks, use]
     holders = ranks // sizes.get("tp_size", 1)  # of different batches
-    drawn = torch.randint(1, _SIZES["vocab_size"], (holders, 3, 24), generator=torch.Generator().manual_seed(1))
+    drawn = [new_batch(24 - 7 * (holder % 2), holder) for holder in range(holders)]
     batch = drawn[rank // sizes.get("tp_size", 1)]
+    prompts, real = {name: tensor[:2, :9] for name, tensor in batch.items()}, batch["attention_mask"].bool()
     whole = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generating = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
     with torch.no_grad(), _Experts(whole) as expected:
-        logits = whole(input_ids=batch).logits
-    tokens = whole.generate(batch[:2, :7], **generating)
-    torch.stack([_loss(whole, each) for each in drawn]).mean().backward()
-    grads = {name: weight.grad for name, weight in whole.named_parameters()}
+        logits = whole(**batch).logits[real]
+    tokens = whole.generate(**prompts, **generating)
+    torch.stack([loss(whole, each) for each in drawn]).mean().backward()
+    grads = {name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None}
 
     largest = float(logits.abs().max())
     figures: dict[str, Any] = {"family": family, "ranks": ranks, "use": use, "largest_logit": largest}
@@ -153,37 +167,39 @@ def _compare(path: Path, family: str, ranks: int, use: str, implementations: lis
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
         found: dict[str, Any] = {}
         with torch.no_grad(), _Experts(model) as free:
-            off = (_whole(model(input_ids=batch).logits) - logits).abs()
+            off = (whole_tensor(model(**batch).logits)[real] - logits).abs()
         with torch.no_grad(), _Experts(model, expected.inputs) as fixed:
-            model(input_ids=batch)
+            model(**batch)
         found["logits"] = float(off.max()) / largest
         found["layers"] = [*map(relative_error, fixed.outputs, expected.outputs)]
-        found["tokens_equal"] = torch.equal(model.generate(batch[:2, :7], **generating), tokens)
-        found["flips"] = sum(map(_flips, free.inputs, expected.inputs))
-        found["routed"] = sum(len(ids) for _, ids, _ in expected.inputs)
+        found["tokens_equal"] = torch.equal(model.generate(**prompts, **generating), tokens)
+        found["flips"] = sum(_flips(*pair, real.flatten()) for pair in zip(free.inputs, expected.inputs, strict=True))
+        found["routed"] = int(real.sum()) * len(expected.inputs)
         if implementation in EXACT:
-            _loss(model, batch).backward()
+            loss(model, batch).backward()
             found["gradients"] = {}
-            for name, weight in model.named_parameters():
-                kind = "experts" if ".mlp.experts." in name else "router" if _is_router(name) else "rest"
-                error = relative_error(_whole(weight.grad), grads[name])
+            for name, grad in grads.items():
+                kind = "experts" if ".experts." in name else "router" if _is_router(name) else "rest"
+                error = relative_error(whole_tensor(model.get_parameter(name).grad), grad)
                 found["gradients"][kind] = max(found["gradients"].get(kind, 0.0), error)
         figures[implementation] = found
     return figures
 
 
 def _is_router(name: str) -> bool:
-    return ".mlp.gate." in name or ".mlp.router." in name
+    return ".gate." in name or ".router." in name
 
 
-def _flips(found: Any, expected: Any) -> int:
+def _flips(found: Any, expected: Any, real: torch.Tensor) -> int:
     """Tokens whose experts are others."""
-    return int((found[1].sort(-1).values != expected[1].sort(-1).values).any(-1).sum())
+    return int((found[1].sort(-1).values != expected[1].sort(-1).values).any(-1)[real].sum())
 
 
-def run(ranks: int, folder: Path, implementations: list[str], timeout: float = 280.0) -> dict[Case, dict[str, Any]]:
+def run(
+    ranks: int, folder: Path, implementations: list[str], timeout: float = 280.0, all_cases: list[Case] = CASES
+) -> dict[Case, dict[str, Any]]:
     """The figures of all cases of so many ranks, of each the worst rank's; flips and routed tokens are of all ranks."""
-    cases = [case for case in CASES if case[1] == ranks]
+    cases = [case for case in all_cases if case[1] == ranks]
     by_rank = run_ranks(compare, ranks, str(folder), cases, implementations, timeout=timeout)
     return {case: _worst(found) for case, *found in zip(cases, *by_rank, strict=True)}
 

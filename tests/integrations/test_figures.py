@@ -1,4 +1,4 @@
-"""Tables in the docs are what `python -m tests.integrations.models`, `make serve-check` and a benchmark wrote.
+"""Tables in the docs are what `tests.integrations.models`, `.families`, `make serve-check` and a benchmark wrote.
 
 Neither transformers nor vLLM is needed for that.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+USES = ("a batch each", "one batch")
 HEAD = """\
 | family | ranks | none: logits | gradients | all_to_all: both | int8: a layer | other experts |
 |---|---|---|---|---|---|---|
@@ -34,10 +35,54 @@ def table(figures: list[dict[str, Any]], use: str) -> str:
 def test_the_tables_are_the_recorded_ones() -> None:
     figures = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "transformers.json").read_text())["figures"]
     text = (ROOT / "docs" / "integrations.md").read_text()
-    for use in ("a batch each", "one batch"):
+    for use in USES:
         assert table(figures, use) in text, table(figures, use)
     assert all(found["thinwire:none"]["tokens_equal"] and found["thinwire:none"]["flips"] == 0 for found in figures)
     assert f"{sum(found['thinwire:int8']['tokens_equal'] for found in figures)} of {len(figures)}" in text
+
+
+FAMILIES_HEAD = """\
+| family | each a batch: logits | gradients | int8: a layer | tokens | one batch: logits | gradients | int8: a layer \
+| tokens |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def families_table(figures: list[dict[str, Any]]) -> str:
+    """A line for each family, of the worst rank, parameter and layer."""
+    cells: dict[str, dict[str, str]] = {}
+    for found in figures:
+        exact, int8 = found["thinwire:none"], found["thinwire:int8"]
+        cells.setdefault(found["family"], {})[found["use"]] = (
+            f"{exact['logits']:.1e} | {max(exact['gradients'].values()):.1e} | {max(int8['layers']):.4f} "
+            f"| {'same' if int8['tokens_equal'] else 'other'}"
+        )
+    absent = "refused | | |"
+    lines = (f"| {name} | {' | '.join(of.get(use, absent) for use in USES)} |\n" for name, of in cells.items())
+    return FAMILIES_HEAD + "".join(lines)
+
+
+def refused_table(refused: list[dict[str, str]]) -> str:
+    """What transformers says, up to what it advises or lists."""
+    lines = (f"| {each['family']} | {each['says'].split('. ')[0].split(': [')[0]} |\n" for each in refused)
+    return "| family | transformers says |\n|---|---|\n" + "".join(lines)
+
+
+def test_the_tables_of_more_families_are_the_recorded_ones() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "transformers_families.json").read_text())
+    text = (ROOT / "docs" / "integrations.md").read_text()
+    figures = content["figures"]
+    for table_text in (families_table(figures), refused_table(content["refused"])):
+        assert table_text in text, table_text
+    differ = 0.0
+    for found in figures:
+        exact, stock = found["thinwire:none"], found["all_to_all"]
+        assert exact["tokens_equal"] and exact["flips"] == 0, found["family"]
+        worst = [[each["logits"], max(each["gradients"].values())] for each in (exact, stock)]
+        differ = max(differ, *(abs(ours - theirs) for ours, theirs in zip(*worst, strict=True)))
+    assert differ < 1e-8, "which the page says"
+    assert f"in all {len(figures)} cases with `none`" in text
+    assert f"in {sum(found['thinwire:int8']['tokens_equal'] for found in figures)} with int8" in text
 
 
 VLLM_HEAD = """\

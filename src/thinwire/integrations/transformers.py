@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thinwire.comm import Communicator, as_communicator
+from thinwire.compiler import opaque
 from thinwire.fused.codec import resolve_wire
 from thinwire.moe.parallel import ExpertParallel
 
@@ -94,6 +95,7 @@ class ThinwireEP(EPImplementation):
         expert_out: torch.Tensor = self.experts_forward(given, experts, given.new_ones(len(given), 1))
         return expert_out[: len(rows)]
 
+    @opaque
     def _expert_parallel(self, x: torch.Tensor, ids: torch.Tensor) -> ExpertParallel:
         """The group's, with room for every rank's tokens. Collective."""
         if self._comm is None or self._comm.closed:
