@@ -137,3 +137,23 @@ def test_the_table_of_fsdp_is_the_recorded_one() -> None:
     content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "fsdp_link.json").read_text())
     assert fsdp_table(content) in (ROOT / "docs" / "integrations-fsdp.md").read_text(), fsdp_table(content)
     assert content["figures"][0]["elements"] * 2 / 1e6 == pytest.approx(16.8, abs=0.05)
+
+
+DEEP_EP_HEAD = """\
+| format | tokens of each rank | `ExpertParallel` | DeepEP's calls | ratio | memory | of DeepEP's calls |
+|---|---|---|---|---|---|---|
+"""
+
+
+def deep_ep_table(content: dict[str, Any]) -> str:
+    """A line for each format and number of tokens."""
+    return DEEP_EP_HEAD + "".join(
+        f"| `{line['wire']}` | {line['tokens']:,} | {line['ms pair']:.2f} ms | {line['ms deep_ep']:.2f} ms "
+        f"| {line['ratio']:.2f} | {line['MiB pair']:.0f} MiB | {line['MiB deep_ep']:.0f} MiB |\n"
+        for line in content["figures"]
+    )
+
+
+def test_the_table_of_deep_ep_is_the_recorded_one() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "deep_ep.json").read_text())
+    assert deep_ep_table(content) in (ROOT / "docs" / "integrations-deep-ep.md").read_text(), deep_ep_table(content)
