@@ -176,17 +176,21 @@ class Buffer(GroupOfBuffer):
         route = Route(self.comm, x, None, num_experts, topk_idx, None, most=most)
         experts, width = route.num_local, most * self.group_size
         slots = Slots(route, torch.arange(experts, device=x.device) * width)
-        made = [part.new_empty(experts, width, part.shape[1]) for part in parts]
+        filled = [part.new_empty(experts, width, part.shape[1]) for part in parts]
+        made = [*filled]
         if use_fp8:  # scales are column-major there
-            made[1] = made[1].new_empty(experts, made[1].shape[2], width).transpose(1, 2)
+            made[1] = filled[1].new_empty(experts, filled[1].shape[2], width).transpose(1, 2)
         pending = [route.there(part, EXACT if use_fp8 else self.wire, async_op=True) for part in parts]
 
         @torch.no_grad()
         def hook() -> None:
-            for part, out in zip(parts, made, strict=True):
-                if pending:  # the first time
-                    rows, flat = pending.pop(0).wait().view(part.dtype), out.contiguous().flatten(0, 1)
-                    out.copy_(slots.spread(rows, flat).view(out.shape))
+            if not pending:  # it was called before
+                return
+            for work, out in zip(pending, filled, strict=True):
+                slots.spread(work.wait().view(out.dtype), out.flatten(0, 1))
+            if made[-1] is not filled[-1]:
+                made[-1].copy_(filled[-1])
+            pending.clear()
 
         if not return_recv_hook:
             hook()
