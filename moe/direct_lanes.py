@@ -237,10 +237,11 @@ class DirectLanes(DirectTransport, Rounds):
 
         A wait under way on the CPU, in another thread or below a signal handler, ends, and has the memory until then.
         """
-        if self._waits and not self.on_gpu:
+        waits = self._waits and not self.on_gpu
+        if waits:
             self._held = self.memory.held()
-            for lane in self.lanes:
-                lane.control[signal.CONTROL_STATUS] = signal.TIMED_OUT
+        super().close()  # before the wait ends, which then asks in its thread whether this was closed
+        for lane in self.lanes if waits else ():
+            lane.control[signal.CONTROL_STATUS] = signal.TIMED_OUT
         self.lanes.clear()
         self._views.clear()
-        super().close()

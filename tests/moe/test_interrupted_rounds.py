@@ -21,6 +21,7 @@ from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.errors import LaneError, PeerTimeout, ThinwireError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.signal import CONTROL_STATUS, TIMED_OUT
 
 TOKENS, HIDDEN = 40, 32
 
@@ -99,6 +100,27 @@ def _closed_in_its_wait(comm: Communicator, by: str) -> None:
 @pytest.mark.parametrize("by", ["a signal handler", "another thread"])
 def test_who_closes_it_while_a_dispatch_waits_ends_that(by: str) -> None:
     run_ranks(_closed_in_its_wait, 2, by, timeout=15)
+
+
+def _closed_before_its_wait_ends(comm: Communicator) -> None:
+    ep = _both(comm)
+    rounds: Any = ep._assembly.rounds
+    seen: list[bool] = []
+
+    class Noted(list[Any]):
+        def __iter__(self) -> Any:
+            seen.append(rounds.closed)  # where the waits are ended
+            return super().__iter__()
+
+    rounds.lanes, rounds._waits = Noted(rounds.lanes), True  # as if another thread were waiting
+    controls = [lane.control for lane in rounds.lanes]
+    seen.clear()
+    ep.close()
+    assert seen == [True] and all(int(control[CONTROL_STATUS]) == TIMED_OUT for control in controls)
+
+
+def test_a_wait_that_a_close_ends_sees_that_it_was_closed() -> None:
+    run_ranks(_closed_before_its_wait_ends, 1)
 
 
 def _finish_that_has_not_begun(comm: Communicator, transport: str) -> None:
