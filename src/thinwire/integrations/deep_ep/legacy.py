@@ -118,13 +118,12 @@ class Buffer(GroupOfBuffer):
         if handle is not None:
             return handle[5].there(x, self.grad_wire), None, None, None, None, event
         num_experts = 0 if num_tokens_per_expert is None else len(num_tokens_per_expert)
-        capacity = num_worst_tokens
-        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights, capacity)
+        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights, num_worst_tokens)
         recv, counts = route.there(x, self.wire), route.expert_counts
         if counts is None and num_tokens_per_expert is not None:
             of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
             counts = of_all.sum(0)
-        listed = [] if capacity or counts is None else aligned(counts, expert_alignment).tolist()
+        listed = [] if num_worst_tokens or counts is None else aligned(counts, expert_alignment).tolist()
         of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
         handle = (of_ranks, None, None, route.source, route.in_rank, route)
         return recv, *route.padded(route.ids, route.weights), listed, handle, event
