@@ -5,7 +5,7 @@
 One thread plays eight ranks on one GPU, so every store stays in its memory and no wait blocks. Each kernel runs for all
 ranks in turn, in one CUDA graph; its time is the graph's divided by eight. `GB/s` counts only the bytes that a kernel
 must read and write; `share` is that divided by the rate of a copy of a gigabyte in the same run. `round` is a graph of
-all nine launches. Everything runs in turn, round after round; times are medians.
+all launches. Everything runs in turn, round after round; times are medians.
 
 `N threads` are rounds through `ExpertParallel` of ranks that run at once on that GPU and wait for each other, each with
 its own graph; the time is a rank's. They share its memory and multiprocessors, so with many tokens N ranks take

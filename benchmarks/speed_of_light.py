@@ -107,7 +107,6 @@ def round_work(request: Request) -> dict[str, Work]:
         ),
         "wait_kernel": Work(),
         "count_kernel": Work(memory_bytes=ids + positions + index),
-        "prefix_kernel": Work(),
         "place_kernel": Work(memory_bytes=ids + weights + index + rows * (8 + 4)),
         "gather_kernel": Work(
             memory_bytes=index + records * dispatch.record_bytes + rows * row, elements=rows * hidden

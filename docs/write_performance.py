@@ -413,7 +413,7 @@ def _one_gpu() -> str:
                 f"bytes that a kernel must read and write. The copy moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s. "
                 "7168 elements, 8 of 256 experts, bfloat16 tokens. `route` reads little: its time is that of its "
                 "launches. "
-                '"Round" is all nine launches of dispatch, gather and combine. "2 threads" and "8 threads" are rounds '
+                '"Round" is all launches of dispatch, gather and combine. "2 threads" and "8 threads" are rounds '
                 "of ranks that run at once on that GPU, signals and waits included. They share its memory and "
                 "multiprocessors, so with many tokens N ranks take about N times as long as one."
             ),

@@ -35,15 +35,15 @@ from thinwire.triton_kernels.signal import (
     signal_words,
     store_signal_words,
 )
-from thinwire.triton_kernels.sums import copy_record, store_sum, sum_warps
+from thinwire.triton_kernels.sums import copy_record, load_positions, store_sum, sum_warps
 
 
 @triton.jit
-def ids_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The experts of a record's token, -1 for none: int32 [K_BLOCK]. From this rank's planes."""
+def ids_of(base, slot, ROUND: tl.constexpr, K_BLOCK: tl.constexpr, there=True):
+    """The experts of a record's token, if it is `there`; -1 for none: int32 [K_BLOCK]. From this rank's planes."""
     ks = tl.arange(0, K_BLOCK)
     ids_row = (base + ROUND.IDS + slot * (ROUND.TOP_K * 4)).to(tl.pointer_type(tl.int32))
-    return tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1)
+    return tl.load(ids_row + ks, mask=tl.where(there, ks < ROUND.TOP_K, False), other=-1)
 
 
 @triton.jit
@@ -79,6 +79,13 @@ def places_of(base, slot, owners, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
     return tl.sum(below, axis=1)
 
 
+@triton.jit
+def token_of(number, peers, counts, ends):
+    """Source and number there of one of the tokens that came from `peers`; `ends` is the sum of `counts` so far."""
+    source = tl.sum(tl.where(ends <= number, 1, 0))
+    return source, number - tl.sum(tl.where(peers < source, counts, 0))
+
+
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def send_sums_kernel(
     expert_out_ptr,
@@ -112,36 +119,37 @@ def send_sums_kernel(
         sums: tl.constexpr = ROUND.TOP_K if ROUND.INVARIANT else 1  # of a token, each of so many terms:
         terms: tl.constexpr = ROUND.TOP_K // sums
         item = tl.program_id(0)
+        source, token = token_of(item // sums, peers, counts, ends)
+        slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
+        listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
+        ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
         while item < total * sums:
-            number = item // sums
-            source = tl.sum(tl.where(ends <= number, 1, 0))
-            token = number - tl.sum(tl.where(peers < source, counts, 0))
+            home, of_token, number = base_of(buffer_ptrs, source), token.to(tl.int64), item % sums
+            first, this, owners = slot * ROUND.TOP_K + number, listed, owner_of(ids, ROUND)
+            # What the next one needs is on its way while this one's rows are added up.
+            item += tl.num_programs(0)
+            source, token = token_of(item // sums, peers, counts, ends)
             slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
-            first = slot * ROUND.TOP_K + item % sums
-            positions = positions_ptr + first
-            if tl.load(positions) >= 0:
-                owners = owners_of(base, slot, ROUND, K_BLOCK)
+            listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
+            ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
+            if tl.max(this) >= 0:
                 if ROUND.INVARIANT:  # behind those of the ranks below, the rank's own experts are in ascending order
-                    ordinal = tl.sum(tl.where(owners >= 0, tl.where(owners < rank, 1, 0), 0)) + item % sums
+                    ordinal = tl.sum(tl.where(owners >= 0, tl.where(owners < rank, 1, 0), 0)) + number
                 else:
                     ordinal = ranks_below(owners, rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
-                place = token.to(tl.int64) * ROUND.SLOTS + ordinal
-                home = base_of(buffer_ptrs, source)
-                record = record_at(home + (ROUND.SUMS + place * ROUND.SUM_BYTES))
-                weights = weights_ptr + first
+                record = record_at(home + (ROUND.SUMS + (of_token * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES))
                 rows = (expert_out_ptr, expert_out_row_stride, num_rows)
                 if AS_THEY_ARE:
-                    copy_record(rows, positions, record, LAYOUT)
+                    copy_record(rows, positions_ptr + first, record, LAYOUT)
                 else:
-                    store_sum(rows, positions, weights, record, terms, LAYOUT, ENCODED)
+                    store_sum(rows, positions_ptr + first, weights_ptr + first, this, record, LAYOUT, ENCODED)
                 if ROUND.WEIGHT_GRADS:
                     ks = tl.arange(0, K_BLOCK)
-                    mine = owners_of(base, slot, ROUND, K_BLOCK) == rank
-                    grads = tl.load(weight_grads_ptr + slot * ROUND.TOP_K + ks, mask=mine, other=0.0)
-                    target = home + (ROUND.WEIGHT_GRADS + token.to(tl.int64) * (ROUND.TOP_K * 4))
+                    mine = owners == rank
+                    grads = tl.load(weight_grads_ptr + first + ks, mask=mine, other=0.0)
+                    target = home + (ROUND.WEIGHT_GRADS + of_token * (ROUND.TOP_K * 4))
                     put(target.to(tl.pointer_type(tl.float32)) + ks, grads, mine)
-            item += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)

@@ -1,11 +1,10 @@
 """Routing on the device: which record is which row of the experts' input, from the planes that all ranks sent.
 
-Rows are sorted by expert, then source rank, then token. Three launches, none of which needs more than its own part:
+Rows are sorted by expert, then source rank, then token. Two launches:
 
 1. *count*: for each chunk of a source's tokens, how many of them go to each expert of this rank;
-2. *prefix*: for each expert, how many of its rows the chunks before one hold;
-3. *place*: each record's row is where its expert begins, plus the rows of earlier chunks, plus those before it in its
-   own chunk.
+2. *place*: each record's row is where its expert begins, plus the rows of earlier chunks, plus those before it in its
+   own chunk. Each program adds up the counts of all chunks by itself, which takes less time than a launch for it.
 
 Chunks are numbered by what came, and programs take as many as there are, since a CUDA graph's grid is fixed; of
 positions and index only what the last routing filled is cleared. So it costs what this round and the last one brought,
@@ -29,7 +28,7 @@ from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
 
 _EXPERT_BLOCK = 32
-_PREFIX_CHUNKS = 64
+_CHUNKS_AT_ONCE = 128
 
 
 @triton.jit
@@ -93,17 +92,19 @@ def count_kernel(
     EXPERTS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Step 1; and what the last routing wrote and step 3 does not is set to -1. Program (any, block of experts)."""
+    """Step 1; and what the last routing wrote and step 2 does not is set to -1. Program (any, block of experts)."""
     block = tl.program_id(1)
     base = buffer_ptr.to(tl.int64)
+    filled, filled_rows = tl.load(control_ptr + ROUND.ROUTED_TOKENS), tl.load(control_ptr + ROUND.ROUTED_ROWS)
     tokens, ends = received_chunks(base, control_ptr, ROUND, CHUNK, RANKS)
     experts = block_experts(first_expert, num_local, block, EXPERTS)
     chunk = tl.program_id(0)
     while chunk < tl.max(ends):
         slots, places, active = chunk_slots(tokens, ends, chunk, ROUND, CHUNK)
         member = tl.zeros((CHUNK, EXPERTS), tl.int32)
-        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=4):
+        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=UNROLL):
             ids = tl.load((base + places + 4 * k).to(tl.pointer_type(tl.int32)), mask=active, other=-1)
             member = tl.where(ids[:, None] == experts[None, :], 1, member)
         columns = block * EXPERTS + tl.arange(0, EXPERTS)
@@ -111,7 +112,6 @@ def count_kernel(
         if block == 0:
             clear_positions(positions_ptr, slots, active, ROUND, K_BLOCK)
         chunk += tl.num_programs(0)
-    filled = tl.load(control_ptr + ROUND.ROUTED_TOKENS)
     start = (tl.program_id(0) * tl.num_programs(1) + block) * CHUNK
     while start < filled * ROUND.WORLD:
         numbers = start + tl.arange(0, CHUNK)
@@ -120,7 +120,6 @@ def count_kernel(
         stale_slots = (sources * ROUND.MAX_TOKENS + numbers % filled).to(tl.int64)
         clear_positions(positions_ptr, stale_slots, stale & (sources < ROUND.WORLD), ROUND, K_BLOCK)
         start += tl.num_programs(0) * tl.num_programs(1) * CHUNK
-    filled_rows = tl.load(control_ptr + ROUND.ROUTED_ROWS)
     start = (tl.program_id(0) * tl.num_programs(1) + block) * CHUNK * K_BLOCK
     while start < filled_rows:
         rows = start + tl.arange(0, CHUNK * K_BLOCK)
@@ -128,43 +127,27 @@ def count_kernel(
         start += tl.num_programs(0) * tl.num_programs(1) * CHUNK * K_BLOCK
 
 
-@triton.jit(do_not_specialize=["num_local"])
-def prefix_kernel(
-    buffer_ptr,
-    control_ptr,
-    scratch_ptr,
-    num_local,
-    expert_counts_ptr,
-    ROUND: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """Step 2, in place, and each expert's count. Program (block of experts)."""
-    tokens, ends = received_chunks(buffer_ptr.to(tl.int64), control_ptr, ROUND, CHUNK, RANKS)
-    num_chunks = tl.max(ends)
-    if tl.program_id(0) == 0:
-        tl.store(control_ptr + ROUND.ROUTED_TOKENS, tl.max(tokens))
-    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+@triton.jit
+def rows_of_experts(scratch_ptr, num_local, block, num_chunks, chunk, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Rows of each expert of a block, and how many of them chunks before `chunk` hold: int32 [EXPERTS] each."""
+    columns = block * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
     start = num_chunks * 0
     while start < num_chunks:
         chunks = start + tl.arange(0, CHUNKS)
-        mask = tl.where(chunks[:, None] < num_chunks, experts[None, :] < num_local, False)
-        pointers = scratch_ptr + chunks[:, None] * num_local + experts[None, :]
-        counts = tl.load(pointers, mask=mask, other=0)
-        tl.store(pointers, tl.cumsum(counts, axis=0) - counts + total[None, :], mask=mask)
+        mask = tl.where(chunks[:, None] < num_chunks, columns[None, :] < num_local, False)
+        counts = tl.load(scratch_ptr + chunks[:, None] * num_local + columns[None, :], mask=mask, other=0)
         total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(chunks[:, None] < chunk, counts, 0), axis=0)
         start += CHUNKS
-    tl.store(expert_counts_ptr + experts, total.to(tl.int64), mask=experts < num_local)
+    return total, before
 
 
 @triton.jit
-def padded_counts(expert_counts_ptr, experts, num_local, ALIGN: tl.constexpr):
+def padded(counts, ALIGN: tl.constexpr):
     """Rows of each expert with its padding, int64."""
-    counts = tl.load(expert_counts_ptr + experts, mask=experts < num_local, other=0)
-    return (counts + (ALIGN - 1)) // ALIGN * ALIGN
+    return (counts.to(tl.int64) + (ALIGN - 1)) // ALIGN * ALIGN
 
 
 @triton.jit(do_not_specialize=["first_expert", "num_local", "num_rows"])
@@ -183,37 +166,45 @@ def place_kernel(
     ALIGN: tl.constexpr,
     ROUND: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ALL_EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Step 3. Program (any, block of experts)."""
+    """Step 2. Program (any, block of experts)."""
     block = tl.program_id(1)
-    every = tl.arange(0, ALL_EXPERTS)
-    all_padded = padded_counts(expert_counts_ptr, every, num_local, ALIGN)
-    earlier = tl.sum(tl.where(every < block * EXPERTS, all_padded, 0))
+    base = buffer_ptr.to(tl.int64)
+    tokens, ends = received_chunks(base, control_ptr, ROUND, CHUNK, RANKS)
+    num_chunks = tl.max(ends)
+    earlier = tl.zeros((), tl.int64)
+    other = block * 0
+    while other < block:
+        of_other, _ = rows_of_experts(scratch_ptr, num_local, other, num_chunks, 0, CHUNKS, EXPERTS)
+        earlier += tl.sum(padded(of_other, ALIGN))
+        other += 1
+    chunk = tl.program_id(0)
+    counts, before = rows_of_experts(scratch_ptr, num_local, block, num_chunks, chunk, CHUNKS, EXPERTS)
+    with_padding = padded(counts, ALIGN)
+    expert_ends = tl.cumsum(with_padding, axis=0) + earlier
+    offsets = expert_ends - with_padding
     columns = block * EXPERTS + tl.arange(0, EXPERTS)
-    padded = padded_counts(expert_counts_ptr, columns, num_local, ALIGN)
-    expert_ends = tl.cumsum(padded, axis=0) + earlier
-    offsets = expert_ends - padded
-    if tl.program_id(0) == 0:
+    if chunk == 0:
+        tl.store(expert_counts_ptr + columns, counts.to(tl.int64), mask=columns < num_local)
         tl.store(expert_offsets_ptr + 1 + columns, expert_ends, mask=columns < num_local)
         if block == 0:
             tl.store(expert_offsets_ptr, earlier)
-            tl.store(control_ptr + ROUND.ROUTED_ROWS, tl.minimum(tl.sum(all_padded), num_rows).to(tl.int32))
-    base = buffer_ptr.to(tl.int64)
-    tokens, ends = received_chunks(base, control_ptr, ROUND, CHUNK, RANKS)
+            tl.store(control_ptr + ROUND.ROUTED_TOKENS, tl.max(tokens))
+        if block == tl.num_programs(1) - 1:
+            tl.store(control_ptr + ROUND.ROUTED_ROWS, tl.minimum(tl.max(expert_ends), num_rows).to(tl.int32))
     experts = block_experts(first_expert, num_local, block, EXPERTS)
-    chunk = tl.program_id(0)
-    while chunk < tl.max(ends):
+    while chunk < num_chunks:
         slots, places, active = chunk_slots(tokens, ends, chunk, ROUND, CHUNK)
         addresses = base + places
         member = tl.zeros((CHUNK, EXPERTS), tl.int32)
         ordinal = tl.zeros((CHUNK, EXPERTS), tl.int32)  # of an expert among those of the token's on this rank
         weight = tl.zeros((CHUNK, EXPERTS), tl.float32)
-        # Each id is read once: a peer that was given up may write while this reads, and ordinals stay below TOP_K. With
-        # more of them at a time this would spill.
-        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=2):
+        # Each id is read once: a peer that was given up may write while this reads, and ordinals stay below TOP_K.
+        for k in tl.range(ROUND.TOP_K, loop_unroll_factor=UNROLL):
             ids = tl.load((addresses + 4 * k).to(tl.pointer_type(tl.int32)), mask=active, other=-1)
             plane = addresses + (ROUND.WEIGHTS - ROUND.IDS) + 4 * k
             weight_k = tl.load(plane.to(tl.pointer_type(tl.float32)), mask=active, other=0.0)
@@ -222,7 +213,6 @@ def place_kernel(
             weight = tl.where(is_expert, weight_k[:, None], weight)
             local = tl.where(ids >= first_expert, 1, 0)
             ordinal += tl.where(ids[:, None] < experts[None, :], local[:, None], 0)
-        before = tl.load(scratch_ptr + chunk * num_local + columns, mask=columns < num_local, other=0)
         rows = offsets[None, :] + before[None, :] + (tl.cumsum(member, axis=0) - member)
         mask = tl.where(member > 0, rows < num_rows, False)
         tl.store(index_ptr + rows, slots[:, None] + tl.zeros((CHUNK, EXPERTS), tl.int64), mask=mask)
@@ -230,6 +220,8 @@ def place_kernel(
         tl.store(positions_ptr + entries, rows, mask=mask)
         tl.store(weights_ptr + entries, weight, mask=mask)
         chunk += tl.num_programs(0)
+        if chunk < num_chunks:
+            _, before = rows_of_experts(scratch_ptr, num_local, block, num_chunks, chunk, CHUNKS, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_local", "capacity"])
@@ -289,18 +281,17 @@ def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
     chunks, blocks = lane.scratch.shape[0], -(-num_local // _EXPERT_BLOCK)
     programs = num_programs_for(chunks, lane.buffer.device, None)
     constants = {
-        "EXPERTS": _EXPERT_BLOCK, "CHUNKS": _PREFIX_CHUNKS, "ALL_EXPERTS": 1 << max(0, num_local - 1).bit_length(),
+        "EXPERTS": _EXPERT_BLOCK,
+        "CHUNKS": _CHUNKS_AT_ONCE,
         "RANKS": 1 << (lane.layout.WORLD - 1).bit_length(),
-    }  # fmt: skip
-    few: dict[str, Any] = {"num_warps": 4}
-    many: dict[str, Any] = {"num_warps": 8, **register_limit(lane.buffer.device, 8)}
-    launches = [(prefix_kernel, few, blocks, 1), (place_kernel, many, programs, blocks)]
-    if chunks:
-        launches.insert(0, (count_kernel, many, programs, blocks))
-    return [
-        (launcher_of(lane, kernel, constants, **options), programs, blocks)
-        for kernel, options, programs, blocks in launches
+    }
+    options: dict[str, Any] = {"num_warps": 8, **register_limit(lane.buffer.device, 8)}
+    # Ids that a thread loads at a time: with more of them it would spill.
+    kernels = [(count_kernel, 256), (place_kernel, 128)] if chunks else [(place_kernel, 128)]
+    unrolled = [
+        (kernel, {**constants, "UNROLL": min(lane.layout.TOP_K, ids // lane.layout.chunk)}) for kernel, ids in kernels
     ]
+    return [(launcher_of(lane, kernel, staying, **options), programs, blocks) for kernel, staying in unrolled]
 
 
 def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:

@@ -150,6 +150,11 @@ class RoundLayout(SignalLayout):
             WEIGHT_GRADS=grads if weight_grads else 0,
         )
 
+    @property
+    def chunk(self) -> int:
+        """Tokens, of one source, that one program routes: so many that few tokens still have many programs."""
+        return 16 if self.WORLD * self.MAX_TOKENS <= 4096 else 64
+
     def first_expert(self, rank: int) -> int:
         """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
         return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
@@ -187,9 +192,6 @@ class Lane(End):
     weights: torch.Tensor
     scratch: torch.Tensor
     seen: torch.Tensor
-
-    #: Records, of one source, that one program routes.
-    CHUNK = 64
 
     @classmethod
     def of(
@@ -233,7 +235,7 @@ class Lane(End):
             "weights_ptr": self.weights,
             "scratch_ptr": self.scratch,
             "ROUND": self.layout,
-            "CHUNK": self.CHUNK,
+            "CHUNK": self.layout.chunk,
             "ALIGN": self.align,
             "K_BLOCK": 1 << max(0, self.layout.TOP_K - 1).bit_length(),  # lanes of a vector of a token's experts
         }
@@ -251,7 +253,7 @@ class Lane(End):
             "expert_offsets": ((local + 1,), torch.int64, 0),
             "positions": ((slots, layout.TOP_K), torch.int64, -1),
             "weights": ((slots, layout.TOP_K), torch.float32, 0),
-            "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // cls.CHUNK), local), torch.int32, 0),
+            "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // layout.chunk), local), torch.int32, 0),
             "seen": ((layout.WORLD,), torch.int64, 0),
         }
 
@@ -264,7 +266,7 @@ class Lane(End):
         ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
         ... )
         >>> Lane.bytes_beside(layout, rank=0, align=1)
-        166728
+        172872
         """
         tensors = cls._tensors_beside(layout, rank, align).values()
         given = (CONTROL_WORDS + report_words(layout.WORLD)) * torch.int32.itemsize

@@ -46,8 +46,16 @@ from thinwire.wire import WireFormat
 
 
 @triton.jit
-def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
-    """One tile of a record's weighted sum, float32; `positions` and `weights` point to the record's own.
+def load_positions(positions, TERMS: tl.constexpr, there=True):
+    """A record's TERMS positions, int64 [a power of 2]; -1 behind them, and everywhere if there is none."""
+    block: tl.constexpr = triton.next_power_of_2(TERMS)
+    ks = tl.arange(0, block)
+    return tl.load(positions + ks, mask=tl.where(there, ks < TERMS, False), other=-1)
+
+
+@triton.jit
+def weighted_sum_tile(rows, positions, weights, terms, tile, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
+    """One tile of a record's weighted sum, float32; `positions` and `weights` point to its own `terms`.
 
     `rows` is where the experts' rows begin, the step from one to the next, and how many there are; others add nothing.
     ENCODED: they are records, and the step is in bytes.
@@ -55,7 +63,7 @@ def weighted_sum_tile(rows, positions, weights, tile, TOP_K: tl.constexpr, LAYOU
     rows_ptr, row_stride, num_rows = rows
     columns = tile_columns(tile, LAYOUT)
     total = tl.zeros(columns.shape, tl.float32)
-    for k in range(TOP_K):
+    for k in range(terms):
         position = tl.load(positions + k)
         # Skipped, not added as zero: 0 * infinity would be NaN.
         if tl.where(position < num_rows, position, -1) >= 0:
@@ -89,15 +97,19 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_sum(rows, positions, weights, record, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
+def store_sum(rows, positions, weights, listed, record, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above.
+
+    `listed` is what `load_positions` gave of them.
+    """
+    terms = tl.max(tl.where(listed >= 0, tl.arange(0, listed.shape[0]) + 1, 0))
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
-            total = weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED)
+            total = weighted_sum_tile(rows, positions, weights, terms, tile, LAYOUT, ENCODED)
             row_amax = tl.maximum(row_amax, group_amax(rotated(total, LAYOUT), LAYOUT))
     for tile in range(LAYOUT.NUM_TILES):
-        total = rotated(weighted_sum_tile(rows, positions, weights, tile, TOP_K, LAYOUT, ENCODED), LAYOUT)
+        total = rotated(weighted_sum_tile(rows, positions, weights, terms, tile, LAYOUT, ENCODED), LAYOUT)
         amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total, LAYOUT)
         store_record_tile(record, total, amax, tile, LAYOUT)
     store_record_tail(record, LAYOUT)
@@ -121,7 +133,7 @@ def pack_weighted_sums_kernel(
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
     rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-    store_sum(rows, positions, weights, base, TOP_K, LAYOUT, ENCODED)
+    store_sum(rows, positions, weights, load_positions(positions, TOP_K), base, LAYOUT, ENCODED)
 
 
 @triton.jit

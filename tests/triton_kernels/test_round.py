@@ -82,16 +82,18 @@ def _shapes(comm: Communicator) -> None:
     _rounds("int8", world=3, counts=(2, 0, 3), num_experts=2, top_k=2)  # a rank without experts
     _rounds("none", world=2, counts=(3, 2), hidden=1, top_k=1, dtype=torch.float16)
     _rounds("int8:row", counts=(1, 1), hidden=9001, num_experts=40, top_k=32)  # two tiles; two blocks of experts
-    _rounds("int8", counts=(70, 3), hidden=20, num_experts=70)  # three chunks
+    _rounds("int8", counts=(70, 3), hidden=20, num_experts=70)  # six chunks
 
 
 def _fewer_tokens_each_round(comm: Communicator) -> None:
     """What an earlier round filled is cleared, and chunks are numbered by what came."""
     generator = torch.Generator().manual_seed(3)
-    lanes = make_lanes(3, 6, 2, 16, 66, "none", align=4)
-    experts = torch.randn(6, 16, generator=generator)
-    for counts in ((66, 0, 65), (1, 66, 2), (2, 3, 0), (0, 0, 0), (0, 1, 0)):
-        run_round(KERNELS, lanes, [Tokens.random(n, 16, 2, 6, torch.float32, generator) for n in counts], experts)
+    for num_experts in (6, 102):  # in one block for each rank, or two
+        lanes = make_lanes(3, num_experts, 2, 16, 66, "none", align=4)
+        experts = torch.randn(num_experts, 16, generator=generator)
+        for counts in ((66, 0, 65), (1, 66, 2), (2, 3, 0), (0, 0, 0), (0, 1, 0)):
+            tokens = [Tokens.random(n, 16, 2, num_experts, torch.float32, generator) for n in counts]
+            run_round(KERNELS, lanes, tokens, experts)
 
 
 def _epochs_wrap(comm: Communicator) -> None:

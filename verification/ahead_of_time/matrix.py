@@ -61,7 +61,7 @@ READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_ro
 #: Kernels that copy exact rows, of any dtype.
 COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
-ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "prefix", "place")
+ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "place")
 LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "checksums", "note")
 CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
@@ -146,8 +146,7 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
         "count": (permute.route, (lane,), 0),
-        "prefix": (permute.route, (lane,), 1),
-        "place": (permute.route, (lane,), 2),
+        "place": (permute.route, (lane,), 1),
         "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
         "send_sums": (combine.send_sums, sends, 0),
         "close_round": (dispatch.close_round, (lane,), 0),
