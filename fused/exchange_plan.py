@@ -21,10 +21,11 @@ from thinwire.comm.tensors import require_dense
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, CountsError, WireFormatError
-from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.backend import select_backend
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.counts import Counts, parse_integers
+from thinwire.fused.direct_transport import DirectTransport
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.prepared import in_memory
 from thinwire.fused.transport import check_transport
@@ -200,11 +201,25 @@ class ExchangePlan:
         )  # fmt: skip
 
     def _return(self, y: torch.Tensor, wire: WireFormat, async_op: bool = False) -> Any:
+        if self.rows is not None and self._transport != "staged":
+            self._load_sum(y, wire)
         arrived: Any = all_to_all_v(
             y.detach(), self.recv_counts, self.send_counts, wire=wire, comm=self.comm, transport=self._transport,
             async_op=async_op,
         )  # fmt: skip
         return Work([arrived], lambda: self._sum(arrived.wait()), y.device) if async_op else self._sum(arrived)
+
+    def _load_sum(self, y: torch.Tensor, wire: WireFormat) -> None:
+        """Loads the kernel that sums, before peers wait for this rank: see `DirectTransport.load_kernels`."""
+        channel, width = open_channel(self.comm, wire), y.shape[1:].numel()
+        if isinstance(channel, DirectTransport) and channel.on_gpu and width:
+            copies = self._copies_of_rows()
+
+            def launch() -> None:
+                nothing = copies.new_full((1, copies.shape[1]), -1)
+                self._add_up(y.new_empty(1, width), nothing, y.new_empty(1, width))
+
+            channel.load_kernels(("sum", y.dtype, width, copies.shape[1]), launch)
 
     def _sum(self, arrived: torch.Tensor) -> torch.Tensor:
         """[sum(send_counts), ...] -> [num_rows, ...], as `sum_records` adds up exact records."""
@@ -215,13 +230,16 @@ class ExchangePlan:
         width = tail.numel()
         if not width or not self.num_rows:
             return out
-        flat, bytes_of_row = arrived.view(len(arrived), width), _EXACT.row_bytes(width, arrived.dtype)
-        missing = bytes_of_row // arrived.dtype.itemsize - width  # records are padded
-        if missing or not in_memory(flat):
-            flat = torch.nn.functional.pad(flat, (0, missing))
-        backend = select_backend(arrived.device, _EXACT, self.comm.cpu_share.threads)
-        backend.sum_records(flat.view(torch.uint8), self._copies_of_rows(), _EXACT, out.view(-1, width))
+        self._add_up(arrived.view(len(arrived), width), self._copies_of_rows(), out.view(-1, width))
         return out
+
+    def _add_up(self, rows: torch.Tensor, copies: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = the sum of rows[copies[i]], each [n, width], of the same dtype."""
+        missing = _EXACT.row_bytes(rows.shape[1], rows.dtype) // rows.dtype.itemsize - rows.shape[1]
+        if missing or not in_memory(rows):  # records are padded
+            rows = torch.nn.functional.pad(rows, (0, missing))
+        backend = select_backend(rows.device, _EXACT, self.comm.cpu_share.threads)
+        backend.sum_records(rows.view(torch.uint8), copies, _EXACT, out)
 
     def _copies_of_rows(self) -> torch.Tensor:
         """int64 [num_rows, most copies]: where each row was sent, in order, -1 behind them; made when first needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
 from thinwire.fused import exchange_plan
 from thinwire.fused.backend import select_backend
+from thinwire.fused.direct_transport import DirectTransport
 from thinwire.testing import run_ranks
+from thinwire.wire import WireFormat
 
 
 def drawn(seed: int, rank: int, size: int) -> tuple[int, torch.Tensor, list[int]]:
@@ -123,6 +126,53 @@ def strided(comm: Communicator) -> None:
 def test_kernels_get_records_of_the_stride_that_they_take() -> None:
     """On GPUs they load 16 bytes at once."""
     run_ranks(strided, 2)
+
+
+class ChannelOfGpu(DirectTransport):
+    """What a plan asks of a channel on a GPU."""
+
+    on_gpu = True
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
+        self.log.append("load")
+        launch()
+        self.log.append("loaded")
+
+
+def loading(comm: Communicator) -> None:
+    log: list[Any] = []
+    exchange, summed = exchange_plan.all_to_all_v, []
+
+    def all_to_all_v(*arguments: Any, **named: Any) -> Any:
+        log.append("exchange")
+        return exchange(*arguments, **named)
+
+    def select(*arguments: Any) -> Any:
+        def sum_records(records: torch.Tensor, index: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
+            log.append("sum")
+            summed.append((records.stride(), records.dtype, index.shape[1], out.stride(), out.dtype))
+            select_backend(*arguments).sum_records(records, index, wire, out)
+
+        return replace(select_backend(*arguments), sum_records=sum_records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "open_channel", lambda *_: ChannelOfGpu(log))
+        patch.setattr(exchange_plan, "all_to_all_v", all_to_all_v)
+        patch.setattr(exchange_plan, "select_backend", select)
+        plan = tw.ExchangePlan(torch.tensor([1, 0, 1]), [1, 2], comm, num_rows=2)
+        y = torch.ones(sum(plan.recv_counts), 5, dtype=torch.bfloat16)
+        home: Any = plan.back(y, wire="none")
+    assert home[:, 0].tolist() == [1, 2]
+    assert log == ["load", "sum", "loaded", "exchange", "sum"]
+    assert summed[0] == summed[1]  # what Triton compiles a kernel for
+
+
+def test_the_kernel_that_sums_is_loaded_before_peers_wait() -> None:
+    """Ranks may be threads of one GPU, where a load waits for all kernels, and so for peers that wait for this rank."""
+    run_ranks(loading, 2)
 
 
 def in_order(comm: Communicator) -> None:

@@ -68,8 +68,8 @@ def _every_wire(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
             gather_wire = ("none", "int8", None)[number % 3]
             reduced = tw.all_reduce(x[: x.numel() - 3], wire=wire, gather_wire=gather_wire, **options)
             results.append((f"all_reduce {gather_wire} {name}", on_host(reduced)))
-            results.append((f"reduce_scatter {name}", tw.reduce_scatter(x, wire=wire, **options).cpu()))
-            results.append((f"all_gather {name}", tw.all_gather(own, wire=wire, **options).cpu()))
+            results.append((f"reduce_scatter {name}", on_host(tw.reduce_scatter(x, wire=wire, **options))))
+            results.append((f"all_gather {name}", on_host(tw.all_gather(own, wire=wire, **options))))
     if collectives is not None:
         collectives.check()
     return results
@@ -85,9 +85,10 @@ def _many_calls(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
     collectives = _collectives(comm, 8192)
     options = {"comm": comm, "transport": _transport(comm)}
     results = []
-    for call in range(60):
-        elements = (3, 5000, 40000)[call * call % 3] * comm.size
-        x = _tensor(comm, elements, torch.bfloat16, 2 * call)
+    sizes = [(3, 5000, 40000)[call * call % 3] * comm.size for call in range(60)]
+    # A copy from the host between the calls would wait for the stream, and may keep other threads from launching.
+    xs = [_tensor(comm, elements, torch.bfloat16, 2 * call) for call, elements in enumerate(sizes)]
+    for call, (elements, x) in enumerate(zip(sizes, xs, strict=True)):
         if call % 3 == 0:
             out = tw.all_reduce(x, out=x, wire="int8", **options)
         elif call % 3 == 1:
