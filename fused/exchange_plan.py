@@ -10,14 +10,12 @@ transport, checks and counts them; on the way back, the kernel that sums records
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from thinwire.comm import Group, communicator_or_default
-from thinwire.comm.tensors import require_dense
 from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, CountsError, WireFormatError
@@ -31,14 +29,9 @@ from thinwire.fused.prepared import in_memory
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
 
-_C = TypeVar("_C", bound=Callable[..., Any])
-
 _EXACT = WireFormat("none")
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _opaque(call: _C) -> _C:
-    return opaque(call, find_recorder=lambda arguments, _: arguments[0].comm.recorder)  # type: ignore[return-value]
+_opaque = partial(opaque, find_recorder=lambda arguments, _: arguments[0].comm.recorder)
 
 
 class ExchangePlan:
@@ -88,7 +81,9 @@ class ExchangePlan:
         transport: str = "auto",
     ) -> None:
         check_transport(transport)
-        self.comm, self._transport = communicator_or_default(comm), transport
+        self.comm = communicator_or_default(comm)
+        self._exchange = partial(all_to_all_v, comm=self.comm, transport=transport)
+        self._may_be_direct = transport != "staged"
         size, rank = self.comm.size, self.comm.rank
         self.send_counts = parse_integers(send_counts, size, "send_counts")
         sent = sum(self.send_counts)
@@ -97,9 +92,7 @@ class ExchangePlan:
         if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0:
             raise CountsError(f"num_rows is {num_rows!r}; with rows, an int of at least 0 is needed")
         if rows is None and num_rows != sent:
-            raise CountsError(
-                f"num_rows is {num_rows} and send_counts add up to {sent}; without rows they are the same"
-            )
+            raise CountsError(f"num_rows is {num_rows} and send_counts add up to {sent}; without rows they are equal")
         self.num_rows = num_rows
         self.rows = None if rows is None else self._parse_rows(rows, sent, num_rows)
         if recv_counts is None:
@@ -110,10 +103,8 @@ class ExchangePlan:
                 raise CountsError(
                     f"rank {rank} sends itself {self.send_counts[rank]} rows but expects {self.recv_counts[rank]}"
                 )
-        self._copies: torch.Tensor | None = None
 
     def _parse_rows(self, rows: torch.Tensor, sent: int, num_rows: int) -> torch.Tensor:
-        require_dense("rows", rows)
         self.comm.check_device("rows", rows)
         if rows.dtype not in (torch.int64, torch.int32) or rows.shape != (sent,):
             raise ArgumentError(f"rows is {rows.dtype} {list(rows.shape)}; accepted: int64 or int32 [{sent}]")
@@ -195,25 +186,19 @@ class ExchangePlan:
         self, x: torch.Tensor, wire: str | WireFormat | None, out: torch.Tensor | None = None, async_op: bool = False
     ) -> Any:
         picked = x.detach() if self.rows is None else x.detach().index_select(0, self.rows)
-        return all_to_all_v(
-            picked, self.send_counts, self.recv_counts, wire=wire, out=out, comm=self.comm,
-            transport=self._transport, async_op=async_op,
-        )  # fmt: skip
+        return self._exchange(picked, self.send_counts, self.recv_counts, wire=wire, out=out, async_op=async_op)
 
     def _return(self, y: torch.Tensor, wire: WireFormat, async_op: bool = False) -> Any:
-        if self.rows is not None and self._transport != "staged":
+        if self.rows is not None and self._may_be_direct:
             self._load_sum(y, wire)
-        arrived: Any = all_to_all_v(
-            y.detach(), self.recv_counts, self.send_counts, wire=wire, comm=self.comm, transport=self._transport,
-            async_op=async_op,
-        )  # fmt: skip
+        arrived: Any = self._exchange(y.detach(), self.recv_counts, self.send_counts, wire=wire, async_op=async_op)
         return Work([arrived], lambda: self._sum(arrived.wait()), y.device) if async_op else self._sum(arrived)
 
     def _load_sum(self, y: torch.Tensor, wire: WireFormat) -> None:
         """Loads the kernel that sums, before peers wait for this rank: see `DirectTransport.load_kernels`."""
         channel, width = open_channel(self.comm, wire), y.shape[1:].numel()
         if isinstance(channel, DirectTransport) and channel.on_gpu and width:
-            copies = self._copies_of_rows()
+            copies = self._copies
 
             def launch() -> None:
                 nothing = copies.new_full((1, copies.shape[1]), -1)
@@ -230,7 +215,7 @@ class ExchangePlan:
         width = tail.numel()
         if not width or not self.num_rows:
             return out
-        self._add_up(arrived.view(len(arrived), width), self._copies_of_rows(), out.view(-1, width))
+        self._add_up(arrived.view(len(arrived), width), self._copies, out.view(-1, width))
         return out
 
     def _add_up(self, rows: torch.Tensor, copies: torch.Tensor, out: torch.Tensor) -> None:
@@ -241,14 +226,14 @@ class ExchangePlan:
         backend = select_backend(rows.device, _EXACT, self.comm.cpu_share.threads)
         backend.sum_records(rows.view(torch.uint8), copies, _EXACT, out)
 
-    def _copies_of_rows(self) -> torch.Tensor:
-        """int64 [num_rows, most copies]: where each row was sent, in order, -1 behind them; made when first needed."""
-        if self._copies is None:
-            assert self.rows is not None
-            order = self.rows.argsort(stable=True)
-            counts = torch.bincount(self.rows, minlength=self.num_rows)
-            most = int(counts.max()) if len(order) else 0
-            self._copies = torch.full((self.num_rows, max(most, 1)), -1, dtype=torch.int64, device=order.device)
-            ordinal = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.rows[order]]
-            self._copies[self.rows[order], ordinal] = order
-        return self._copies
+    @cached_property
+    def _copies(self) -> torch.Tensor:
+        """int64 [num_rows, most copies]: where each row was sent, in order, -1 behind them."""
+        assert self.rows is not None
+        order = self.rows.argsort(stable=True)
+        counts = torch.bincount(self.rows, minlength=self.num_rows)
+        most = int(counts.max()) if len(order) else 1
+        copies = torch.full((self.num_rows, most), -1, dtype=torch.int64, device=order.device)
+        ordinal = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.rows[order]]
+        copies[self.rows[order], ordinal] = order
+        return copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -14,29 +15,14 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 256, 8, 2
 GATES = {"none": 1e-6, "int8": 0.02}
 
 
-class _Nothing:
-    """A stream or an event of a device that is not there."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *_, **__: self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def stand_in_for_cuda() -> None:
     """What these packages ask of torch.cuda outside of DeepEP, on machines without one. For ranks of their own alone.
 
     Streams and events that do nothing, the current device, `Tensor.record_stream`, and tensors as split sizes.
     """
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = torch.cuda.Event = _Nothing  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: _Nothing()  # type: ignore[assignment]
-    torch.cuda.stream = lambda _: _Nothing()  # type: ignore[assignment]
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        setattr(torch.cuda, name, MagicMock())
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     exchange = torch.distributed.all_to_all_single
 

@@ -5,8 +5,6 @@ With `--json FILE` it keeps what it finds, and what transformers says of the fam
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import torch
 import transformers
 from transformers.distributed import DistributedConfig
 
-from benchmarks.timing import machine, write_json
-from tests.integrations.models import LAYOUTS, STOCK, Case, quiet, run, write_models
+from tests.integrations.models import LAYOUTS, STOCK, Case, quiet, record, run, write_models
 from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
 
@@ -112,27 +109,19 @@ def refusal(comm: Communicator, folder: str, use: str, implementation: str) -> s
     raise AssertionError(f"a model of {folder} was loaded")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", required=True, help="where to write the figures")
-    options = parser.parse_args()
-    where = machine(torch.device("cpu")) | {"transformers": transformers.__version__}
-    quiet()
+def measure(folder: Path) -> dict[str, Any]:
     begun, figures, refused = time.monotonic(), [], []
-    with tempfile.TemporaryDirectory() as folder:
-        write_models(Path(folder), FAMILIES)
-        implementations = [STOCK, "thinwire:none", "thinwire:int8"]
-        for family in FAMILIES:
-            cases = [case for case in CASES if case[0] == family]
-            figures += run(2, Path(folder), implementations, all_cases=cases).values()
-            print(f"{family}: {time.monotonic() - begun:.0f} s", flush=True)
-        for (family, use), sizes in REFUSED.items():
-            write_models(Path(folder), {family: sizes})
-            said = run_ranks(refusal, 2, f"{folder}/{family}", use, STOCK, timeout=120)[0]
-            refused.append({"family": family, "use": use, "says": said})
-    command = f"python -m tests.integrations.families --json {options.json}"
-    write_json(options.json, command=command, machine=where, figures=figures, refused=refused)
+    write_models(folder, FAMILIES)
+    for family in FAMILIES:
+        cases = [case for case in CASES if case[0] == family]
+        figures += run(2, folder, [STOCK, "thinwire:none", "thinwire:int8"], all_cases=cases).values()
+        print(f"{family}: {time.monotonic() - begun:.0f} s", flush=True)
+    for (family, use), sizes in REFUSED.items():
+        write_models(folder, {family: sizes})
+        said = run_ranks(refusal, 2, f"{folder}/{family}", use, STOCK, timeout=120)[0]
+        refused.append({"family": family, "use": use, "says": said})
+    return {"figures": figures, "refused": refused}
 
 
 if __name__ == "__main__":
-    main()
+    record("families", measure)

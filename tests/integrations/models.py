@@ -9,6 +9,7 @@ import argparse
 import logging
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from thinwire.comm import Communicator
 from thinwire.testing import run_ranks
 
 __all__ = [
-    "CASES", "FAMILIES", "LAYOUTS", "STOCK", "Batch", "Case", "compare", "loss", "new_batch", "quiet", "run",
+    "CASES", "FAMILIES", "LAYOUTS", "STOCK", "Batch", "Case", "compare", "loss", "new_batch", "quiet", "record", "run",
     "whole_tensor", "write_models",
 ]  # fmt: skip
 
@@ -214,20 +215,23 @@ def _worst(found: list[Any]) -> Any:
     return min(found) if isinstance(found[0], bool) else max(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def record(module: str, measure: Callable[[Path], dict[str, Any]]) -> None:
+    """Writes what `measure` finds, given a folder for models, to the file that the command line of a module names."""
+    parser = argparse.ArgumentParser(f"python -m tests.integrations.{module}")
     parser.add_argument("--json", required=True, help="where to write the figures")
     options = parser.parse_args()
     where = machine(torch.device("cpu")) | {"transformers": transformers.__version__}
     quiet()
-    figures = []
     with tempfile.TemporaryDirectory() as folder:
-        write_models(Path(folder))
-        for ranks in (2, 4):
-            figures += run(ranks, Path(folder), [STOCK, "thinwire:none", "thinwire:int8"], timeout=600.0).values()
-    command = f"python -m tests.integrations.models --json {options.json}"
-    write_json(options.json, command=command, machine=where, figures=figures)
+        found = measure(Path(folder))
+    write_json(options.json, command=f"{parser.prog} --json {options.json}", machine=where, **found)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    write_models(folder)
+    implementations = [STOCK, "thinwire:none", "thinwire:int8"]
+    return {"figures": [each for ranks in (2, 4) for each in run(ranks, folder, implementations, 600.0).values()]}
 
 
 if __name__ == "__main__":
-    main()
+    record("models", measure)

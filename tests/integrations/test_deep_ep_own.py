@@ -3,11 +3,14 @@
     DEEP_EP_CHECKOUT=path/to/DeepEP python -m pytest tests/integrations/test_deep_ep_own.py
 
 They are read with 'cpu' for 'cuda', without torch.compile, without timing; with int8, limits are those of its error.
+Methods take what DeepEP's take.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import os
 import sys
 import time
@@ -79,3 +82,21 @@ def run(comm: Communicator, what: str, wire: str) -> None:
 @pytest.mark.parametrize("what", ["intranode", "low_latency"])
 def test_what_deep_ep_tests(what: str, wire: str, ranks: int) -> None:
     run_ranks(run, ranks, what, wire, timeout=300.0)
+
+
+@pytest.mark.parametrize("ours", [deep_ep.Buffer, deep_ep.ElasticBuffer, deep_ep.EventOverlap])
+def test_methods_have_deep_eps_parameters_and_defaults(ours: type) -> None:
+    path = {"Buffer": "buffers/legacy.py", "ElasticBuffer": "buffers/elastic.py", "EventOverlap": "utils/event.py"}
+    tree = ast.parse(Path(CHECKOUT, "deep_ep", path[ours.__name__]).read_text())
+    (theirs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == ours.__name__)
+    methods = {node.name: node.args for node in theirs.body if isinstance(node, ast.FunctionDef)}
+    shared = [name for name in methods if name in dir(ours) and (name == "__init__" or name[0] != "_")]
+    assert len(shared) >= 3
+    for name in shared:
+        names = [each.arg for each in methods[name].args]
+        defaults = [ast.literal_eval(each) for each in methods[name].defaults]
+        got = dict(inspect.signature(getattr(ours, name)).parameters)
+        if name == "internode_dispatch":
+            del got["num_worst_tokens"]  # it is dispatch itself here
+        assert [*got] == names, name
+        assert [each.default for each in got.values()][len(names) - len(defaults) :] == defaults, name

@@ -8,7 +8,6 @@ docs/integrations-deep-ep.md has what differs from DeepEP, and what was run.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from typing import Any
@@ -18,7 +17,7 @@ from thinwire.integrations.deep_ep import events as utils
 from thinwire.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
 from thinwire.integrations.deep_ep.events import EventHandle, EventOverlap
 from thinwire.integrations.deep_ep.legacy import Buffer, Config
-from thinwire.integrations.deep_ep.routes import GroupOfBuffer, topk_idx_t
+from thinwire.integrations.deep_ep.routes import AnyBuffer, topk_idx_t
 from thinwire.log import LOGGER
 
 __version__ = "2.1.0"  # of the API
@@ -35,9 +34,6 @@ def install(
             not passed is taken from THINWIRE_DEEP_EP_WIRES, such as "int8,int8,none". Else tokens travel in
             THINWIRE_WIRE or int8, sums in the format of tokens, and gradients in `none`.
         replace: also where DeepEP itself is installed. Else that stays in use, and a warning is logged.
-
-    Raises:
-        WireFormatError: a format is unknown.
     """
     for each in (wire, combine_wire, grad_wire):
         resolve_wire(each)
@@ -45,6 +41,6 @@ def install(
     if present is not ours and not replace and importlib.util.find_spec("deep_ep") is not None:
         LOGGER.warning("DeepEP is installed and stays in use: install(replace=True) puts thinwire in its place")
         return importlib.import_module("deep_ep")
-    GroupOfBuffer.installed = wire, combine_wire, grad_wire
+    AnyBuffer.installed = wire, combine_wire, grad_wire
     sys.modules |= {"deep_ep": ours, "deep_ep.utils": utils, "deep_ep.utils.event": utils}
     return ours

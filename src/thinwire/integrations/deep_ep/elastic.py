@@ -9,40 +9,33 @@ import torch.distributed as dist
 
 from thinwire.errors import ArgumentError, RoutingError
 from thinwire.integrations.deep_ep.events import EventOverlap, done
-from thinwire.integrations.deep_ep.legacy import Buffer
-from thinwire.integrations.deep_ep.routes import EXACT, GroupOfBuffer, Route, Rows, Slots, aligned
-
-_Tensor = torch.Tensor | None
+from thinwire.integrations.deep_ep.routes import EXACT, AnyBuffer, MaybeTensor, Route, Rows, aligned
 
 
 class EPHandle:
     """A dispatch's routing, and what clients read of it. `psum_...` are int32, inclusive running sums."""
 
     def __init__(self, route: Route, do_expand: bool, alignment: int, most: int, num_sms: int) -> None:
-        assert route.topk_idx is not None and route.expert_counts is not None
         self.route, self.topk_idx, self.num_experts = route, route.topk_idx, route.num_experts
         self.do_expand, self.expert_alignment, self.num_sms = do_expand, alignment, num_sms
-        self.num_max_tokens_per_rank, counts = most, route.expert_counts
+        self.num_max_tokens_per_rank, counts, local = most, route.expert_counts, route.num_local
         rounded = aligned(counts, alignment)
         of_ranks = route.counts[:, route.plan.comm.rank]
         self.psum_num_recv_tokens_per_scaleup_rank = of_ranks.cumsum(0).int().to(counts.device)
         # Expanded, an expert's rows end before the next one's multiple of the alignment.
         self.psum_num_recv_tokens_per_expert = (rounded.cumsum(0) - (rounded - counts) * do_expand).int()
         self.num_unaligned_recv_tokens_per_expert = counts.int()
-        self.num_recv_tokens = route.capacity or route.num_rows
+        self.num_recv_tokens = len(route.source)
         self.num_recv_tokens_per_expert_list: list[int] = [] if route.capacity else rounded.tolist()
-        self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
-        if route.capacity:
-            worst = route.capacity * min(self.topk_idx.shape[1], route.num_local) + (alignment - 1) * route.num_local
-            self.num_expanded_tokens = -(-worst // alignment) * alignment
-        self.slots = Slots(route, rounded.cumsum(0) - rounded) if do_expand else None
+        could_come = route.capacity * min(self.topk_idx.shape[1], local) + (alignment - 1) * local
+        come = sum(self.num_recv_tokens_per_expert_list)
+        self.num_expanded_tokens = aligned(could_come, alignment) if route.capacity else come
+        if do_expand:
+            route.lay_out(rounded.cumsum(0) - rounded)
 
 
-class ElasticBuffer(GroupOfBuffer):
-    """Rows come once to each rank, or with `do_expand` once to each expert, by expert.
-
-    Calls are collective over the group. A handle can be used any number of times, in any order.
-    """
+class ElasticBuffer(AnyBuffer):
+    """Rows come once to each rank, or with `do_expand` once to each expert, by expert. Calls are collective."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, num_bytes: int | None = None, num_cpu_bytes: int = 0,
@@ -60,25 +53,19 @@ class ElasticBuffer(GroupOfBuffer):
         group: dist.ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0,
         use_fp8_dispatch: bool = False, allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """0: the memory is the communicator's."""
         return 0
-
-    capture = staticmethod(Buffer.capture)
 
     def get_theoretical_num_sms(
         self, num_experts: int, num_topk: int, num_scaleout_topk: int = 0, rdma_gbs: float = 0, nvlink_gbs: float = 0,
         sm_read_gbs: float = 200, sm_write_gbs: float = 50,
     ) -> int:  # fmt: skip
-        """A number that clients pass back."""
-        return Buffer.num_sms
+        return 20
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """A number that clients pass back."""
         return 1
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """One domain of all ranks."""
-        return 1, self.group_size
+        return 1, self.group_size  # one domain of all ranks
 
     get_logical_domain_size = get_physical_domain_size
 
@@ -88,22 +75,18 @@ class ElasticBuffer(GroupOfBuffer):
 
     @torch.no_grad()
     def dispatch(
-        self, x: Rows, topk_idx: _Tensor = None, topk_weights: _Tensor = None,
-        cumulative_local_expert_recv_stats: _Tensor = None, num_experts: int | None = None,
+        self, x: Rows, topk_idx: MaybeTensor = None, topk_weights: MaybeTensor = None,
+        cumulative_local_expert_recv_stats: MaybeTensor = None, num_experts: int | None = None,
         num_max_tokens_per_rank: int | None = None, expert_alignment: int | None = None, num_sms: int = 0,
         num_qps: int = 0, previous_event: Any = None, previous_event_before_epilogue: Any = None,
         async_with_compute_stream: bool = False, allocate_on_comm_stream: bool = False, handle: EPHandle | None = None,
         do_handle_copy: bool = True, do_cpu_sync: bool | None = None, do_expand: bool = False,
         do_zero_padding: bool = False, use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Any, _Tensor, _Tensor, EPHandle, EventOverlap]:  # fmt: skip
+    ) -> tuple[Any, MaybeTensor, MaybeTensor, EPHandle, EventOverlap]:  # fmt: skip
         """Rows that came; ids, None with `do_expand`; weights, if they were given; a handle; an event.
 
         With `do_cpu_sync=False` there are as many rows as could come; the host waits all the same. Slots of
-        `do_expand` without a row are zero.
-
-        Raises:
-            RoutingError: arguments do not fit, or differ between ranks; on all ranks, without a handle.
-            ArgumentError: ids beside a handle, or `do_expand` beside one that was made without.
+        `do_expand` without a row are zero. Without a handle, all ranks raise RoutingError or CapacityError.
         """
         if use_tma_aligned_col_major_sf:
             raise NotImplementedError("use_tma_aligned_col_major_sf=True; scales are row-major here")
@@ -111,8 +94,8 @@ class ElasticBuffer(GroupOfBuffer):
         if handle is None:
             most, wire = num_max_tokens_per_rank or self.num_max_tokens_per_rank, self.wire
             ids = topk_idx.clone() if do_handle_copy and topk_idx is not None else topk_idx
-            room = (most * self.group_size, most) if do_cpu_sync is False else (0, None)
-            route = Route(self.comm, x, None, num_experts or 0, ids, topk_weights, *room)
+            room = most * self.group_size if do_cpu_sync is False else None
+            route = Route(self.comm, x, num_experts or 0, ids, topk_weights, room=room)
             handle, weights = EPHandle(route, do_expand, expert_alignment or 1, most, num_sms), route.weights
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
@@ -120,43 +103,33 @@ class ElasticBuffer(GroupOfBuffer):
             what = "topk_idx" if topk_idx is not None else "do_expand=True"
             raise ArgumentError(f"{what} was passed beside a handle that has its own, or was made without")
         elif topk_weights is not None:
-            came: Any = handle.route.plan.there(topk_weights.float(), wire=EXACT)
-            weights = torch.where(handle.route.ids >= 0, came, 0)  # type: ignore[operator,arg-type]
-        route, slots = handle.route, handle.slots
-        if slots is None or not do_expand:
-            recv = route.there(x, wire)
-            return recv, *route.padded(route.ids, None if topk_weights is None else weights), handle, event
-        rows, of_slots, size = route.there(x, wire), None, handle.num_expanded_tokens
-        parts = rows if isinstance(rows, tuple) else (rows,)
-        recv = tuple(slots.spread(part, part.new_zeros(size, *part.shape[1:])) for part in parts)
-        if topk_weights is not None:
-            assert weights is not None
-            of_slots = weights.new_zeros(size).index_copy_(0, slots.place, weights[slots.row, slots.k])
-        return recv if isinstance(rows, tuple) else recv[0], None, of_slots, handle, event
+            weights = handle.route.there(topk_weights.float(), EXACT).where(handle.route.ids >= 0, 0)
+        route = handle.route
+        recv, recv_weights = route.there(x, wire), None if topk_weights is None else weights
+        if not do_expand:
+            return recv, route.ids.clone(), recv_weights, handle, event  # it is used again
+        size = handle.num_expanded_tokens
+        recv = tuple(route.spread(part, size) for part in recv) if isinstance(recv, tuple) else route.spread(recv, size)
+        if recv_weights is not None:
+            of_slots = recv_weights[route.row, route.k]
+            recv_weights = of_slots.new_zeros(size).index_copy_(0, route.place, of_slots)
+        return recv, None, recv_weights, handle, event
 
     @torch.no_grad()
     def combine(
-        self, x: torch.Tensor, handle: EPHandle, topk_weights: _Tensor = None, bias: Any = None, num_sms: int = 0,
+        self, x: torch.Tensor, handle: EPHandle, topk_weights: MaybeTensor = None, bias: Any = None, num_sms: int = 0,
         num_qps: int = 0, previous_event: Any = None, previous_event_before_epilogue: Any = None,
         async_with_compute_stream: bool = False, allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, _Tensor, EventOverlap]:  # fmt: skip
-        """Sums at home of rows, with bias; each token's topk_weights, from the ranks of their experts; an event.
-
-        Raises:
-            RoutingError: rows are not as many as the dispatch gave; on this rank alone.
-        """
-        event, route, slots = done(previous_event, previous_event_before_epilogue), handle.route, handle.slots
-        wire, home = self.combine_wire if topk_weights is None else self.grad_wire, None
-        if slots is not None:
+    ) -> tuple[torch.Tensor, MaybeTensor, EventOverlap]:  # fmt: skip
+        """Sums at home of rows, with bias; each token's topk_weights, from the ranks of their experts; an event."""
+        event, route, weights = done(previous_event, previous_event_before_epilogue), handle.route, topk_weights
+        if handle.do_expand:
             if len(x) != handle.num_expanded_tokens:
                 raise RoutingError(f"combine got {len(x)} rows; accepted: {handle.num_expanded_tokens}")
-            x = slots.sums(x).to(x.dtype)
-        y = route.home(x, wire, bias)
-        if topk_weights is not None:
-            assert route.ids is not None
-            weights = topk_weights[: route.num_rows].float()
-            if slots is not None:
-                weights = torch.zeros(route.ids.shape, dtype=torch.float32, device=x.device)
-                weights[slots.row, slots.k] = topk_weights[slots.place].float()
-            home = route.home(torch.where(route.ids >= 0, weights, 0), EXACT)
-        return y, home, event
+            x = route.sums(x).to(x.dtype)
+            if topk_weights is not None:
+                weights = topk_weights.new_zeros(route.ids.shape)
+                weights[route.row, route.k] = topk_weights[route.place]
+        elif topk_weights is not None:
+            weights = topk_weights.where(route.ids[: len(topk_weights)] >= 0, 0)
+        return *self._home(route, x, weights, bias), event

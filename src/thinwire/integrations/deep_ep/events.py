@@ -28,7 +28,7 @@ class EventOverlap:
         self.hook_after_wait: Callable[[], object] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """See `EventHandle.current_stream_wait`."""
+        """As `EventHandle.current_stream_wait`; with release_handle the event is dropped."""
         if self.event is not None:
             self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
@@ -37,7 +37,6 @@ class EventOverlap:
         self.event = None if release_handle else self.event
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
-        """Has a function called after the next wait."""
         self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from thinwire.errors import ArgumentError, RoutingError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.integrations.deep_ep.events import EventOverlap, done
-from thinwire.integrations.deep_ep.routes import EXACT, GroupOfBuffer, Route, Rows, Slots, aligned, ranks_of
-
-_Tensor = torch.Tensor | None
+from thinwire.integrations.deep_ep.routes import EXACT, AnyBuffer, MaybeTensor, Route, Rows, aligned, ranks_of
 
 
 @dataclass
@@ -28,7 +26,6 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: the memory is the communicator's."""
         return 0
 
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
@@ -38,15 +35,14 @@ class LowLatencyHandle(tuple[Any, ...]):
     """A tuple as DeepEP's, for clients that look into it."""
 
     route: Route
-    slots: Slots
-    buffer: _Tensor = None
+    buffer: MaybeTensor = None
 
 
-class Buffer(GroupOfBuffer):
+class Buffer(AnyBuffer):
     """Rows come once to each rank, with ids of its experts or -1; the low-latency pair has a row for each expert.
 
-    Calls are collective over the group, but for `get_dispatch_layout`. A handle can be used any number of times, in any
-    order. Calls work on the current stream, after their previous event.
+    Calls are collective over the group, but for `get_dispatch_layout`. They work on the current stream, after their
+    previous event.
     """
 
     num_sms = 20
@@ -61,22 +57,14 @@ class Buffer(GroupOfBuffer):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True, as clients else refuse groups of more than 8 ranks."""
-        return True
+        return True  # else clients refuse groups of more than 8 ranks
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Keeps a number that clients read."""
         Buffer.num_sms = new_num_sms
 
     @staticmethod
-    def capture() -> EventOverlap:
-        """What `previous_event` takes."""
-        return done()
-
-    @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """A configuration."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -85,8 +73,10 @@ class Buffer(GroupOfBuffer):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """0: the memory is the communicator's."""
         return 0
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: there is nothing to clean."""
 
     def get_dispatch_layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
@@ -100,107 +90,86 @@ class Buffer(GroupOfBuffer):
 
     @torch.no_grad()
     def dispatch(
-        self, x: Rows, handle: tuple[Any, ...] | None = None, num_tokens_per_rank: _Tensor = None,
-        num_tokens_per_rdma_rank: _Tensor = None, is_token_in_rank: _Tensor = None,
-        num_tokens_per_expert: _Tensor = None, topk_idx: _Tensor = None, topk_weights: _Tensor = None,
+        self, x: Rows, handle: tuple[Any, ...] | None = None, num_tokens_per_rank: MaybeTensor = None,
+        num_tokens_per_rdma_rank: MaybeTensor = None, is_token_in_rank: MaybeTensor = None,
+        num_tokens_per_expert: MaybeTensor = None, topk_idx: MaybeTensor = None, topk_weights: MaybeTensor = None,
         expert_alignment: int = 1, num_worst_tokens: int = 0, config: Config | None = None,
         previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, _Tensor, _Tensor, list[int] | None, tuple[Any, ...] | None, EventOverlap]:  # fmt: skip
+    ) -> tuple[Any, MaybeTensor, MaybeTensor, list[int] | None, tuple[Any, ...] | None, EventOverlap]:  # fmt: skip
         """Rows that came, ids and weights, rows of each expert rounded up, a handle, an event.
 
-        With num_worst_tokens there are as many rows, zero behind those that came; the host waits all the same.
-
-        Raises:
-            RoutingError: arguments do not fit, or differ between ranks; on all ranks.
-            CapacityError: more rows than num_worst_tokens come to a rank; on all ranks.
+        With num_worst_tokens there are as many rows, zero behind those that came; the host waits all the same. All
+        ranks raise RoutingError or CapacityError if arguments do not fit or differ, or more rows come to one of them.
         """
         event = done(previous_event)
         if handle is not None:
             return handle[5].there(x, self.grad_wire), None, None, None, None, event
         num_experts = 0 if num_tokens_per_expert is None else len(num_tokens_per_expert)
-        route = Route(self.comm, x, is_token_in_rank, num_experts, topk_idx, topk_weights, num_worst_tokens)
+        route = Route(self.comm, x, num_experts, topk_idx, topk_weights, is_token_in_rank, num_worst_tokens or None)
         recv, counts = route.there(x, self.wire), route.expert_counts
         if counts is None and num_tokens_per_expert is not None:
             of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
             counts = of_all.sum(0)
-        listed = [] if num_worst_tokens or counts is None else aligned(counts, expert_alignment).tolist()
+        listed = [] if num_worst_tokens else aligned(counts, expert_alignment).tolist()
         of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
         handle = (of_ranks, None, None, route.source, route.in_rank, route)
-        return recv, *route.padded(route.ids, route.weights), listed, handle, event
+        return recv, route.ids, route.weights, listed, handle, event
 
     internode_dispatch = dispatch
 
     @torch.no_grad()
     def combine(
-        self, x: torch.Tensor, handle: tuple[Any, ...], topk_weights: _Tensor = None, bias: Any = None,
+        self, x: torch.Tensor, handle: tuple[Any, ...], topk_weights: MaybeTensor = None, bias: Any = None,
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, _Tensor, EventOverlap]:  # fmt: skip
-        """Sums at home of rows, with bias, and of topk_weights; an event.
-
-        Raises:
-            RoutingError: not as many rows as came or were padded to; on this rank alone.
-        """
-        event, route, home = done(previous_event), handle[5], None
-        y = route.home(x, self.combine_wire if topk_weights is None else self.grad_wire, bias)
-        if topk_weights is not None:
-            home = route.home(topk_weights.float(), EXACT)
-        return y, home, event
+    ) -> tuple[torch.Tensor, MaybeTensor, EventOverlap]:  # fmt: skip
+        """Sums at home of rows, with bias, and of topk_weights; an event. This rank alone raises what does not fit."""
+        event = done(previous_event)
+        return *self._home(handle[5], x, topk_weights, bias), event
 
     internode_combine = combine
-
-    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: there is nothing to clean."""
 
     @torch.no_grad()
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
-        cumulative_local_expert_recv_stats: _Tensor = None, dispatch_wait_recv_cost_stats: _Tensor = None,
+        cumulative_local_expert_recv_stats: MaybeTensor = None, dispatch_wait_recv_cost_stats: MaybeTensor = None,
         use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:  # fmt: skip
         """Rows of each expert, [local experts, slots, hidden] or FP8 and scales; how many; a handle; an event; a hook.
 
         A token is rounded to FP8 at home, and travels once to each rank. Slots without a row are not written. The hook
-        waits for rows; all ranks call their hooks at the same place among their calls.
-
-        Raises:
-            RoutingError: arguments do not fit, or differ between ranks; on all ranks.
-            ArgumentError: x cannot be FP8.
+        waits for rows; all ranks call their hooks at the same place among their calls. RoutingError comes out on all
+        ranks, ArgumentError of an x that cannot be FP8 on this one.
         """
-        if dispatch_wait_recv_cost_stats is not None:
-            raise NotImplementedError("dispatch_wait_recv_cost_stats: waits are in the flight recorder, not in tensors")
-        most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
-        parts = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
-        route = Route(self.comm, x, None, num_experts, topk_idx, None, most=most)
-        experts, width = route.num_local, most * self.group_size
-        slots = Slots(route, torch.arange(experts, device=x.device) * width)
-        filled = [part.new_empty(experts, width, part.shape[1]) for part in parts]
-        made = [*filled]
+        _refuse_times(dispatch_wait_recv_cost_stats)
+        parts: Any = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
+        size, width = self.group_size, num_max_dispatch_tokens_per_rank * self.group_size
+        route = Route(self.comm, parts if use_fp8 else x, num_experts, topk_idx, None, room=width, padded=False)
+        experts = route.num_local
+        route.lay_out(torch.arange(experts, device=x.device) * width)
+        at = route.expert, route.place % width
+        made = [part.new_empty(experts, width, part.shape[1]) for part in parts]
         if use_fp8:  # scales are column-major there
-            made[1] = filled[1].new_empty(experts, filled[1].shape[2], width).transpose(1, 2)
+            made[1] = parts[1].new_empty(experts, parts[1].shape[1], width).transpose(1, 2)
         pending = [route.there(part, EXACT if use_fp8 else self.wire, async_op=True) for part in parts]
 
         @torch.no_grad()
         def hook() -> None:
-            if not pending:  # it was called before
-                return
-            for work, out in zip(pending, filled, strict=True):
-                slots.spread(work.wait().view(out.dtype), out.flatten(0, 1))
-            if made[-1] is not filled[-1]:
-                made[-1].copy_(filled[-1])
+            for out, work in zip(made, pending, strict=False):  # none are left in a second call
+                out[at] = work.wait().index_select(0, route.row).view(out.dtype)
             pending.clear()
 
         if not return_recv_hook:
             hook()
-        assert route.expert_counts is not None
-        numbers = slots.spread(route.source[:, None], route.source.new_zeros(experts * width, 1))
-        ranks = torch.repeat_interleave(route.counts[:, self.rank].to(x.device))
-        pairs = slots.place // width * self.group_size + ranks[slots.row]
-        of_ranks = torch.bincount(pairs, minlength=experts * self.group_size).view(experts, self.group_size)
+        numbers = route.source.new_zeros(experts, width)
+        numbers[at] = route.source[route.row]
+        source_ranks = torch.repeat_interleave(route.counts[:, self.rank].to(x.device))
+        pairs = route.expert * size + source_ranks[route.row]
+        of_ranks = torch.bincount(pairs, minlength=experts * size).view(experts, size)
         layout = (of_ranks.cumsum(1) - of_ranks << 32) | of_ranks
-        handle = LowLatencyHandle((numbers.view(experts, width), layout, most, hidden, num_experts))
-        handle.route, handle.slots = route, slots
+        handle = LowLatencyHandle((numbers, layout, width // size, x.shape[1], num_experts))
+        handle.route = route
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += route.expert_counts
         return (tuple(made) if use_fp8 else made[0]), route.expert_counts.int(), handle, done(), hook
@@ -215,28 +184,20 @@ class Buffer(GroupOfBuffer):
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-        out: _Tensor = None, combine_wait_recv_cost_stats: _Tensor = None,
+        out: MaybeTensor = None, combine_wait_recv_cost_stats: MaybeTensor = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:  # fmt: skip
         """Weighted sums at home; an event; a hook, as dispatch's. An id of -1 leaves its expert out.
 
-        Weights travel to the experts, so that one row comes home from each rank.
-
-        Raises:
-            RoutingError: x, topk_idx or topk_weights are not of the dispatch's shapes; on this rank alone.
+        Weights travel to the experts, so that one row comes home from each rank. This rank alone raises RoutingError if
+        shapes are not the dispatch's.
         """
-        if combine_wait_recv_cost_stats is not None:
-            raise NotImplementedError("combine_wait_recv_cost_stats: waits are in the flight recorder, not in tensors")
+        _refuse_times(combine_wait_recv_cost_stats)
         route, x = handle.route, self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
-        assert route.topk_idx is not None
-        shapes, wanted = (topk_idx.shape, topk_weights.shape), route.topk_idx.shape
-        if x.dim() != 3 or x.shape[:2] != handle[0].shape or shapes != (wanted, wanted):
-            raise RoutingError(
-                f"x is {list(x.shape)}, topk_idx {list(shapes[0])}, topk_weights {list(shapes[1])}; accepted: "
-                f"[{', '.join(map(str, handle[0].shape))}, hidden], and twice {list(wanted)}"
-            )
+        given = [[*each.shape] for each in (x[..., 0], topk_idx, topk_weights)]
+        if given != (wanted := [[*each.shape] for each in (handle[0], route.topk_idx, route.topk_idx)]):
+            raise RoutingError(f"x[..., 0], topk_idx and topk_weights are {given}; accepted: {wanted}")
         weights = route.there(topk_weights.float().masked_fill(topk_idx < 0, 0), EXACT)
-        sums = handle.slots.sums(x.flatten(0, 1), weights)
-        pending: Any = route.plan.back(sums, wire=self.combine_wire, async_op=True)
+        pending: Any = route.plan.back(route.sums(x.flatten(0, 1), weights), wire=self.combine_wire, async_op=True)
         y = x.new_empty(len(topk_idx), x.shape[2]) if out is None else out
 
         @torch.no_grad()
@@ -248,13 +209,16 @@ class Buffer(GroupOfBuffer):
         return y, done(), hook
 
 
+def _refuse_times(stats: MaybeTensor) -> None:
+    if stats is not None:
+        raise NotImplementedError("a tensor for the times that ranks wait; those are in the flight recorder")
+
+
 def to_fp8(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 rows, and scales of 128 columns each: float32, powers of two, or their exponents, four in an int32."""
     columns = 512 if use_ue8m0 else 128
     if x.shape[1] % columns or use_ue8m0 > round_scale:
-        raise ArgumentError(
-            f"x has {x.shape[1]} columns, round_scale is {round_scale}; FP8 takes multiples of {columns}"
-        )
+        raise ArgumentError(f"{x.shape[1]} columns, round_scale={round_scale}; FP8 takes multiples of {columns}")
     grouped = x.float().view(len(x), x.shape[1] // 128, 128)
     scales = grouped.abs().amax(2).clamp_min(1e-4) / 448
     if round_scale:
