@@ -159,7 +159,7 @@ def _int8_experts(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("call", "beside", "least"),
     [
-        (_round, {}, 10),
+        (_round, {}, 9),
         (_collectives, {"collectives": True}, 16),
         (_channel, {"all_to_all_v": True}, 9),
         (_int8_experts, {"int8_experts": 96}, 6),
@@ -197,7 +197,7 @@ def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, 
 def test_every_kernel_of_a_round_is_among_them_by_its_key(sizes: Sizes, rank: int) -> None:
     (collected,) = run_ranks(_collected, 1, sizes.configuration())
     (wanted,) = run_ranks(_wanted, 1, sizes, rank)
-    assert len(wanted) == 10 and wanted <= collected
+    assert len(wanted) == 9 and wanted <= collected
 
 
 @pytest.mark.parametrize("changed", [{"max_tokens": 25}, {"align": 2}, {"num_experts": 14}], ids=str)
@@ -219,9 +219,9 @@ def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert f"MiB in {folder}" in done.stdout and " and 0 found there" in done.stdout
     (found,) = run_ranks(_compiled, 1, sizes, str(folder))
-    assert len(found) == 10 and all(hit for _, hit in found), found
+    assert len(found) == 9 and all(hit for _, hit in found), found
     (found,) = run_ranks(_compiled, 1, sizes, str(tmp_path / "other"))
-    assert len(found) == 10 and not any(hit for _, hit in found), found
+    assert len(found) == 9 and not any(hit for _, hit in found), found
     again = subprocess.run(
         command, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300
     )
@@ -270,4 +270,4 @@ def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
 def test_what_tests_on_gpus_launch_is_known_without_one() -> None:
     wanted = [*configurations()]
     for configuration in (wanted[0], wanted[-1]):
-        assert len(run_ranks(_collected, 1, configuration)[0]) > 20
+        assert len(run_ranks(_collected, 1, configuration)[0]) >= 20
