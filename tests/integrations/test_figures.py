@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench_vllm import columns
+
 ROOT = Path(__file__).parents[2]
 USES = ("a batch each", "one batch")
 HEAD = """\
@@ -107,10 +109,53 @@ def vllm_table(content: dict[str, Any]) -> str:
     return lines
 
 
-def test_the_table_of_vllm_is_the_recorded_one() -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "vllm.json").read_text())
-    assert vllm_table(content) in (ROOT / "docs" / "integrations-vllm.md").read_text(), vllm_table(content)
+VLLM_EXACT_HEAD = """\
+| with `none`, on 2 data-parallel ranks | steps with the same tokens | their log-probabilities differ by |
+|---|---|---|
+"""
+
+
+def vllm_exact_table(content: dict[str, Any], hosts: dict[str, Any]) -> str:
+    """A line for each way that was only run with `none`."""
+    ways = {
+        "compiled": content["compiled"],
+        "2 tensor-parallel ranks in each, Qwen3-MoE": content["tensor_parallel"],
+        "2 tensor-parallel ranks in each, Mixtral": content["tensor_parallel_mixtral"],
+        "on two hosts": hosts,
+    }
+    lines = (
+        f"| {name} | {each['steps']} | {each['max_logprob_difference']:.1e} at most |\n" for name, each in ways.items()
+    )
+    return VLLM_EXACT_HEAD + "".join(lines)
+
+
+VLLM_SPEED_HEAD = """\
+| | prefill, tokens/s | x one process | decode, tokens/s | x one process |
+|---|---|---|---|---|
+"""
+
+
+def vllm_speed_table(content: dict[str, Any]) -> str:
+    """A line for each way to run it."""
+    lines = VLLM_SPEED_HEAD
+    for line in content["figures"]:
+        shown = columns(line)
+        lines += f"| {shown['way']} | " + " | ".join(
+            f"{shown[f'{work} tokens/s']:.0f} | {shown[f'{work} x one process']}" for work in ("prefill", "decode")
+        )
+        lines += " |\n"
+    return lines
+
+
+def test_the_tables_of_vllm_are_the_recorded_ones() -> None:
+    folder, text = ROOT / "benchmarks" / "results" / "cpu", (ROOT / "docs" / "integrations-vllm.md").read_text()
+    content, hosts, speed = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("vllm", "vllm_two_hosts", "vllm_throughput")
+    )
+    for table_text in (vllm_table(content), vllm_exact_table(content, hosts), vllm_speed_table(speed)):
+        assert table_text in text, table_text
     assert all(set(found["requests_answered_by_rank"]) == {"0", "1"} for found in content["serve"].values())
+    assert set(speed["without_thinwire"].values()) == {"NotImplementedError"}, "which the page says"
 
 
 FSDP_HEAD = """\

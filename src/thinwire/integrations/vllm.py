@@ -20,6 +20,7 @@ from thinwire.moe.parallel import ExpertParallel
 
 VARIABLE = "THINWIRE_VLLM"
 _MOE, _FACTORY = "vllm.model_executor.layers.fused_moe", "make_moe_prepare_and_finalize_naive_dp_ep"
+_SELECTION = "_select_forward"  # vLLM's own choice of how a layer is called
 
 
 def register() -> None:
@@ -29,10 +30,18 @@ def register() -> None:
     if value == "0":
         return
     all2all = importlib.import_module(f"{_MOE}.all2all_utils")
-    if (stock := getattr(all2all, _FACTORY, None)) is None:
-        raise TransportUnavailable(f"this vLLM has no {_FACTORY}, which thinwire takes the place of: use vLLM 0.32")
-    if not isinstance(stock, functools.partial):  # else it is done
+    runner = getattr(importlib.import_module(f"{_MOE}.runner.moe_runner"), "MoERunner", None)
+    for place, name in ((all2all, _FACTORY), (runner, _SELECTION)):
+        if not hasattr(place, name):
+            raise TransportUnavailable(f"this vLLM has no {name}, which thinwire takes the place of: use vLLM 0.32")
+    if not isinstance(stock := getattr(all2all, _FACTORY), functools.partial):  # else it is done
         setattr(all2all, _FACTORY, functools.partial(_make, stock, weakref.WeakKeyDictionary()))
+        setattr(runner, _SELECTION, _operator)
+
+
+def _operator(runner: Any) -> Any:
+    """vLLM's operator for all of a layer, into which torch.compile does not look; on CPUs vLLM would have it traced."""
+    return torch.ops.vllm.moe_forward if runner._shared_experts is None else torch.ops.vllm.moe_forward_shared
 
 
 def _make(stock: Any, groups: Any, use_monolithic: bool, **settings: Any) -> Any:
@@ -87,22 +96,29 @@ class Group:
 
 
 class PrepareAndFinalize:
-    """One layer's way to its experts and back, as vLLM's modular kernels want it; a row is one token for one expert.
+    """One layer's way to its experts and back, as vLLM's modular kernels want it.
 
-    Router weights are applied in combine; vLLM's experts get weights of 1.
+    Experts get a row for each token that came, with the ids and float32 weights of this rank's experts, as they would
+    from vLLM's all-gather, and return their weighted sum. vLLM's experts for CPUs know no absent expert: they would
+    compute something for each of `top_k` places. So they get a row for each token and expert, with a weight of 1, and
+    combine applies router weights.
     """
 
     def __init__(self, group: Group, eager: bool) -> None:
         self._group, self._eager = group, eager
         self.num_dispatchers, self.topk_indices_dtype = lambda: group.comm.size, lambda: torch.int32
-        self.output_is_reduced, self.supports_deferred_moe_finalize = lambda: True, lambda: False
+        self.output_is_reduced, self.supports_deferred_moe_finalize = lambda: self._copies == 1, lambda: False
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Collective for the first layer of its sizes. Raises what tokens cannot be carried for."""
         moe, comm, made = fused_experts.moe_config, self._group.comm, self._group.made
         if moe.is_lora_enabled:
             raise TransportUnavailable(f"{VARIABLE}=1 does not work with LoRA on experts")
-        kind = (moe.num_experts, moe.experts_per_token, moe.hidden_dim, moe.max_num_tokens, moe.in_dtype)
+        parallel = moe.moe_parallel_config
+        shares = parallel.ep_size // (parallel.dp_size * parallel.pcp_size)  # tensor-parallel ranks share a batch
+        self._copies = shares // parallel.sp_size  # all of them have all of it, unless the model splits it beforehand
+        most = -(-moe.max_num_tokens // shares)
+        kind = (moe.num_experts, moe.experts_per_token, moe.hidden_dim, most, moe.in_dtype)
         if kind not in made:
             made[kind] = ExpertParallel(comm, *kind[:-1], dtype=moe.in_dtype)
             self._group.log("thinwire carries tokens: %s", made[kind].explain().replace("\n", "; "))
@@ -111,43 +127,47 @@ class PrepareAndFinalize:
         ours, theirs = (comm.rank, len(ep.local_experts)), (moe.ep_rank, moe.num_local_experts)
         if ours != theirs:
             raise ConfigMismatch(f"(rank, its experts) is {ours} here, but {theirs} in vLLM; they must be equal")
-        self._on_cpu, self._fixed = (cpu := comm.device.type == "cpu"), not cpu and ep.transport == "direct"
-        if not (self._fixed or self._eager):  # on CPUs vLLM traces all of a layer
-            raise TransportUnavailable(
-                f"--enforce-eager is needed, except with the direct transport on a GPU; {ep.explain()}"
-            )
+        self._by_expert, self._fixed = (cpu := comm.device.type == "cpu"), not cpu and ep.transport == "direct"
+        if not (self._fixed or self._eager or cpu):
+            raise TransportUnavailable(f"--enforce-eager is needed on GPUs without direct transport; {ep.explain()}")
 
     def prepare(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
         apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Dispatches a1 [tokens, hidden]; rows for this rank's experts, their scales, None, ids and weights of 1."""
+        """Dispatches a1 [tokens, hidden]; rows for this rank's experts, their scales, None, ids and weights."""
         if apply_router_weight_on_input:
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
-        self._round, capacity = self._ep.dispatch(a1, topk_ids, topk_weights, layer=self._layer), None
-        if self._fixed:  # more cannot come in this step
-            sizes = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata.local_sizes
-            capacity = self.num_dispatchers() * max(sizes) * min(self._ep.top_k, len(self._ep.local_experts))
-        rows, experts = expert_rows(self._round, capacity)
-        if not self._on_cpu:  # the CPU's experts take ids for places among their rank's weights
-            experts = torch.where(experts >= 0, experts + self._ep.local_experts.start, -1)
-        ids, ones, here = experts.int()[:, None], topk_weights.new_ones(len(rows), 1), cast(Any, super())
-        quantised = here.prepare(rows, ones, ids, num_experts, expert_map, False, quant_config, defer_input_quant)
-        return *quantised[:3], ids, ones
+        # Of tokens that several ranks have, each dispatches a part; vLLM's all-reduce after finalize adds parts up.
+        each, place = -(-len(a1) // self._copies), self._group.comm.rank % self._copies
+        self._part = part = slice(place * each, (place + 1) * each)
+        self._round = d = self._ep.dispatch(a1[part], topk_ids[part], topk_weights[part], layer=self._layer)
+        local = self._ep.local_experts
+        if self._by_expert:
+            rows, weights = d.tokens, topk_weights.new_ones(len(d.tokens), 1)
+            places = torch.arange(len(local), device=rows.device)  # of experts among the rank's weights
+            ids = places.repeat_interleave(d.expert_counts)[:, None]
+        else:
+            if self._fixed:  # more cannot come in this step
+                step = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata
+                rows, ids, weights, *_ = d.gather_records(sum(step.local_sizes))
+            else:
+                rows, ids, weights = d.records, d.record_ids, d.record_weights
+            # vLLM's kernels skip an expert of another rank, and do not all know -1.
+            ids = torch.where(ids >= 0, ids + local.start, 0 if local.start else num_experts - 1)
+        ids, here = ids.int(), cast(Any, super())
+        quantised = here.prepare(rows, weights, ids, num_experts, expert_map, False, quant_config, defer_input_quant)
+        return *quantised[:3], ids, weights
 
     def finalize(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *reduction: Any) -> None:
         """Combines what experts made of the rows into output [tokens, hidden]."""
-        rows = output.new_empty(len(reduction[1]), output.shape[1])
+        rows = fused_expert_output
+        if rows.shape != (len(reduction[1]), output.shape[1]) or rows.data_ptr() == output.data_ptr():
+            rows = output.new_empty(len(reduction[1]), output.shape[1])
         if len(rows):
             cast(Any, super()).finalize(rows, fused_expert_output, *reduction)
-        if self._on_cpu:  # elsewhere it would wait for the device
+        if self._by_expert:  # elsewhere it would wait for the device
             self._group.count(self._round)
-        self._ep.combine(rows, self._round, out=output)
-
-
-def expert_rows(d: Dispatched, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a round and each one's expert among this rank's, -1 past the last; capacity fixes the shape."""
-    rows = d.tokens if capacity is None else d.gather(capacity)[0]
-    places = torch.arange(len(rows), device=rows.device)
-    experts = torch.searchsorted(d.expert_offsets[1:], places, right=True)
-    return rows, torch.where(places < d.expert_offsets[-1], experts, -1)
+        if self._copies > 1:
+            output.zero_()
+        self._ep.combine(rows, self._round, out=output[self._part], weighted=not self._by_expert)

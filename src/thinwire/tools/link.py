@@ -28,6 +28,8 @@ from typing import Any
 from thinwire.errors import ThinwireError
 
 __all__ = [
+    "ADDRESSES",
+    "INTERFACE",
     "LinkUnavailable",
     "bits_per_second",
     "burst_bytes",
@@ -37,8 +39,8 @@ __all__ = [
 ]
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
-_INTERFACE = "tw0"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+INTERFACE = "tw0"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29577
 _LATENCY = "50ms"  # what the queue before the link holds; beyond that packets are dropped
 _STARTING = 30.0  # seconds that a namespace may take
@@ -161,9 +163,9 @@ def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
         "RANK": str(rank),
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": _ADDRESSES[0],
+        "MASTER_ADDR": ADDRESSES[0],
         "MASTER_PORT": str(_PORT),
-        "GLOO_SOCKET_IFNAME": _INTERFACE,
+        "GLOO_SOCKET_IFNAME": INTERFACE,
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that these addresses have no names
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
@@ -188,14 +190,14 @@ def _join(hosts: Sequence[subprocess.Popen[str]], rate: str, burst: int) -> None
     tools = _find_tools()
     for host in hosts:
         _await_namespace(host)
-    _command(tools["ip"], "link", "add", _INTERFACE, "netns", str(hosts[0].pid), "type", "veth", "peer", "name",
-             _INTERFACE, "netns", str(hosts[1].pid))  # fmt: skip
-    for host, address in zip(hosts, _ADDRESSES, strict=True):
+    _command(tools["ip"], "link", "add", INTERFACE, "netns", str(hosts[0].pid), "type", "veth", "peer", "name",
+             INTERFACE, "netns", str(hosts[1].pid))  # fmt: skip
+    for host, address in zip(hosts, ADDRESSES, strict=True):
         inside = (tools["nsenter"], "--target", str(host.pid), "--net")
-        _command(*inside, tools["ip"], "address", "add", f"{address}/24", "dev", _INTERFACE)
+        _command(*inside, tools["ip"], "address", "add", f"{address}/24", "dev", INTERFACE)
         _command(*inside, tools["ip"], "link", "set", "lo", "up")
-        _command(*inside, tools["ip"], "link", "set", _INTERFACE, "up")
-        _command(*inside, tools["tc"], "qdisc", "add", "dev", _INTERFACE, "root", "tbf", "rate", rate, "burst",
+        _command(*inside, tools["ip"], "link", "set", INTERFACE, "up")
+        _command(*inside, tools["tc"], "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst",
                  str(burst), "latency", _LATENCY)  # fmt: skip
 
 
