@@ -220,7 +220,7 @@ def run_server(model: Path, folder: Path, wire: str) -> tuple[dict[str, Any], di
     """The answers of `vllm serve` with two data-parallel ranks, how many requests each has answered, and its log."""
     port, log = free_port(), folder / f"serve-{wire}.log"
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port), *SIZES]
-    command += ["--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager", "--host", "127.0.0.1"]
+    command += ["--data-parallel-size", "2", "--enable-expert-parallel", "--host", "127.0.0.1"]
     command += ["--api-server-count", "1"]
     variables = {"THINWIRE_VLLM": "1", "THINWIRE_WIRE": wire, routing_record.VARIABLE: str(log.with_suffix(""))}
     with process(command, log, **variables) as server:
