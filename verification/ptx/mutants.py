@@ -46,7 +46,9 @@ REDUNDANT = {
     ),
     r"^store_released < publish < wait_kernel.* becomes st\.relaxed": "kernels read nothing behind this flag",
     r"\bpoison < ": "the host reads it, which is not seen here, or a later kernel",
-    r"^(?:put|store_encoded_tile|store_float32|group_amax|_largest|max|sum) .*bar\.": "Triton's own, of shared memory used once",
+    r"^(?:put|store_encoded_tile|store_float32|group_amax|_largest|max|sum) .*bar\.": (
+        "Triton's own, of shared memory used once"
+    ),
 }
 
 _TIMEOUT, _GRACE = 60e-6, 30e-6
