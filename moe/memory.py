@@ -79,7 +79,7 @@ def plan_memory(
 
     >>> plan = plan_memory(8, 256, 8, 7168, 128, wire="int8", dtype=torch.bfloat16)
     >>> plan.transport, plan.symmetric_bytes, plan.bookkeeping_bytes
-    ('direct', 15009344, 166728)
+    ('direct', 15009344, 172872)
     """
     settings = ParallelSettings.of(
         num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
