@@ -35,7 +35,7 @@ from thinwire.triton_kernels.signal import (
     signal_words,
     store_signal_words,
 )
-from thinwire.triton_kernels.sums import copy_record, load_positions, store_sum, sum_warps
+from thinwire.triton_kernels.sums import copy_record, load_positions, num_terms, store_sum, sum_warps
 
 
 @triton.jit
@@ -125,14 +125,14 @@ def send_sums_kernel(
         ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
         while item < total * sums:
             home, of_token, number = base_of(buffer_ptrs, source), token.to(tl.int64), item % sums
-            first, this, owners = slot * ROUND.TOP_K + number, listed, owner_of(ids, ROUND)
+            first, found, owners = slot * ROUND.TOP_K + number, num_terms(listed), owner_of(ids, ROUND)
             # What the next one needs is on its way while this one's rows are added up.
             item += tl.num_programs(0)
             source, token = token_of(item // sums, peers, counts, ends)
             slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
             listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
             ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
-            if tl.max(this) >= 0:
+            if found > 0:
                 if ROUND.INVARIANT:  # behind those of the ranks below, the rank's own experts are in ascending order
                     ordinal = tl.sum(tl.where(owners >= 0, tl.where(owners < rank, 1, 0), 0)) + number
                 else:
@@ -143,7 +143,7 @@ def send_sums_kernel(
                 if AS_THEY_ARE:
                     copy_record(rows, positions_ptr + first, record, LAYOUT)
                 else:
-                    store_sum(rows, positions_ptr + first, weights_ptr + first, this, record, LAYOUT, ENCODED)
+                    store_sum(rows, positions_ptr + first, weights_ptr + first, found, record, LAYOUT, ENCODED)
                 if ROUND.WEIGHT_GRADS:
                     ks = tl.arange(0, K_BLOCK)
                     mine = owners == rank

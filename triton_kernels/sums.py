@@ -46,6 +46,12 @@ from thinwire.wire import WireFormat
 
 
 @triton.jit
+def num_terms(listed):
+    """How many of a record's positions, as `load_positions` gives them, its sum has to look at: up to the last."""
+    return tl.max(tl.where(listed >= 0, tl.arange(0, listed.shape[0]) + 1, 0))
+
+
+@triton.jit
 def load_positions(positions, TERMS: tl.constexpr, there=True):
     """A record's TERMS positions, int64 [a power of 2]; -1 behind them, and everywhere if there is none."""
     block: tl.constexpr = triton.next_power_of_2(TERMS)
@@ -97,12 +103,8 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_sum(rows, positions, weights, listed, record, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above.
-
-    `listed` is what `load_positions` gave of them.
-    """
-    terms = tl.max(tl.where(listed >= 0, tl.arange(0, listed.shape[0]) + 1, 0))
+def store_sum(rows, positions, weights, terms, record, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
+    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
@@ -133,7 +135,8 @@ def pack_weighted_sums_kernel(
     base = tl.multiple_of(records_ptr + record * record_stride, 16)
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
     rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-    store_sum(rows, positions, weights, load_positions(positions, TOP_K), base, LAYOUT, ENCODED)
+    terms = num_terms(load_positions(positions, TOP_K))
+    store_sum(rows, positions, weights, terms, base, LAYOUT, ENCODED)
 
 
 @triton.jit

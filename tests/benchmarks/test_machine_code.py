@@ -33,7 +33,7 @@ LEAN = {
     "dequantize": (8, 9, 64),
     "gather": (8, 9, 48),
     "send_tokens": (12, 12, 24),
-    "send_sums": (21, 21, 32),
+    "send_sums": (23, 23, 32),
     "sum_home": (14, 14, 32),
 }
 
