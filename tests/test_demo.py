@@ -99,6 +99,7 @@ def test_what_is_done_is_told_from_the_beginning(tmp_path: Path) -> None:
         assert process.poll() is None, "it was over before it told anything"
         shown, rest = process.communicate()
     told = [line.partition("] ")[2] for line in [*lines, *rest.splitlines(keepends=True)]]
+    told = [line for line in told if line != "  still at it\n"]  # of what takes long here
     assert told[:2] == ["loading torch ...\n", "starting 2 ranks ...\n"]
     assert told[2].startswith("preparing kernels of dispatch, 1 of 3") and "scoring with int8 ...\n" in told
     assert process.returncode == 0 and "\nint8 " in shown

@@ -125,7 +125,9 @@ def send_sums_kernel(
         ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
         while item < total * sums:
             home, of_token, number = base_of(buffer_ptrs, source), token.to(tl.int64), item % sums
-            first, found, owners = slot * ROUND.TOP_K + number, num_terms(listed), owner_of(ids, ROUND)
+            # Computed anew: a slot that is held from when it was loaded for would spill.
+            first = (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K + number
+            found, owners = num_terms(listed), owner_of(ids, ROUND)
             # What the next one needs is on its way while this one's rows are added up.
             item += tl.num_programs(0)
             source, token = token_of(item // sums, peers, counts, ends)
@@ -139,17 +141,17 @@ def send_sums_kernel(
                     ordinal = ranks_below(owners, rank, ROUND)
                 ordinal = tl.minimum(ordinal, ROUND.SLOTS - 1)  # whatever the ids are by now
                 record = record_at(home + (ROUND.SUMS + (of_token * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES))
-                rows = (expert_out_ptr, expert_out_row_stride, num_rows)
-                if AS_THEY_ARE:
-                    copy_record(rows, positions_ptr + first, record, LAYOUT)
-                else:
-                    store_sum(rows, positions_ptr + first, weights_ptr + first, found, record, LAYOUT, ENCODED)
-                if ROUND.WEIGHT_GRADS:
+                if ROUND.WEIGHT_GRADS:  # before the sum, or what they need would be held all the while
                     ks = tl.arange(0, K_BLOCK)
                     mine = owners == rank
                     grads = tl.load(weight_grads_ptr + first + ks, mask=mine, other=0.0)
                     target = home + (ROUND.WEIGHT_GRADS + of_token * (ROUND.TOP_K * 4))
                     put(target.to(tl.pointer_type(tl.float32)) + ks, grads, mine)
+                rows = (expert_out_ptr, expert_out_row_stride, num_rows)
+                if AS_THEY_ARE:
+                    copy_record(rows, positions_ptr + first, record, LAYOUT)
+                else:
+                    store_sum(rows, positions_ptr + first, weights_ptr + first, found, record, LAYOUT, ENCODED)
         if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)
