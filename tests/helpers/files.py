@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,15 @@ def mapped_segments() -> set[int]:
     """The files in memory of thinwire's that this process has mapped, by their inodes."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines if "memfd:thinwire" in line}
+
+
+def shared_files() -> list[str]:
+    """Files in /dev/shm whose names are thinwire's, or have this process's number in them, as a number of its own.
+
+    Other programs name theirs by numbers of any kind, Open MPI and vLLM by hexadecimal ones.
+    """
+    own = re.compile(rf"thinwire|(?<![0-9a-zA-Z]){os.getpid()}(?![0-9a-zA-Z])")
+    return [name for name in os.listdir("/dev/shm") if own.search(name) and not name.startswith("sm_segment")]
 
 
 def resident_bytes() -> int:

@@ -31,7 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.files import mapped_segments, open_files, resident_bytes
+from tests.helpers.files import mapped_segments, open_files, resident_bytes, shared_files
 from tests.helpers.rounds import Tokens, make_lanes, run_round
 from tests.helpers.wires import DTYPES
 from thinwire.comm.communicator import Communicator
@@ -296,9 +296,7 @@ def _close(ep: ExpertParallel) -> None:
     assert not mapped_segments()
     links = open_files()
     assert not [link for link in links if "thinwire" in link or link.startswith("/dev/shm")], links
-    # Open MPI's segments are named by numbers of any kind.
-    shared = [name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment")]
-    assert not [name for name in shared if "thinwire" in name or str(os.getpid()) in name], shared
+    assert not shared_files()
     with pytest.raises(LaneError, match="closed"):
         ep.check()
 
@@ -432,7 +430,7 @@ def test_survivors_name_the_killed_and_go_on(nursery: Connection, fault: Fault) 
         for rank in fault.victims:
             assert case.has_ended(rank) and not case.store.check([f"result {rank}"])
     print(f"seconds waited: {waited}")
-    assert not [name for name in os.listdir("/dev/shm") if "thinwire" in name]
+    assert not shared_files()
 
 
 def _die_in_turn(comm: Communicator, store: dist.Store) -> None:

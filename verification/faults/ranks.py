@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from tests.helpers import mortal
-from tests.helpers.files import mapped_segments, open_files
+from tests.helpers.files import mapped_segments, open_files, shared_files
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.recorder.flight_files import VARIABLE
 from thinwire.errors import ThinwireError
@@ -148,8 +148,7 @@ def left_over(files: Path, most: int) -> list[str]:
     if mapped_segments():
         found.append(f"segments {sorted(mapped_segments())} are mapped")
     found += [f"{link} is open" for link in links if "thinwire" in link or link.startswith("/dev/shm")]
-    names = [name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment")]  # Open MPI's have any number
-    found += [f"/dev/shm/{name} is there" for name in names if "thinwire" in name or str(os.getpid()) in name]
+    found += [f"/dev/shm/{name} is there" for name in shared_files()]
     found += [f"{path} is there" for path in files.iterdir()]
     return found
 
