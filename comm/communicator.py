@@ -33,6 +33,7 @@ from thinwire.comm.groups import (
     with_index,
 )
 from thinwire.comm.host_collectives import Origin, describe_mismatch
+from thinwire.comm.hosts import describe, host_name, hosts_of
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.layouts.layout import Layout, TensorLayout, resolve_groups
 from thinwire.comm.recorder.clocks import clock_name
@@ -80,6 +81,7 @@ class Communicator(Collectives):
 
     Attributes:
         auto_bytes: `wire="auto"` quantises tensors of at least so many bytes: THINWIRE_AUTO_BYTES, else 262,144.
+        hosts: the ranks of each host, such as ((0, 1), (2, 3)); a rank's host is what THINWIRE_HOST names, else its system.
 
     Raises:
         ArgumentError: `integrity` or `quorum` is unknown; or, on every rank, an environment variable of thinwire's is
@@ -133,18 +135,19 @@ class Communicator(Collectives):
             "wire_version": WIRE_VERSION,
         }  # fmt: skip
         settings = {name: repr(value) for name, value in own.items()}
-        own_clock, traced = clock_name(), self.recorder.trace is not None
+        own_clock, own_host, traced = clock_name(), host_name(), self.recorder.trace is not None
 
         def gather(value: object, shape: Any) -> list[Any]:
             nonlocal traced
-            own = [problem, settings, own_clock, traced, value]
-            problems, told, clocks, tracing, values = zip(
-                *self._gather_short(own, (str | None, {str: str}, str, bool, shape)), strict=True
+            own = [problem, settings, own_clock, own_host, traced, value]
+            problems, told, clocks, names, tracing, values = zip(
+                *self._gather_short(own, (str | None, {str: str}, str, str, bool, shape)), strict=True
             )
             require_usable(problems)
             if any(others != settings for others in told):
                 raise ConfigMismatch(describe_mismatch("Communicator", told))
             self._clocks_differ, traced = any(clock != own_clock for clock in clocks), any(tracing)
+            self.hosts = hosts_of(names)
             return list(values)
 
         try:
@@ -459,6 +462,7 @@ class Communicator(Collectives):
             f"rank and size: from {self._origin.ranks}",
             f"device: {self._device}, {self._origin.device}",
             f"backend: {self._exchange.backend}",
+            *([f"hosts: {describe(self.hosts)}"] if len(self.hosts) > 1 else []),
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"integrity: {self.integrity}",

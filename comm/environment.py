@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from thinwire.comm.hosts import name_problem
 from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.recorder.trace_events import current_trace
 from thinwire.comm.resources.cpu_share import cpu_share
@@ -40,6 +41,8 @@ def environment_problem() -> str | None:
         cpu_share(None)
         current_trace()
         auto_bytes()
+        if (problem := name_problem()) is not None:
+            raise ArgumentError(f"{problem}, in the environment")
         name = os.environ.get(BACKEND_VARIABLE)
         if name and name not in BACKENDS:
             raise ArgumentError(f"{BACKEND_VARIABLE}={name!r} names no backend; accepted: {', '.join(BACKENDS)}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from thinwire.comm.calls import Attachment, Calls
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
+from thinwire.comm.hosts import Hosts
 from thinwire.comm.integrity import Rows
 from thinwire.comm.recorder.clocks import compare_clocks
 from thinwire.comm.recorder.flight_files import is_off
@@ -69,6 +70,7 @@ class Origin:
 class HostCollectives(Calls, ABC):
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
+    hosts: Hosts
     _clocks_differ = False  # of its ranks' hosts
 
     def _set_up(
@@ -80,7 +82,7 @@ class HostCollectives(Calls, ABC):
         recorded: bool = True,
     ) -> None:
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
-        self._closed = False
+        self._closed, self.hosts = False, (tuple(range(exchange.size)),)  # until the ranks have told theirs
         self._store: dist.Store | None = None  # of a standalone group
         of_world = _place_in_world(exchange)
         self.recorder = FlightRecorder(

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
+from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
@@ -142,6 +143,8 @@ def open_direct(
 
     if comm.integrity != "none":  # alike on all ranks
         return refusal("checksums (integrity='checksum') are of messages, and the direct transport sends none")
+    if len(comm.hosts) > 1:
+        return refusal(f"its ranks are on several hosts: {describe(comm.hosts)}")
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
     for rank, (reason, _) in enumerate(told):
         if reason is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thinwire.comm.hosts import VARIABLE
 from thinwire.comm.memory.heap import Heap
 from thinwire.comm.resources.available import require_available
 from thinwire.errors import TransportUnavailable
@@ -37,6 +38,8 @@ class CudaHeap(Heap):
         from torch.distributed import _symmetric_memory
 
         device = self.comm.device
+        if len(self.ranks) < self.comm.size:
+            raise TransportUnavailable(f"torch maps the memory of all {self.comm.size} ranks or of none")
         backend = _symmetric_memory.get_backend(device)
         if backend != "CUDA":
             raise TransportUnavailable(
@@ -44,9 +47,11 @@ class CudaHeap(Heap):
                 f"{backend!r}; 'CUDA' is needed"
             )
         torch.cuda.empty_cache()  # what torch keeps for itself cannot be had for this
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host, boot = os.environ.get(VARIABLE), ""  # ranks that name one host share a fabric, as NVLink between hosts is
+        if not host:
+            host, boot = platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         identity = str(torch.cuda.get_device_properties(device).uuid)
-        return _Gpu(platform.node(), boot, identity, device.index, torch.cuda.mem_get_info(device)[0])
+        return _Gpu(host, boot, identity, device.index, torch.cuda.mem_get_info(device)[0])
 
     def read_fact(self, fact: list[Any]) -> _Gpu:
         gpu = _Gpu(*fact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class Heap:
     All ranks take each step before any of them takes the next.
 
     Attributes:
+        ranks: those that map each other's buffers; of the others this one's own address stands in the table.
         local: the own buffer, once `create` has run.
         mappings: what keeps the peers' buffers at their addresses.
         fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.shaped_json`.
@@ -26,8 +28,8 @@ class Heap:
     fact: Any = int
     offer: Any = int
 
-    def __init__(self, comm: Communicator, num_bytes: int) -> None:
-        self.comm, self.num_bytes = comm, num_bytes
+    def __init__(self, comm: Communicator, num_bytes: int, ranks: Sequence[int]) -> None:
+        self.comm, self.num_bytes, self.ranks = comm, num_bytes, ranks
         self.local: torch.Tensor | None = None
         self.mappings: list[Any] = []
 
@@ -51,7 +53,7 @@ class Heap:
 
     def create(self, facts: list[Any]) -> Any:
         """Allocates the own buffer, zeroed, if all ranks' facts allow it; returns what peers need to find it."""
-        require_available(self.comm.size, self.num_bytes, min(facts), str(self.comm.device))
+        require_available(len(self.ranks), self.num_bytes, self._least(facts), str(self.comm.device))
         try:
             self.local = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.comm.device)
         except RuntimeError as error:  # what both allocators raise; CUDA's is of a class derived from it
@@ -71,7 +73,10 @@ class Heap:
         """Maps the peers' buffers and returns the addresses of all."""
         # A peer that closes first must not take its memory away from this rank's kernels.
         self.mappings = self.comm.share_objects(self.local) if self.comm.in_process else []
-        return offers
+        return [offers[rank if rank in self.ranks else self.comm.rank] for rank in range(self.comm.size)]
+
+    def _least(self, available: Sequence[int]) -> int:
+        return min(available[rank] for rank in self.ranks)
 
     def finish(self) -> None:
         """Gives back what only the steps needed."""

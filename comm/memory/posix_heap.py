@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,8 @@ class PosixHeap(Heap):
     fact = (str, str, int, int)
     offer = (int, int, str)
 
-    def __init__(self, comm: Communicator, num_bytes: int) -> None:
-        super().__init__(comm, num_bytes)
+    def __init__(self, comm: Communicator, num_bytes: int, ranks: Sequence[int]) -> None:
+        super().__init__(comm, num_bytes, ranks)
         self.rank = comm.rank
         self.segment_bytes = self.held_bytes(num_bytes)
         self.token_at = self.segment_bytes - mmap.PAGESIZE
@@ -82,7 +83,8 @@ class PosixHeap(Heap):
 
     def create(self, facts: list[_Host]) -> _Segment:
         self._require_one_host(facts)
-        require_available(self.comm.size, self.num_bytes, min(host.available_bytes for host in facts), "this host")
+        available = self._least([host.available_bytes for host in facts])
+        require_available(len(self.ranks), self.num_bytes, available, "this host")
         try:
             self.descriptor = os.memfd_create("thinwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(self.descriptor, 0o600)
@@ -111,7 +113,7 @@ class PosixHeap(Heap):
         assert self.local is not None
         buffer_ptrs = []
         for peer, segment in enumerate(offers):
-            if peer == self.rank:
+            if peer == self.rank or peer not in self.ranks:
                 buffer_ptrs.append(self.local.data_ptr())
             else:
                 self.mappings.append(self._map(peer, segment))
@@ -124,14 +126,16 @@ class PosixHeap(Heap):
             self.descriptor = None
 
     def _require_one_host(self, facts: list[_Host]) -> None:
-        for rank, host in enumerate(facts):
-            failed = f"rank {rank} cannot map the memory of rank 0"
-            if (host.name, host.boot) != (facts[0].name, facts[0].boot):
+        least = self.ranks[0]
+        first = facts[least]
+        for rank in self.ranks:
+            host, failed = facts[rank], f"rank {rank} cannot map the memory of rank {least}"
+            if (host.name, host.boot) != (first.name, first.boot):
                 raise TransportUnavailable(
-                    f"{failed}: it runs on host {host.name!r} (boot {host.boot}), rank 0 on {facts[0].name!r} "
-                    f"(boot {facts[0].boot})"
+                    f"{failed}: it runs on host {host.name!r} (boot {host.boot}), rank {least} on {first.name!r} "
+                    f"(boot {first.boot})"
                 )
-            if host.processes != facts[0].processes:
+            if host.processes != first.processes:
                 raise TransportUnavailable(
                     f"{failed}: they are in different pid namespaces of host {host.name!r}; run a host's ranks in one "
                     "container, or give their containers a common pid namespace"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,13 +108,17 @@ class SymmetricMemory:
         return tensor
 
 
-def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> SymmetricMemory:
+def allocate(
+    comm: Communicator, num_bytes: int, generation: int = 0, ranks: Sequence[int] | None = None
+) -> SymmetricMemory:
     """Gives every rank a zeroed buffer and the addresses of all of them. Collective; blocks the host.
 
     Args:
         comm: the ranks. Its device decides the heap, and whether the ranks are threads of one process.
         num_bytes: of each rank's buffer, at least 1; the same on all ranks.
         generation: a number for the caller's use, the same on all ranks.
+        ranks: those that map each other's buffers, this one among them, such as one host's; None means all. For the
+            others `buffer_ptrs` has this rank's own address. All ranks of the communicator call this together.
 
     Raises:
         ConfigMismatch: ranks asked for different things.
@@ -131,7 +135,7 @@ def allocate(comm: Communicator, num_bytes: int, generation: int = 0) -> Symmetr
     ('posix', torch.Size([4096]), True)
     """
     _check_request(comm, num_bytes, generation)
-    heap = _choose_heap(comm)(comm, num_bytes)
+    heap = _choose_heap(comm)(comm, num_bytes, range(comm.size) if ranks is None else ranks)
     try:
         # Not as inference tensors, which nobody could write to later.
         with torch.inference_mode(False):

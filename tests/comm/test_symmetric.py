@@ -512,7 +512,7 @@ def test_control_groups_limit_what_is_available(monkeypatch, tmp_path):
 
 
 def test_files_in_memory_are_private_hold_all_their_pages_and_keep_their_size():
-    heap = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20)
+    heap = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20, range(1))
     try:
         segment = heap.create([heap.inspect()])
         status = os.fstat(segment.descriptor)
@@ -522,7 +522,7 @@ def test_files_in_memory_are_private_hold_all_their_pages_and_keep_their_size():
             with pytest.raises(PermissionError):
                 os.ftruncate(segment.descriptor, size)
         assert not os.get_inheritable(segment.descriptor)
-        other = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20).create([heap.inspect()])
+        other = PosixHeap(SimpleNamespace(rank=0, size=1), 1 << 20, range(1)).create([heap.inspect()])
         assert len(segment.token) >= 32 and segment.token != other.token
         os.close(other.descriptor)
     finally:
@@ -546,7 +546,7 @@ def three_gpus(monkeypatch):
 
 def rank_on_gpu(rank):
     comm = SimpleNamespace(rank=rank, size=3, device=torch.device("cuda", rank), group=None, in_process=False)
-    return CudaHeap(comm, 4096)
+    return CudaHeap(comm, 4096, range(comm.size))
 
 
 def test_gpus_out_of_reach_are_named_before_anything_is_allocated(three_gpus, monkeypatch):
