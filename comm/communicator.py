@@ -81,7 +81,7 @@ class Communicator(Collectives):
 
     Attributes:
         auto_bytes: `wire="auto"` quantises tensors of at least so many bytes: THINWIRE_AUTO_BYTES, else 262,144.
-        hosts: the ranks of each host, such as ((0, 1), (2, 3)); a rank's host is what THINWIRE_HOST names, else its system.
+        hosts: the ranks of each host, such as ((0, 1), (2, 3)). THINWIRE_HOST names a rank's, else its system does.
 
     Raises:
         ArgumentError: `integrity` or `quorum` is unknown; or, on every rank, an environment variable of thinwire's is

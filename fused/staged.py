@@ -83,7 +83,8 @@ class StagedExchange:
         """Packs and posts everything; waits for nothing but what `pack` waits for.
 
         Args:
-            send_counts: records for each rank; None: this rank's own in `recv_counts` go to everyone, packed once.
+            send_counts: records for each rank; 0 for this rank itself leaves its own place in `received` to the caller;
+                None: this rank's own in `recv_counts` go to everyone, packed once.
             record_bytes: of one record, a multiple of 16.
             pack: `pack(start, stop, records)` fills records, uint8 [n, record_bytes], with records start ... stop - 1
                 of every rank's share (fewer where a share ends before), in order of ranks.
@@ -110,7 +111,8 @@ class StagedExchange:
                 sent, packed = packed.split([sum(shares), len(packed) - sum(shares)])
                 pack(start, stop, sent)
                 outgoing = list(sent.split(shares))
-                incoming[comm.rank].copy_(outgoing[comm.rank])
+                if shares[comm.rank]:  # else whoever posts fills in his own
+                    incoming[comm.rank].copy_(outgoing[comm.rank])
             phase("post")
             rows = Rows(record_bytes, start)
             work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes, rows)

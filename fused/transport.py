@@ -27,7 +27,7 @@ from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.wire import WireFormat
 
 #: What `transport=` accepts.
-TRANSPORTS = ("auto", "direct", "staged")
+TRANSPORTS = ("auto", "direct", "two_level", "staged")
 
 
 class Transport(Protocol):
@@ -89,11 +89,13 @@ def choose(
     """
     check_transport(transport)
     found = staged(name, "as asked for") if transport == "staged" else open_()
-    if found.name == "direct":
+    if found.name != "staged":
         return found
-    if transport == "direct":
+    if transport in ("direct", "two_level"):
         kind = no_memory if found.no_memory else TransportUnavailable
-        raise kind(f"{name} cannot take the direct transport: {found.reason}")
+        raise kind(
+            f"{name} cannot take {'two levels' if transport == 'two_level' else 'the direct transport'}: {found.reason}"
+        )
     if found.no_memory:
         warnings.warn(f"{name} takes the staged transport, which is slower: {found.reason}", RuntimeWarning, 2)
     for wire in wires:
@@ -120,6 +122,7 @@ def open_direct(
     make: Callable[[SymmetricMemory, bool], _T],
     staged: Callable[[str, str, bool], _S],
     generation: int = 0,
+    ranks: Sequence[int] | None = None,
 ) -> _T | _S:
     """An operation's direct transport, or the staged one, which knows why. Collective; the logger is told which.
 
@@ -129,6 +132,7 @@ def open_direct(
         make: takes the memory, and whether there are more ranks than cores that some of them may run on; not
             collective. What it raises on one rank keeps the others from going on.
         staged: gives the staged one, of the operation's name, the reason, and whether only memory is not available.
+        ranks: those that store into each other's memory, where it is not all: this rank's host's.
 
     Raises:
         ConfigMismatch: ranks with other settings.
@@ -143,7 +147,7 @@ def open_direct(
 
     if comm.integrity != "none":  # alike on all ranks
         return refusal("checksums (integrity='checksum') are of messages, and the direct transport sends none")
-    if len(comm.hosts) > 1:
+    if ranks is None and len(comm.hosts) > 1:
         return refusal(f"its ranks are on several hosts: {describe(comm.hosts)}")
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
     for rank, (reason, _) in enumerate(told):
@@ -151,7 +155,7 @@ def open_direct(
             return refusal(f"{reason} on rank {rank}")
     comm.require_same(f"the direct transport of {name}", settings)
     try:
-        memory = allocate(comm, num_bytes, generation)
+        memory = allocate(comm, num_bytes, generation, ranks)
     except (TransportUnavailable, CapacityError) as error:
         return refusal(str(error), isinstance(error, CapacityError))
     problem: Exception | None = None

@@ -20,6 +20,7 @@ from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.legs import Started
 from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
+from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds, two_level_layout, why_not_two_level
 
 _Kind = TypeVar("_Kind", bound=DirectRounds)
 
@@ -70,13 +71,26 @@ class Assembly:
         if (why := config.why_staged(comm.size)) is not None:
             return self._staged("ExpertParallel", why)
         config = config.of_backward if backward else config
-        layout = config.lane_layout(comm.size, weight_grads=backward)
-        reason = "as asked for" if config.transport == "direct" else "every rank can map every peer's memory"
+        asked, host = config.transport, None
+        why_not = None if asked == "direct" else why_not_two_level(config)
+        if asked == "two_level" and why_not is not None:
+            return self._staged("ExpertParallel", why_not)
+        if asked != "direct" and why_not is None:
+            kind, layout = TwoLevelBackward if backward else TwoLevelRounds, two_level_layout(config, backward)
+            host = next(members for members in comm.hosts if comm.rank in members)
+            reason = "the ranks of a host can map each other's memory"
+        else:
+            layout, reason = (
+                config.lane_layout(comm.size, weight_grads=backward),
+                "every rank can map every peer's memory",
+            )
+        reason = reason if asked == "auto" else "as asked for"
 
         def make(memory: SymmetricMemory, _: bool) -> Rounds:
             return kind(config, layout, memory, reason, begun)
 
-        return open_direct(comm, "ExpertParallel", config.lanes * layout.NUM_BYTES, {}, make, self._staged, generation)
+        size = config.lanes * layout.NUM_BYTES
+        return open_direct(comm, "ExpertParallel", size, {}, make, self._staged, generation, host)
 
     def gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor

@@ -59,7 +59,7 @@ class DirectRounds(DirectLanes):
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
                 torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
-            return _DirectRound(self, lane, x)
+            return DirectRound(self, lane, x)
 
         return end
 
@@ -147,12 +147,16 @@ class DirectRounds(DirectLanes):
             self._wait(lane, COMBINE)
             self._due[lane] = None
 
-    def _wait(self, lane: int, phase: int) -> None:
-        """Waits for all peers' part of a leg, and raises what that found; on CUDA the next call raises it."""
+    def _wait(self, lane: int, phase: int, seconds: float | None = None) -> None:
+        """Waits for all peers' part of a leg, and raises what that found; on CUDA the next call raises it.
+
+        `seconds`: None means what a wait of the lane's call may last.
+        """
         self.take_turn(lane)
         self._waits = True
         try:
-            self.kernels.wait(self.lanes[lane], phase, self.wait_seconds(lane), self.grace)
+            limit = self.wait_seconds(lane) if seconds is None else seconds
+            self.kernels.wait(self.lanes[lane], phase, limit, self.grace)
         finally:
             self._waits, self._held = False, None
         if self.on_gpu:
@@ -203,7 +207,7 @@ def launch_each(
     kernels.sum_home(lane, row, home_grads)
 
 
-class _DirectRound(Dispatched):
+class DirectRound(Dispatched):
     _rounds: DirectRounds
 
     def __init__(self, rounds: DirectRounds, lane: int, x: torch.Tensor) -> None:
@@ -272,10 +276,7 @@ class _DirectRound(Dispatched):
     def dispatch_traffic(self) -> Traffic:
         self._require_latest()
         config, layout = self._rounds.config, self._tensors.layout
-        words = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)
-        of_a_rank = layout.MAX_TOKENS * layout.TOP_K
-        ids = words[config.comm.rank * of_a_rank :][: self._num_sent * layout.TOP_K].view(-1, layout.TOP_K)
-        counts = SendPlan.of(ids, layout.NUM_EXPERTS, layout.WORLD).counts
+        counts = SendPlan.of(self._sent_ids(), layout.NUM_EXPERTS, layout.WORLD).counts
         return self._traffic(counts, *config.dispatch_bytes("direct", layout.WORLD, self._num_sent, self._dtype))
 
     @property
@@ -285,6 +286,13 @@ class _DirectRound(Dispatched):
         sums = self._tensors.positions if layout.INVARIANT else self._tensors.positions[:, :1]
         sent = (sums >= 0).view(layout.WORLD, -1).sum(1).tolist()
         return self._traffic(sent, *config.combine_bytes("direct", layout.WORLD, self._dtype))
+
+    def _sent_ids(self) -> torch.Tensor:
+        """The ids that this rank stored, int32 [tokens, top_k]."""
+        layout = self._tensors.layout
+        words = self._tensors.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)
+        of_a_rank = layout.MAX_TOKENS * layout.TOP_K
+        return words[self._rounds.rank * of_a_rank :][: self._num_sent * layout.TOP_K].view(-1, layout.TOP_K)
 
     def _require_latest(self) -> None:
         if self._rounds.rounds_begun[self.lane] != self._number:

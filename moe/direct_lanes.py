@@ -223,8 +223,8 @@ class DirectLanes(DirectTransport, Rounds):
         """For `explain`."""
         size = self.memory_bytes / 2**20
         return (
-            f"transport: direct ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, {self.memory.kind} "
-            f"heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
+            f"transport: {self.name} ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, "
+            f"{self.memory.kind} heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
         )
 
     def require_usable(self) -> None:

@@ -64,8 +64,9 @@ class ExpertParallel:
         combine_wire: the combine leg's; None means `wire`.
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
-            through the process group. `"auto"`: direct where every rank can map every peer's memory, else staged;
-            `explain()` says why.
+            through the process group. `"two_level"`: direct within a host, and staged between hosts, where a token goes
+            once to each. `"auto"`: the first of direct, two levels and staged that all ranks can take; `explain()` says
+            why. Hosts are those of the communicator (`comm.hosts`).
         lanes: rounds that may be open at once.
         align: every expert's rows begin at a multiple of this in `Dispatched.tokens`.
         invariant: whether the result of `combine` is independent of where experts are. Each expert's weighted row goes
@@ -84,7 +85,7 @@ class ExpertParallel:
         ConfigMismatch: on every rank, when ranks passed different settings.
         RoutingError: sizes that make no sense.
         TransportUnavailable: a transport or backend that is not there, or a group that cannot move the tensors.
-        CapacityError: the direct transport was asked for, and its memory is not there; both figures are given.
+        CapacityError: direct or two levels were asked for, and the memory is not there; both figures are given.
 
     >>> import thinwire as tw
     >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 64, 16, wire="none") as ep:
@@ -196,7 +197,8 @@ class ExpertParallel:
         this rank's tokens are in the peers' memory on return, or on CUDA on their way there. Staged ranks exchange
         counts here, which waits for all of them, and pack all records; gloo's threads or NCCL then move them. All
         arguments may be overwritten then, on CUDA by what is launched later. A later dispatch on the lane ends what was
-        started, as it ends a round, on every rank.
+        started, as it ends a round, on every rank. Over two levels the second halves exchange messages, too: ranks
+        finish what they have started in the same order.
 
         It raises what `dispatch` does, but for what is wrong at other ranks: with the direct transport
         `dispatch_finish` raises that.
@@ -370,7 +372,7 @@ class ExpertParallel:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held between calls: lanes of the direct transport, none if staged.
+        """Bytes held between calls: lanes of the direct transport and of two levels, none if staged.
 
         The same before and after each call, but for `ensure_capacity`, and the first dispatch that wants gradients,
         which adds as many lanes.

@@ -6,7 +6,7 @@ records from rank s to rank r are those tokens of s that have an expert on r, in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,7 +40,7 @@ def first_mentions(topk_ids: torch.Tensor) -> torch.Tensor:
     return (topk_ids.unsqueeze(2) == topk_ids.unsqueeze(1)).int().argmax(2)
 
 
-def _owners(topk_ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
+def owners(topk_ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
     """The rank of each expert, int64, `world_size` where there is none."""
     firsts = [expert_range(num_experts, world_size, rank).start for rank in range(1, world_size)]
     boundaries = torch.tensor(firsts, dtype=topk_ids.dtype, device=topk_ids.device)
@@ -62,22 +62,32 @@ class SendPlan:
     @classmethod
     def of(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
         """The plan for ids [tokens, top_k] within -1 ... num_experts - 1. Synchronises with the host on CUDA."""
-        num_tokens, top_k = topk_ids.shape
-        owner = _owners(topk_ids, num_experts, world_size)
-        wanted = torch.zeros(num_tokens, world_size + 1, dtype=torch.bool, device=topk_ids.device)
+        return cls.towards(owners(topk_ids, num_experts, world_size), world_size)
+
+    @classmethod
+    def towards(cls, owner: torch.Tensor, world_size: int) -> SendPlan:
+        """The plan for the ranks that each token goes to, int64 [tokens, top_k], in any order; `world_size` is none."""
+        num_tokens, top_k = owner.shape
+        wanted = torch.zeros(num_tokens, world_size + 1, dtype=torch.bool, device=owner.device)
         wanted.scatter_(1, owner, True)
         wanted = wanted[:, :world_size]
         by_rank = wanted.t().nonzero()
         ranks, tokens = by_rank[:, 0], by_rank[:, 1]
         ordinal = wanted.int().cumsum(1) - 1
-        record_index = torch.full((num_tokens, min(top_k, world_size)), -1, dtype=torch.int64, device=topk_ids.device)
-        record_index[tokens, ordinal[tokens, ranks]] = torch.arange(tokens.shape[0], device=topk_ids.device)
+        record_index = torch.full((num_tokens, min(top_k, world_size)), -1, dtype=torch.int64, device=owner.device)
+        record_index[tokens, ordinal[tokens, ranks]] = torch.arange(tokens.shape[0], device=owner.device)
         return cls(tokens, wanted.sum(0).tolist(), record_index)
+
+    def without(self, rank: int) -> SendPlan:
+        """The same but for the records that a rank keeps; `record_index` is that of the plan with them."""
+        first = sum(self.counts[:rank])
+        tokens = torch.cat([self.tokens[:first], self.tokens[first + self.counts[rank] :]])
+        return replace(self, tokens=tokens, counts=[*self.counts[:rank], 0, *self.counts[rank + 1 :]])
 
     @classmethod
     def of_experts(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
         """The same as if a token had a record for each of its experts, which are different ones, in ascending id."""
-        owner = _owners(topk_ids, num_experts, world_size).sort(dim=1).values
+        owner = owners(topk_ids, num_experts, world_size).sort(dim=1).values
         there = owner < world_size
         order = owner[there].argsort(stable=True)
         tokens, slots = there.nonzero()[order].unbind(1)

@@ -26,6 +26,7 @@ class StagedRounds(Rounds):
     """Counts are exchanged first; both sides derive the order of records from ids alone."""
 
     name = "staged"
+    tagged_by = "layer"
 
     def __init__(self, config: ParallelConfig, reason: str, no_memory: bool = False) -> None:
         super().__init__(config, reason, no_memory)
@@ -41,7 +42,7 @@ class StagedRounds(Rounds):
         ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
         phase("exchange counts")
-        recv_counts = self._exchange_counts(sends.counts, x.dtype, tag)
+        recv_counts = self.exchange_counts(sends.counts, x.dtype, tag)
         row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
         id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
         weight_words = slice(id_words.stop, id_words.stop + config.top_k * config.weight_dtype.itemsize // 4)
@@ -113,7 +114,7 @@ class StagedRounds(Rounds):
         self.rounds_begun[lane] += 1
         self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
 
-    def _exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
+    def exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
         config = self.config
         comm, dtypes, kinds = config.comm, len(ROUND_DTYPES), MOST_LAYERS * MOST_WANTS * len(ROUND_DTYPES)
@@ -133,9 +134,9 @@ class StagedRounds(Rounds):
                 )
             if value % kinds != kind:
                 raise RoutingError(
-                    f"rank {comm.rank} dispatches with {describe_tag(tag, 'layer')}, rank {peer} with "
-                    f"{describe_tag(value % kinds // dtypes, 'layer')}; all ranks of a round must be in the same layer "
-                    "and want the same, those without tokens too"
+                    f"rank {comm.rank} dispatches with {describe_tag(tag, self.tagged_by)}, rank {peer} with "
+                    f"{describe_tag(value % kinds // dtypes, self.tagged_by)}; all ranks of a round must be in the "
+                    f"same {self.tagged_by} and want the same, those without tokens too"
                 )
             if value // kinds > config.max_tokens:
                 raise RoutingError(

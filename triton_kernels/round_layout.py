@@ -32,6 +32,7 @@ DISPATCH, COMBINE = 0, 1
 SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype and tag
 REFUSED = -(2**31)  # for a number of tokens: the source was given some that it cannot send, and raised
 SIGNAL_END = 1  # of a combine line: how the source ended the round, one of the three that follow
+SIGNAL_PARTS = 2  # and on the CPU how many parts of its sums are there, by `parts_word`
 ABANDONED, WITH_SUMS, LEFT_OPEN = range(3)  # the last: a later dispatch closed it, so its sums are missing
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
@@ -179,6 +180,9 @@ class Lane(End):
         weights: float32 [world * max_tokens, top_k], their router weights.
         scratch: int32 [chunks, local experts], what routing notes for itself.
         seen: int64 [world], zero at first, what the CPU's kernels found out about storing at each rank.
+        home_ptrs: int64 [world], where each rank's sums come home: an address from which SUMS and WEIGHT_GRADS count.
+            It is `buffer_ptrs`, where they come home to the rank itself. Only the CPU's kernels look at it.
+        tokens_dtype: of the tokens, as dispatch lines name it, where rows that are sent here have another; else None.
     """
 
     layout: RoundLayout
@@ -192,6 +196,8 @@ class Lane(End):
     weights: torch.Tensor
     scratch: torch.Tensor
     seen: torch.Tensor
+    home_ptrs: torch.Tensor
+    tokens_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -206,7 +212,7 @@ class Lane(End):
     ) -> Lane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
-        beside = {
+        beside: dict[str, Any] = {
             name: torch.full(shape, value, dtype=dtype, device=device)
             for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
         }
@@ -218,8 +224,8 @@ class Lane(End):
             align=align,
             buffer=buffer,
             buffer_ptrs=buffer_ptrs,
-            **new_words(layout.WORLD, device),
-            **beside,
+            home_ptrs=buffer_ptrs,
+            **(new_words(layout.WORLD, device) | beside),
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -291,7 +297,8 @@ class Lane(End):
     @property
     def memory_bytes(self) -> int:
         """All that the lane holds; what launchers set aside for kernels in `kept` is not among it."""
-        return sum(value.numel() * value.itemsize for value in vars(self).values() if isinstance(value, torch.Tensor))
+        held = {id(value): value for value in vars(self).values() if isinstance(value, torch.Tensor)}
+        return sum(value.numel() * value.itemsize for value in held.values())
 
 
 def check_weight_grads(lane: Lane, weight_grads: torch.Tensor | None) -> torch.Tensor | None:

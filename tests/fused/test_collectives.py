@@ -276,7 +276,11 @@ def _refusals(comm: Communicator) -> None:
         (CountsError, "contiguous", lambda: all_reduce(x.detach(), out=torch.zeros(4, 6).t(), comm=comm)),
         (CountsError, "shares memory with x", lambda: all_gather(x.detach()[1:4], out=x.detach(), comm=comm)),
         (CountsError, "but x has 6 rows", lambda: all_gather_v(x.detach(), [5] * comm.size, comm=comm)),
-        (TransportUnavailable, "accepted: auto, direct, staged", lambda: all_reduce(x.detach(), transport="usb")),
+        (
+            TransportUnavailable,
+            "accepted: auto, direct, two_level, staged",
+            lambda: all_reduce(x.detach(), transport="usb"),
+        ),
         (WireFormatError, "unknown wire format", lambda: all_reduce(x.detach(), wire="int3", comm=comm)),
     ]
     for kind, message, call in cases:

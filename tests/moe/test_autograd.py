@@ -13,15 +13,17 @@ import torch
 from torch.autograd import forward_ad
 
 import thinwire as tw
+from tests.helpers.hosts import for_transport
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, RoutingError, WireFormatError
 from thinwire.testing import run_ranks
 
 HIDDEN = 32
-each_transport = pytest.mark.parametrize("transport", ["direct", "staged"])
+each_transport = pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
 
 
 def _parallel(comm: Communicator, transport: str, top_k: int = 1) -> tw.ExpertParallel:
+    comm = for_transport(comm, transport)
     return tw.ExpertParallel(comm, 3 * comm.size, top_k, HIDDEN, 8, wire="none", transport=transport)
 
 

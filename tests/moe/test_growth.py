@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.hosts import for_transport
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits
 from tests.moe.test_gradients import _inputs, _make, _sharded, _target
@@ -16,7 +17,7 @@ from thinwire.testing import run_ranks
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
-TRANSPORTS = ("direct", "staged")
+TRANSPORTS = ("direct", "staged", "two_level")
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -32,6 +33,7 @@ def _round(ep: ExpertParallel, batch: Batch, lane: int = 0) -> torch.Tensor:
 
 
 def _asked_for(comm: Communicator, transport: str) -> None:
+    comm = for_transport(comm, transport)
     with (
         ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 99, transport=transport) as large,
         ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, 2, transport=transport, lanes=2) as ep,
@@ -58,7 +60,7 @@ def _asked_for(comm: Communicator, transport: str) -> None:
         before = ep.memory_bytes
         ep.ensure_capacity(11 + comm.rank)  # the last rank's is the most
         assert ep.max_tokens == 10 + comm.size
-        assert (ep.memory_bytes > before) == (transport == "direct")
+        assert (ep.memory_bytes > before) == (transport != "staged")
         for lane in (0, 1, 0):
             assert_same_bits("small", expected[0], _round(ep, small, lane))
             assert_same_bits("wide", expected[1], _round(ep, wide, lane))
@@ -67,7 +69,7 @@ def _asked_for(comm: Communicator, transport: str) -> None:
         with pytest.raises(CapacityError):
             ep.dispatch(*_batch(comm.rank, 11 + comm.size))
         # Memory that is not there leaves everything as it was.
-        if transport == "direct":
+        if transport != "staged":
             with pytest.raises(CapacityError, match="lanes are as before"):
                 ep.ensure_capacity(2**31 - 1 - comm.rank)
         assert_same_bits("after", expected[1], _round(ep, wide))
@@ -78,7 +80,8 @@ def _asked_for(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", exhaustive_but([3], [1, 2, 3, 4]))
 def test_all_ranks_get_the_room_that_one_asks_for(size: int, transport: str) -> None:
-    run_ranks(_asked_for, size, transport, mode="thread", timeout=100)
+    if size > 1 or transport != "two_level":  # which needs two hosts
+        run_ranks(_asked_for, size, transport, mode="thread", timeout=100)
 
 
 def _between_forward_and_backward(comm: Communicator, transport: str) -> None:
@@ -104,7 +107,7 @@ def test_backward_of_a_round_comes_after_lanes_were_replaced(transport: str) -> 
 
 
 def _missing(comm: Communicator, transport: str) -> None:
-    own = Communicator(comm.group, timeout=2.0)
+    own = for_transport(Communicator(comm.group, timeout=2.0), transport)
     ep = ExpertParallel(own, NUM_EXPERTS, TOP_K, HIDDEN, 6, transport=transport)
     _round(ep, tokens(comm.rank, "ragged", torch.float32, 0))
     if comm.rank == 1:

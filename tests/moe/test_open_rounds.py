@@ -10,6 +10,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 import torch
 
+from tests.helpers.hosts import for_transport
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import RoutingError
@@ -18,7 +19,7 @@ from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
 HIDDEN = 32
-TRANSPORTS = ("direct", "staged")
+TRANSPORTS = ("direct", "staged", "two_level")
 WORLDS = exhaustive_but([("thread", 2)], [("thread", 2), ("thread", 3), ("process", 2), ("process", 3)], several=True)
 each_world = pytest.mark.parametrize(("mode", "size"), WORLDS)
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -26,6 +27,7 @@ each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 def _parallel(comm: Communicator, transport: str, **options: Any) -> ExpertParallel:
     size = comm.size
+    comm = for_transport(comm, transport)
     return ExpertParallel(comm, size, size, HIDDEN, 8, wire="none", transport=transport, timeout=10.0, **options)
 
 

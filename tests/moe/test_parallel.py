@@ -326,7 +326,7 @@ def test_bad_tokens_are_refused_before_anything_is_sent(transport: str) -> None:
         ({"num_experts": 2, "top_k": 3}, RoutingError, "top_k is 3; at most all 2 experts"),
         ({"num_experts": -1}, RoutingError, "num_experts is -1"),
         ({"max_tokens": 1.5}, RoutingError, "max_tokens is 1.5"),
-        ({"transport": "nccl"}, TransportUnavailable, "accepted: auto, direct, staged"),
+        ({"transport": "nccl"}, TransportUnavailable, "accepted: auto, direct, two_level, staged"),
         ({"num_programs": 0}, RoutingError, "num_programs is 0"),
         ({"timeout": -1.0}, RoutingError, "timeout is -1.0; a finite number"),
         ({"dtype": torch.float64}, RoutingError, "dtype is torch.float64"),

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.helpers.hosts import for_transport
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, RoutingError, ThinwireError, TransportUnavailable
@@ -22,6 +23,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 
 
 def _make(comm: Communicator, transport: str) -> ExpertParallel:
+    comm = for_transport(comm, transport)
     return ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MOST, wire="none", transport=transport, timeout=TIMEOUT)
 
 
@@ -65,7 +67,7 @@ def _refused(comm: Communicator, transport: str) -> None:
         _whole_round(ep)
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
 @pytest.mark.parametrize("mode", exhaustive_but(["thread"], ["process", "thread"]))
 def test_the_peers_of_a_rank_whose_tokens_are_refused_are_told(transport: str, mode: str) -> None:
     run_ranks(_refused, 3, transport, mode=mode, timeout=100)
@@ -100,7 +102,7 @@ def _layer_refuses(comm: Communicator, transport: str) -> None:
         layer(x[:, :-1])  # of a closed one nobody is told
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
 def test_the_peers_of_a_rank_whose_layer_refuses_its_input_are_told(transport: str) -> None:
     run_ranks(_layer_refuses, 2, transport, mode="thread", timeout=100)
 
@@ -114,7 +116,7 @@ def _all_refused(comm: Communicator, transport: str) -> None:
         _whole_round(ep)
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
 def test_all_ranks_may_refuse(transport: str) -> None:
     run_ranks(_all_refused, 2, transport, mode="thread")
 

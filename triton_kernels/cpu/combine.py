@@ -6,13 +6,22 @@ that own the token's experts, or with `RoundLayout.INVARIANT` the expert's ordin
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels import round_layout as rounds
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.dispatch import publish_sums
-from thinwire.triton_kernels.cpu.ir.atomics import finish_stores, load_relaxed
+from thinwire.triton_kernels.cpu.ir.atomics import (
+    finish_stores,
+    load_acquire,
+    load_relaxed,
+    monotonic_ns,
+    store_release,
+)
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_int32,
     load_int64,
@@ -30,6 +39,7 @@ from thinwire.triton_kernels.cpu.lane import (
     check_out,
     mixed_dtypes,
     numbers_at,
+    numbers_of,
     numbers_that_fit,
     owner_of,
     readable_rows,
@@ -39,7 +49,18 @@ from thinwire.triton_kernels.cpu.lane import (
 )
 from thinwire.triton_kernels.cpu.launch import scratch_of
 from thinwire.triton_kernels.cpu.peer_stores import goes_aside, store_at
-from thinwire.triton_kernels.cpu.signal import is_running, own_line
+from thinwire.triton_kernels.cpu.signal import (
+    ARRIVED,
+    GAVE_UP,
+    PAUSED,
+    SLICE_NS,
+    SPINS,
+    is_running,
+    let_others_run,
+    own_line,
+    signal_line,
+    someone_is_stuck,
+)
 from thinwire.triton_kernels.cpu.sums import (
     AS_THEY_ARE,
     copy_record,
@@ -51,6 +72,7 @@ from thinwire.triton_kernels.cpu.sums import (
 )
 from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.round_layout import Lane, RoundLayout, check_home_grads, check_weight_grads
+from thinwire.triton_kernels.signal import CONTROL_EPOCH
 
 #: What `sum_home_kernel` returns, beside what other kernels do.
 _OTHER_TOKENS = 3
@@ -116,7 +138,7 @@ def store_sums(where, begin, stop):
     streamed = False
     for step in range(begin // each, (stop + each - 1) // each):
         source = (lane.rank + 1 + step) % lane.world
-        sums = load_int64(lane.buffer_ptrs + 8 * source) + lane.sums
+        sums = load_int64(lane.home_ptrs + 8 * source) + lane.sums
         far = source != lane.rank and goes_aside(lane.sum_row_bytes, load_relaxed(lane.seen + 8 * source))
         last = min(stop - step * each, each, token_count(lane, source))
         for token in range(max(begin - step * each, 0), last):
@@ -176,6 +198,107 @@ def send_sums_kernel(numbers, rows, row_stride, row_count, row_dtype, weight_gra
         store_sums(where, 0, lane.world * each)
     publish_sums(lane, rounds.WITH_SUMS)
     return WRITTEN
+
+
+MOST_PARTS = 4095
+
+
+def parts_word(epoch: int, parts: int) -> int:
+    """What says in a combine line that so many parts, or MOST_PARTS for all, of a round's sums are there."""
+    word = (epoch << 12 | parts) & 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@kernel
+def send_part_kernel(
+    numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, sources, count, begin, stop, end, word,
+):  # fmt: skip
+    """Sums of tokens `begin` to before `stop` of each of `count` sources, and then how many parts there are."""
+    lane = numbers_at(numbers)
+    if not is_running(lane):
+        return POISONED
+    each = max(1, lane.max_tokens)
+    where = (numbers, rows, row_stride, row_count, row_dtype, weight_grads, scratch, each)
+    for place in range(count):
+        first = (load_int64(sources + 8 * place) - lane.rank - 1 + lane.world) % lane.world * each
+        store_sums(where, first + min(begin, each), first + min(stop, each))
+    for peer in range(lane.world):
+        line = signal_line(lane.buffer_ptrs, peer, lane.combine_signals, lane.rank)
+        store_int32(line + 4 * rounds.SIGNAL_END, end)
+        store_release(line + 4 * rounds.SIGNAL_PARTS, word)
+    return WRITTEN
+
+
+def send_part(
+    lane: Lane,
+    expert_out: torch.Tensor | None,
+    sources: torch.Tensor,
+    tokens: range,
+    parts: int,
+    weight_grads: torch.Tensor | None = None,
+) -> None:
+    """Sums some tokens of some ranks into their homes, as `send_sums`, and tells all ranks how many parts are there.
+
+    The combine line is published by `close_round`, after the last part.
+
+    Args:
+        lane: whose sums are float32, in the format `none`.
+        expert_out: [rows, hidden] floats; None: this rank abandons the round.
+        sources: int64 [ranks], contiguous.
+        tokens: of each of them.
+        parts: how many of this rank's parts are there then, or MOST_PARTS for all.
+        weight_grads: as `send_sums` takes them.
+    """
+    end, ranks = (rounds.WITH_SUMS, len(sources)) if expert_out is not None else (rounds.ABANDONED, 0)
+    rows = torch.empty(0, lane.layout.HIDDEN) if expert_out is None else expert_out
+    rows = readable_rows(rows, lane.layout.HIDDEN, "expert_out")
+    grads = check_weight_grads(lane, weight_grads) if ranks else None
+    send_part_kernel(
+        numbers_that_fit(lane, torch.float32).address, rows.data_ptr(), rows.stride(0) * rows.itemsize, len(rows),
+        rows_code(rows), 0 if grads is None else grads.data_ptr(), _scratch(lane), sources.data_ptr(), ranks,
+        tokens.start, tokens.stop, end, parts_word(int(lane.control[CONTROL_EPOCH]), parts),
+    )  # fmt: skip
+
+
+@kernel
+def wait_for_parts_kernel(numbers, sources, count, word, deadline):
+    """Waits until so many parts of each of `count` ranks are there; time is in nanoseconds. Returns how that ended."""
+    lane = numbers_at(numbers)
+    begun, place, looks = monotonic_ns(), 0, 0
+    while True:
+        ended = ARRIVED
+        if looks >= SPINS:
+            now = monotonic_ns()  # and reports: before the words, as in other waits
+            if now > deadline or someone_is_stuck(lane):
+                ended = GAVE_UP
+            elif now > begun + SLICE_NS:
+                ended = PAUSED
+        while place < count:
+            line = own_line(lane, lane.combine_signals, load_int64(sources + 8 * place))
+            ahead = np.int64(load_acquire(line + 4 * rounds.SIGNAL_PARTS)) - word
+            if ahead & 0xFFFFFFFF > 2 * MOST_PARTS:  # across the wrap of 32 bits; nobody is a round ahead
+                break
+            place += 1
+        if place == count:
+            return ARRIVED
+        if ended != ARRIVED:
+            return ended
+        looks += 1
+        if looks > SPINS:
+            let_others_run(monotonic_ns() - begun)
+
+
+def wait_for_parts(lane: Lane, sources: torch.Tensor, parts: int, timeout: float) -> bool:
+    """Waits until so many parts of some ranks' sums are there, for so many seconds; gives whether they are.
+
+    Python's signal handlers run meanwhile.
+    """
+    word = parts_word(int(lane.control[CONTROL_EPOCH]), parts)
+    arguments = numbers_of(lane).address, sources.data_ptr(), len(sources), word
+    deadline = time.monotonic_ns() + int(timeout * 1e9)
+    while (ended := wait_for_parts_kernel(*arguments, deadline)) == PAUSED:
+        pass
+    return ended == ARRIVED
 
 
 def send_sums(

@@ -143,8 +143,8 @@ def send_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, t
     weights_plane = lane.weights + 4 * first_slot * lane.top_k
     plane_bytes, streamed = 4 * max(tokens, 0) * lane.top_k, np.int64(0)
     for peer in range(lane.world):
-        if peer != lane.rank:
-            base = load_int64(lane.buffer_ptrs + 8 * peer)
+        base = load_int64(lane.buffer_ptrs + 8 * peer)
+        if base != own:
             streamed |= store_at(lane.seen + 8 * peer, base + ids_plane, own + ids_plane, plane_bytes)
             streamed |= store_at(lane.seen + 8 * peer, base + weights_plane, own + weights_plane, plane_bytes)
         line = signal.signal_line(lane.buffer_ptrs, peer, lane.signals, lane.rank)

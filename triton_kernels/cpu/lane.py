@@ -38,7 +38,7 @@ _OF_LAYOUT = (
 
 #: The addresses of the lane's tensors of these names.
 _TENSORS = (
-    "buffer_ptrs", "control", "report", "seen", "index", "expert_counts", "expert_offsets", "positions",
+    "buffer_ptrs", "home_ptrs", "control", "report", "seen", "index", "expert_counts", "expert_offsets", "positions",
 )  # fmt: skip
 
 #: All that is the same in every round of a lane.
@@ -49,7 +49,7 @@ numbers_at = reader_of(
     "experts_each", "larger_ranks",  # so many ranks own one expert more
     "first_expert", "local_experts",
     "num_rows",  # that the index has room for
-    "dtype", "dtype_word",  # of the rows, and how a dispatch line names it
+    "dtype", "dtype_word",  # of the rows, and how a dispatch line names that of the tokens
     # the layouts of a dispatched record and of a combined one, as the codec has them
     *(f"record_{name}" for name in LAYOUT_FIELDS), *(f"sum_{name}" for name in LAYOUT_FIELDS),
 )  # fmt: skip
@@ -82,7 +82,7 @@ def _numbers(lane: Lane, dtype: torch.dtype | None) -> Numbers:
         layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
         layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
         layout.num_rows(rank, lane.align),
-        0 if dtype is None else dtype_code(dtype), -1 if dtype is None else DTYPE_CODES[dtype],
+        0 if dtype is None else dtype_code(dtype), -1 if dtype is None else DTYPE_CODES[lane.tokens_dtype or dtype],
         *legs[0], *legs[1],
     )  # fmt: skip
     return Numbers(*words, refusal)

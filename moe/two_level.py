@@ -1,0 +1,486 @@
+"""Rounds over two levels: a token crosses once to each other host, and within a host kernels store into memory.
+
+Each rank has a *forwarder* on every other host (`thinwire.comm.hosts.forwarder`). A token's record goes through the
+process group to those of the hosts that own its experts, and each stores the same bytes into its host's memory in the
+name of the rank that sent them: slots, planes and signal lines are there for all ranks of the group. So waits, routing
+and all that experts see are those of `DirectRounds`, whose lanes these are.
+
+On the way back the owners store float32 sums at the forwarder of the token's rank, which keeps a *home* for every rank
+that it serves. It adds up its host's sums in ascending rank, quantises once, and sends one record a token. At home
+those of the hosts are added up in ascending rank of the forwarders, this host's among them, quantised like the others.
+`docs/protocol.md` argues why nothing is overwritten and nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from thinwire.comm.hosts import Hosts, describe, forwarder
+from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.comm.recorder.trace_events import Traffic
+from thinwire.errors import LaneError, PeerTimeout
+from thinwire.fused.staged import StagedExchange, dense_segments
+from thinwire.moe.config import ParallelConfig
+from thinwire.moe.direct import DirectRound, DirectRounds
+from thinwire.moe.direct_gradients import BackwardRounds
+from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS
+from thinwire.moe.plan import SendPlan, merge_repeated_experts, owners
+from thinwire.moe.round_transport import left_open
+from thinwire.moe.staged import StagedRounds
+from thinwire.triton_kernels.cpu import combine
+from thinwire.triton_kernels.round_layout import (
+    ABANDONED,
+    COMBINE,
+    DISPATCH,
+    LEFT_OPEN,
+    SIGNAL_END,
+    SIGNAL_PARTS,
+    WITH_SUMS,
+    Lane,
+    RoundLayout,
+)
+from thinwire.triton_kernels.signal import REPORT_PEERS, SIGNAL_LINE_BYTES
+from thinwire.wire import WireFormat
+
+_EXACT = WireFormat.parse("none")
+_PART_BYTES = 1 << 20  # of a rank's records that go home: as much as the first piece that the network gets
+
+
+def served_by(hosts: Hosts, rank: int) -> list[int]:
+    """The ranks whose rows a rank takes to its host, itself first."""
+    here = next(number for number, members in enumerate(hosts) if rank in members)
+    everyone = (peer for members in hosts for peer in members)
+    return sorted(
+        (peer for peer in everyone if forwarder(hosts, peer, here) == rank), key=lambda peer: (peer != rank, peer)
+    )
+
+
+def why_not_two_level(config: ParallelConfig) -> str | None:
+    """What keeps a group's rounds from two levels; None if nothing does."""
+    hosts = config.comm.hosts
+    if len(hosts) == 1:
+        return "all ranks are on one host"
+    if config.transport == "auto" and max(map(len, hosts)) == 1:
+        return "every host has one rank"
+    if config.invariant:
+        return "a host's sums are added up before they cross, and with invariant=True each expert's row goes home"
+    if config.comm.device.type != "cpu" or config.dispatch_backend.name != "numba":
+        return "two levels are built for CPU ranks with numba's kernels"
+    return None
+
+
+def two_level_layout(config: ParallelConfig, weight_grads: bool) -> RoundLayout:
+    """The direct transport's over all ranks, with float32 sums, and a home for each rank that one serves."""
+    hosts = config.comm.hosts
+    layout = config.lane_layout(config.comm.size, weight_grads=weight_grads)
+    exact = RoundLayout.of(
+        world=max(map(len, hosts)), num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size,
+        max_tokens=config.max_tokens, wire=config.wire, combine_wire=_EXACT, weight_grads=weight_grads,
+    )  # fmt: skip
+    home_bytes = exact.NUM_BYTES - exact.SUMS
+    homes = max(len(served_by(hosts, rank)) for rank in range(config.comm.size))
+    return replace(
+        layout,
+        SLOTS=exact.SLOTS,
+        SUM_BYTES=exact.SUM_BYTES,
+        WEIGHT_GRADS=layout.SUMS + exact.WEIGHT_GRADS - exact.SUMS if weight_grads else 0,
+        NUM_BYTES=layout.SUMS + homes * home_bytes,
+    )
+
+
+class _Ends(NamedTuple):
+    """One lane, for rounds of one dtype; `records` in the name of each rank that is served here."""
+
+    records: dict[int, Lane]  # takes records as float32 words, and stores them as they are
+    sums: Lane  # this rank's own, on which sums are float32
+
+
+class _Passage(NamedTuple):
+    """How the tokens of the round on a lane came here and went, which their sums take back."""
+
+    dtype: torch.dtype
+    home: SendPlan  # of the sums that come back, from this rank for its own host
+    counts: list[int]  # records that came from each rank of other hosts
+    tokens: dict[int, torch.Tensor]  # of each rank that is served: int64 [records], their numbers there
+    ids: dict[int, torch.Tensor]  # int32 [records, top_k], their experts on this host, -1 for others
+
+
+class TwoLevelRounds(DirectRounds):
+    """The legs of rounds over two levels."""
+
+    name = "two_level"
+
+    def __init__(
+        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
+    ) -> None:
+        self._outer = StagedRounds(config, reason)
+        self._outer.tagged_by = self.tagged_by
+        self._served = served_by(config.comm.hosts, config.comm.rank)
+        super().__init__(config, layout, memory, reason, begun)
+        hosts, size = config.comm.hosts, config.comm.size
+        here = next(number for number, members in enumerate(hosts) if self.rank in members)
+        self.takers = takers = [forwarder(hosts, peer, here) for peer in range(size)]
+        homes = torch.tensor([served_by(hosts, taker).index(peer) for peer, taker in enumerate(takers)])
+        most = max(len(served_by(hosts, rank)) for rank in range(size))
+        self._home_bytes = (layout.NUM_BYTES - layout.SUMS) // most
+        self.lanes = [
+            replace(lane, home_ptrs=lane.buffer_ptrs[takers] + homes * self._home_bytes) for lane in self.lanes
+        ]
+        self._controls = [{rank: lane.control.clone() for rank in self._served[1:]} for lane in self.lanes]
+        # Of each rank, and of none: whom this one's tokens for it are sent to, and whether it is on this host.
+        by_host = [next(number for number, members in enumerate(hosts) if peer in members) for peer in range(size)]
+        self._targets = torch.tensor([forwarder(hosts, self.rank, number) for number in by_host] + [size])
+        self._here = torch.tensor([number == here for number in by_host] + [False])
+        self._host = self._here.nonzero()[:, 0]
+        self._elsewhere = (~self._here[:-1]).nonzero()[:, 0]
+        self.passages: dict[int, _Passage] = {}
+        self._ends: dict[tuple[int, torch.dtype], _Ends] = {}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Dispatch
+
+    def begin(
+        self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
+    ) -> Callable[[], Dispatched]:
+        """Posts what other hosts need, and stores what this one does. The wait forwards what comes from there."""
+        self.raise_failure(lane)
+        held = self.memory.held()  # until this returns, whoever closes it meanwhile
+        config, comm, phase = self.config, self.config.comm, self.config.comm.recorder.phase
+        self.passages.pop(lane, None)
+        self.rounds_begun[lane] += 1
+        phase("plan")
+        ids, weights = merge_repeated_experts(topk_ids, topk_weights)
+        targets = self._targets[owners(ids, config.num_experts, comm.size)]
+        home = SendPlan.towards(targets, comm.size)
+        sends = home.without(comm.rank)
+        phase("exchange counts")
+        counts = self._outer.exchange_counts(sends.counts, x.dtype, tag % (MOST_LAYERS * MOST_WANTS))
+        self._require_not_closed()
+        row_bytes, message_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
+        ends, slots, encoded = self._ends_of(lane, x.dtype), dense_segments(sends.counts), 0
+        messages = comm.result_memory.new_empty(ids.view(torch.uint8), (len(x), message_bytes))
+        records, tail = messages[:, :row_bytes], messages.view(torch.int32)[:, row_bytes // 4 :]
+        tail[:, : config.top_k], tail[:, config.top_k : 2 * config.top_k] = ids, weights.view(torch.int32)
+        tail[:, 2 * config.top_k] = torch.arange(len(x))
+        tail[:, 2 * config.top_k + 1 :] = 0
+
+        def encode(stop: int) -> None:
+            """Each token once, and no sooner than the next message needs it."""
+            nonlocal encoded
+            if stop > encoded:
+                config.dispatch_backend.pack_rows(x[encoded:stop], config.wire, None, records[encoded:stop])
+                encoded = stop
+
+        def pack(start: int, stop: int, out: torch.Tensor) -> None:
+            tokens = sends.tokens[slots.row_index(start, stop)]
+            encode(int(tokens.max()) + 1 if len(tokens) else 0)
+            torch.index_select(messages, 0, tokens, out=out)
+
+        label = f"dispatch {config.wire!r} {x.dtype}"
+        exchange = StagedExchange.post(comm, sends.counts, counts, message_bytes, pack, label)
+        phase("quantise and store")
+        encode(len(x))
+        local = torch.where(targets == comm.rank, ids, -1)
+        self.kernels.send_tokens(
+            ends.records[comm.rank], records.view(torch.float32), local, weights, config.num_programs, tag
+        )
+        self._open[lane] = True
+        del held
+
+        def end() -> Dispatched:
+            self._require_not_closed()
+            held = self.memory.held()
+            arrived = exchange.wait()
+            self._require_not_closed()
+            phase("forward")
+            of_host = home.tokens[sum(home.counts[: comm.rank]) :][: home.counts[comm.rank]]
+            passage = _Passage(x.dtype, home, counts, {comm.rank: of_host}, {comm.rank: local[of_host]})
+            for rank, messages in zip(range(comm.size), arrived.split(counts), strict=True):
+                if rank in self._served[1:]:
+                    passage.tokens[rank], passage.ids[rank] = self._forward(
+                        ends.records[rank], messages, row_bytes, tag
+                    )
+            self.passages[lane] = passage
+            phase("wait for peers")
+            self._wait(lane, DISPATCH)
+            phase("routing")
+            self.kernels.route(self.lanes[lane])
+            del held
+            return _TwoLevelRound(self, lane, x)
+
+        return end
+
+    def _forward(
+        self, end: Lane, messages: torch.Tensor, row_bytes: int, tag: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a rank's records into this host, and signals in its name. Gives their numbers, and experts here."""
+        config, words = self.config, messages.view(torch.int32)[:, row_bytes // 4 :]
+        # Whatever a peer sent as a number or an id, it is a place, and an expert of this host or none.
+        tokens = words[:, 2 * config.top_k].long().clamp_(0, max(config.max_tokens - 1, 0))
+        ids, weights = (part.contiguous() for part in words[:, : 2 * config.top_k].split(config.top_k, dim=1))
+        known = self._here[owners(ids, config.num_experts, config.comm.size)] & (ids < config.num_experts)
+        ids = torch.where(known, ids, -1)
+        rows, records, all_ids = int(tokens.max()) + 1 if len(tokens) else 0, messages[:, :row_bytes], ids
+        if rows != len(tokens):  # some went to other hosts alone
+            records, all_ids = records.new_empty(rows, row_bytes), ids.new_full((rows, config.top_k), -1)
+            all_weights = weights.new_empty(rows, config.top_k)
+            records[tokens], all_ids[tokens], all_weights[tokens] = messages[:, :row_bytes], ids, weights
+            weights = all_weights
+        self.kernels.send_tokens(end, records.view(torch.float32), all_ids, weights.view(torch.float32), None, tag)
+        return tokens, ids
+
+    def refuse(self, lane: int) -> None:
+        """All ranks hear of it with the counts, before anything is stored."""
+        self.raise_failure(lane)
+        self.rounds_begun[lane] += 1
+        self._outer.refuse(lane)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Combine
+
+    def begin_combine(
+        self,
+        lane: int,
+        expert_out: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor,
+        weight_grads: tuple[torch.Tensor, torch.Tensor] | None = None,
+        tensors: Lane | None = None,
+        as_they_are: bool = False,
+    ) -> Callable[[], None]:
+        """Stores this rank's sums within the host; the wait adds up the host's, sends them home, and adds those up."""
+        self.raise_failure(lane)
+        config = self.config
+        of_experts, of_tokens = weight_grads or (None, None)
+        end = self._ends_of(lane, dtype).sums
+        if tensors is not None:
+            end = replace(end, positions=tensors.positions, weights=tensors.weights)
+        if expert_out.dtype == torch.uint8:  # records, whose sums are float32 here
+            rows = expert_out.new_empty(len(expert_out), config.hidden_size, dtype=torch.float32)
+            config.combine_backend.unpack_rows(expert_out, config.combine_wire, None, None, rows)
+            expert_out = rows
+        come_home = self._send_home(lane, end, expert_out, of_experts)
+        hear_ends = self._outer.tell_end(lane, WITH_SUMS)  # once nothing can fail any more
+        return lambda: self._sum_at_home(lane, come_home, hear_ends, out, of_tokens)
+
+    def close_round(self, lane: int, end: int) -> None:
+        """Peers' sums still go their way; those that come home here are thrown away."""
+        self.raise_failure(lane)
+        come_home = self._send_home(lane, self._ends_of(lane, self.passages[lane].dtype).sums, None, None)
+        hear_ends = self._outer.tell_end(lane, end)
+        self._sum_at_home(lane, come_home, hear_ends, None, None)
+
+    def _send_home(
+        self, lane: int, end: Lane, expert_out: torch.Tensor | None, of_experts: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
+        """Sums for other hosts, part by part, each of which goes on its way when all of this host have stored it.
+
+        Then those for this host. What is returned waits for what comes home, records uint8 [records, bytes].
+        """
+        config, comm, phase = self.config, self.config.comm, self.config.comm.recorder.phase
+        passage, layout, wire = self.passages[lane], end.layout, config.combine_wire
+        counts, home, dtype = passage.counts, passage.home, passage.dtype
+        row_bytes = wire.row_bytes(config.hidden_size, dtype)
+        record_bytes = -(-(row_bytes + 4 * config.top_k * (layout.WEIGHT_GRADS > 0)) // 16) * 16
+        at_a_time = max(_PART_BYTES // record_bytes, -(-config.max_tokens // (combine.MOST_PARTS - 1)), 1)
+        homes: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        stored, held = 0, self.memory.held()  # as in `begin`
+
+        def store(stop: int) -> None:
+            """Parts of other hosts' tokens, up to these."""
+            nonlocal stored
+            while stored * at_a_time < stop:
+                tokens = range(stored * at_a_time, (stored + 1) * at_a_time)
+                stored += 1
+                combine.send_part(end, expert_out, self._elsewhere, tokens, stored, of_experts)
+
+        def sum_up(rank: int, start: int, stop: int, records: torch.Tensor) -> None:
+            if rank not in homes:
+                homes[rank] = self._home_of(lane, rank, passage)
+            rows, terms, grads = homes[rank]
+            terms, tail = terms[start:stop], records.view(torch.float32)[:, row_bytes // 4 :]
+            ones = torch.ones(terms.shape)
+            config.combine_backend.pack_weighted_sums(rows, terms, ones, wire, dtype, records[:, :row_bytes])
+            if grads is not None:
+                tail[:, : config.top_k], tail[:, config.top_k :] = grads[start:stop], 0.0
+
+        def pack(start: int, stop: int, records: torch.Tensor) -> None:
+            parts = [(rank, start, min(stop, count)) for rank, count in enumerate(counts) if count > start]
+            if not parts:  # only what comes back has as many pieces
+                return
+            phase("sum and store")
+            store(max(1 + int(passage.tokens[rank][last - 1]) for rank, _, last in parts))
+            phase("wait for peers")
+            came = combine.wait_for_parts(end, self._host, stored, self.wait_seconds(lane))
+            self._require_not_closed()
+            if not came:
+                self._wait(lane, COMBINE, 0.0)  # says who is missed
+            phase("sum for other hosts")
+            for rank, first, last in parts:
+                sum_up(rank, first, last, records[: last - first])
+                records = records[last - first :]
+
+        label = f"combine {wire!r} {dtype}"
+        exchange = StagedExchange.post(comm, counts, home.counts, record_bytes, pack, label)
+        phase("sum and store")
+        store(config.max_tokens)
+        combine.send_part(end, expert_out, self._host, range(config.max_tokens), combine.MOST_PARTS, of_experts)
+        self.kernels.close_round(end, ABANDONED if expert_out is None else WITH_SUMS)
+        for rank in self._served[1:]:  # ranks of other hosts have no experts here, so nothing is stored in their name
+            self.kernels.close_round(self._ends_of(lane, dtype).records[rank], WITH_SUMS)
+        self._open[lane] = False
+        del held
+
+        def come_home() -> torch.Tensor:
+            self._require_not_closed()
+            held = self.memory.held()
+            phase("wait for peers")
+            self._wait(lane, COMBINE)
+            phase("sum for this host")
+            own = home.counts[comm.rank]
+            sum_up(comm.rank, 0, own, exchange.received[sum(home.counts[: comm.rank]) :][:own])
+            del held
+            return exchange.wait()
+
+        return come_home
+
+    def _sum_at_home(
+        self,
+        lane: int,
+        come_home: Callable[[], torch.Tensor],
+        hear_ends: Callable[[], list[int]],
+        out: torch.Tensor | None,
+        of_tokens: torch.Tensor | None,
+    ) -> None:
+        config, passage, received = self.config, self.passages[lane], come_home()
+        missing = [peer for peer, end in enumerate(hear_ends()) if end == LEFT_OPEN]
+        if out is None:
+            return
+        if missing:
+            raise left_open(lane, missing)
+        config.comm.recorder.phase("sum at home")
+        row_bytes = config.combine_wire.row_bytes(config.hidden_size, passage.dtype)
+        config.combine_backend.sum_records(received[:, :row_bytes], passage.home.record_index, config.combine_wire, out)
+        if of_tokens is not None:  # all but one host's are zero
+            tails = received[:, row_bytes : row_bytes + 4 * config.top_k].contiguous().view(torch.float32)
+            of_tokens.copy_(torch.nn.functional.pad(tails, (0, 0, 0, 1))[passage.home.record_index].sum(1))
+
+    def _home_of(
+        self, lane: int, rank: int, passage: _Passage
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What came home for a rank that is served here.
+
+        Gives the sums of this host's ranks, float32 [max_tokens * SLOTS, hidden]; which of them are those of each
+        record, int64 [records, SLOTS], in ascending rank, -1 for none; and if they travel the gradients of its weights.
+        """
+        config, layout, tokens = self.config, self.lanes[lane].layout, passage.tokens[rank]
+        first = layout.SUMS + self._served.index(rank) * self._home_bytes
+        buffer, size = self.lanes[lane].buffer, config.max_tokens * layout.SLOTS * layout.SUM_BYTES
+        rows = buffer[first : first + size].view(torch.float32).view(-1, layout.SUM_BYTES // 4)[:, : config.hidden_size]
+        told = self._lines(lane, layout.COMBINE_SIGNALS)[:, SIGNAL_END] == WITH_SUMS
+        told = torch.nn.functional.pad(told, (0, 1))
+        owner = owners(passage.ids[rank], config.num_experts, config.comm.size)
+        wanted = torch.zeros(len(tokens), config.comm.size + 1, dtype=torch.bool).scatter_(1, owner, True)
+        wanted[:, -1] = False
+        places = torch.where(wanted, wanted.cumsum(1) - 1, layout.SLOTS)
+        numbers = torch.where(wanted & told, tokens.unsqueeze(1) * layout.SLOTS + places, -1)
+        terms = torch.full((len(tokens), layout.SLOTS + 1), -1).scatter_(1, places, numbers)[:, :-1]
+        if not layout.WEIGHT_GRADS:
+            return rows, terms, None
+        first += layout.WEIGHT_GRADS - layout.SUMS
+        grads = buffer[first : first + 4 * config.max_tokens * config.top_k].view(torch.float32).view(-1, config.top_k)
+        return rows, terms, torch.where(told[owner], grads[tokens], 0.0)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _ends_of(self, lane: int, dtype: torch.dtype) -> _Ends:
+        ends = self._ends.get((lane, dtype))
+        if ends is None:
+            own = self.lanes[lane]
+            words = replace(own.layout, HIDDEN=self.config.wire.row_bytes(self.config.hidden_size, dtype) // 4)
+            sending = replace(own, wire=_EXACT, layout=words, tokens_dtype=dtype)
+            layout = replace(own.layout, RECORD_BYTES=own.layout.SUM_BYTES)  # of which these look at no record
+            summing = replace(own, wire=_EXACT, combine_wire=_EXACT, layout=layout, tokens_dtype=dtype)
+            records = {rank: replace(sending, rank=rank, control=end) for rank, end in self._controls[lane].items()}
+            ends = self._ends[lane, dtype] = _Ends({self.rank: sending, **records}, summing)
+        return ends
+
+    def _begin_at(self, number: int) -> None:
+        super()._begin_at(number)
+        for lane in self.lanes:  # all of the last round's parts are there
+            lines = lane.buffer[lane.layout.COMBINE_SIGNALS :][: self.world * SIGNAL_LINE_BYTES]
+            words = lines.view(torch.int32).view(self.world, -1)
+            words[:, SIGNAL_PARTS] = combine.parts_word(number, combine.MOST_PARTS)
+
+    def _require_not_closed(self) -> None:
+        if self.closed:
+            raise LaneError("this ExpertParallel was closed while this call was under way")
+
+    def timed_out(
+        self, report: np.ndarray, lane: int | None = None, stuck: Collection[int] = (), advice: str = ""
+    ) -> PeerTimeout:
+        """As the direct transport has it; for a missing rank of another host its forwarder here is to blame.
+
+        But for one that waits for the network itself, as it says.
+        """
+        to_blame, _, said = report[REPORT_PEERS:].reshape(3, self.world)
+        for rank in self._elsewhere.tolist():
+            taker = self.takers[rank]
+            if to_blame[rank] and taker != self.rank and not said[taker] and taker not in stuck:
+                to_blame[rank], to_blame[taker] = 0, 1
+        return super().timed_out(report, lane, stuck, advice)
+
+    def describe(self) -> str:
+        """For `explain`."""
+        return f"{super().describe()}; hosts: {describe(self.config.comm.hosts)}"
+
+    def close(self) -> None:
+        """See `DirectLanes.close`."""
+        super().close()
+        self._ends.clear()
+
+
+class TwoLevelBackward(TwoLevelRounds, BackwardRounds):
+    """Those on which gradients travel."""
+
+
+class _TwoLevelRound(DirectRound):
+    _rounds: TwoLevelRounds
+
+    def __init__(self, rounds: TwoLevelRounds, lane: int, x: torch.Tensor) -> None:
+        super().__init__(rounds, lane, x)
+        self._passage = rounds.passages[lane]
+
+    @property
+    def dispatch_traffic(self) -> Traffic:
+        """What went to the host's ranks, and to other hosts."""
+        self._require_latest()
+        config, hosts = self._rounds.config, self._rounds.config.comm.hosts
+        members = next(len(members) for members in hosts if config.comm.rank in members)
+        within = config.dispatch_bytes("direct", members, self._num_sent, self._dtype)
+        here = self._traffic(SendPlan.of(self._sent_ids(), config.num_experts, config.comm.size).counts, *within)
+        return _added(here, self._traffic(self._passage.home.counts, config.message_bytes(self._dtype)))
+
+    @property
+    def combine_traffic(self) -> Traffic:
+        """The float32 sums for this host's forwarders, and the records for other hosts."""
+        self._require_latest()
+        sums = (self._tensors.positions[:, 0] >= 0).view(self._tensors.layout.WORLD, -1).sum(1).tolist()
+        by_taker = [0] * len(sums)
+        for taker, count in zip(self._rounds.takers, sums, strict=True):
+            by_taker[taker] += count
+        config = self._rounds.config
+        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
+        here = self._traffic(by_taker, self._tensors.layout.SUM_BYTES)
+        return _added(here, self._traffic(self._passage.counts, record_bytes))
+
+
+def _added(one: Traffic, other: Traffic) -> Traffic:
+    parts = (one.rows, other.rows), (one.logical_bytes, other.logical_bytes), (one.wire_bytes, other.wire_bytes)
+    return Traffic(*map(sum, parts))
