@@ -272,8 +272,7 @@ def _closed_in_its_wait(comm: Communicator, leg: str) -> None:
         config = ep._assembly.rounds.config
         backend = config.dispatch_backend
         config.__dict__["dispatch_backend"] = replace(backend, pack_rows=late)
-        with pytest.raises(PeerTimeout):
-            ep.dispatch(*batch)
+        ep.dispatch(*batch)  # to which all have sent their part
     with contextlib.suppress(PeerTimeout):
         two.barrier()
 

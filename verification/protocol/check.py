@@ -95,6 +95,25 @@ _PUBLISH = [
     Case("publish", "arrivals are not reset", "BROKEN_NO_RESET", DEADLOCK),
 ]
 
+_TWO_LEVEL = [
+    _holds("two_level", "hosts of 2 and 2 ranks, 4 rounds", "EPOCHS=4", 500_000),
+    _holds("two_level", "hosts of 1 and 3 ranks, 3 rounds", "UNEVEN", 500_000),
+    _holds("two_level", "2 and 2 ranks, 2 rounds, closed or not", "EPOCHS=2 CLOSES", 3_000_000),
+    _holds("two_level", "part by part, 2 and 2 ranks", "PARTS", 600_000),
+    _holds("two_level", "part by part, 1 and 3 ranks", "PARTS UNEVEN", 900_000),
+    _holds("two_level", "counts are exchanged first", "COUNTS", 300_000),
+    _holds("two_level", "a message comes twice", "TWICE", 300_000),
+    Case("two_level", "goal: the end, after rounds of both kinds", "CLOSES GOAL_END", GOAL),
+    Case("two_level", "goal: a message before the last is taken", "GOAL_AHEAD", GOAL),
+    Case("two_level", "a line in another's name before its slots", "BROKEN_EARLY_LINE", "slot["),
+    Case("two_level", "waits for all lines before it forwards", "BROKEN_LATE_FORWARD", DEADLOCK),
+    Case("two_level", "a combine line before the sums", "UNEVEN BROKEN_EARLY_COMBINE", "!(has_sums["),
+    Case("two_level", "a part is not waited for", "PARTS BROKEN_NO_PARTS_WAIT", "line_word["),
+    Case("two_level", "the next round without the combine's wait", "BROKEN_NO_COMBINE_WAIT", "slot["),
+    Case("two_level", "no combine line in another's name", "BROKEN_NO_SERVED_COMBINE", DEADLOCK),
+    Case("two_level", "a message is taken whatever its number", "TWICE BROKEN_NO_SEQUENCE", "slot["),
+]
+
 _LEGS = [
     _holds("legs", "3 ranks, 4 epochs, any rows", "", 800_000),
     Case("legs", "goal: the end, with empty and full epochs", "GOAL_END", GOAL),
@@ -227,7 +246,7 @@ _VERDICT = [
 ]
 
 CASES = [
-    *_ROUND_TRIP, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
+    *_ROUND_TRIP, *_TWO_LEVEL, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
     *_REBUILD, *_VERDICT,
 ]  # fmt: skip
 
