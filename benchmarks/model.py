@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.published import DECODE, PREFILL
-from benchmarks.speed_of_light import MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
+from benchmarks.published import BETWEEN, BETWEEN_TOKENS, DECODE, PREFILL
+from benchmarks.speed_of_light import CROSSINGS, MACHINES, Cycles, LeastLeg, Machine, least_leg, least_published
 from tests.helpers.rounds import make_lanes
+from thinwire.tools.planning.crossing import count_crossings
 from thinwire.tools.planning.model import Model, find_link
 from thinwire.tools.planning.plan import Request
 from thinwire.triton_kernels import combine, dispatch, permute
@@ -154,10 +155,41 @@ def published() -> list[dict[str, Any]]:
     ]
 
 
+def between_hosts() -> list[dict[str, Any]]:
+    """Rounds over 2 and 4 hosts of the first machine, a card of 400 Gbit/s for each GPU, beside DeepEP's.
+
+    A leg takes one launch, one signal, and the bytes of the busiest rank on the slower of its links, which both work at
+    nominal rates and at once. On two levels these are NVLink's in combine, where owners store float32 sums.
+    """
+    machine, lines = MACHINES[0], []
+    rates = {"between": find_link("ib400").beta, "within": find_link(machine.link).beta}
+    for hosts in (2, 4):
+        for wires in (name for name in WIRES if name not in WITHOUT_ROWS):
+            wire, back = WIRES[wires]
+            sizes = {"ranks": 8 * hosts, "hosts": hosts, "max_tokens": BETWEEN_TOKENS}
+            found = count_crossings(replace(REQUEST, wire=wire, combine_wire=back, **sizes))
+            line: dict[str, Any] = {"machine": f"{hosts} x 8 {machine.gpu}, ib400", "wires": wires}
+            for leg in (leg for leg in found.legs if (leg.name, leg.wire) in (("dispatch", wire), ("combine", back))):
+                times = {"between": max(leg.sent, leg.received), "within": leg.within}
+                times = {name: 1e6 * moved / rates[name] for name, moved in times.items()}
+                beside = 1e6 * (machine.launch + CROSSINGS * machine.crossing)
+                line[f"{leg.name}, {leg.level}"] = beside + max(times.values())
+                line[f"{leg.name}, {leg.level}, links"] = times
+            published = [row for row in BETWEEN if row.hosts == hosts and wires == "fp8 out, bf16 back"]
+            line |= {f"{row.leg}, published": 1e6 * row.measured for row in published}
+            lines.append(line)
+    return lines
+
+
 def results(machine_code: Path | None) -> dict[str, Any]:
     """All that the file holds, but for the command."""
     machines = [asdict(machine) | {"link_rate": find_link(machine.link).beta} for machine in MACHINES]
-    return {"machines": machines, "figures": figures(read_machine_code(machine_code)), "published": published()}
+    return {
+        "machines": machines,
+        "figures": figures(read_machine_code(machine_code)),
+        "published": published(),
+        "between hosts": between_hosts(),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,6 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = results(options.machine_code)
     timing.print_table(found["figures"], COLUMNS)
+    print("\nus between hosts, reckoned from bytes at nominal rates, not measured; published: DeepEP's own figures")
+    heads = [f"{leg}, {what}" for leg in ("dispatch", "combine") for what in ("one level", "two levels", "published")]
+    lines = [
+        line | {head: f"{line[head]:,.0f}" if head in line else "" for head in heads} for line in found["between hosts"]
+    ]
+    timing.print_table(lines, dict.fromkeys(("machine", "wires", *heads), ""))
     if options.json is not None:
         given = "" if options.machine_code is None else f" --machine-code {options.machine_code}"
         command = f"python -m benchmarks.model{given} --json {options.json}"

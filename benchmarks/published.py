@@ -79,6 +79,45 @@ class Published:
         return self.link_bytes / (beside * link.beta) if beside > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class BetweenHosts:
+    """One leg over hosts of 8 GPUs, each with a card of 400 Gbit/s; a rank's 8192 tokens have 8 of 256 experts.
+
+    Attributes:
+        rate: logical bytes a second of a rank: of a row for each host that a token goes to, its own host included.
+    """
+
+    hosts: int
+    leg: str
+    sends: str
+    rate: float
+
+    @property
+    def copies(self) -> float:
+        """Hosts that a token goes to, its own included."""
+        return sum(reach(_EXPERTS, _TOP_K, self.hosts))
+
+    @property
+    def measured(self) -> float:
+        """Seconds, by the published rate."""
+        return BETWEEN_TOKENS * self.copies * _ROW_BYTES[self.sends] / self.rate
+
+    @property
+    def link_bytes(self) -> float:
+        """What crosses between hosts."""
+        return BETWEEN_TOKENS * self.copies * _ROW_BYTES[self.sends] * (self.hosts - 1) / self.hosts
+
+
+#: DeepEP v2, from its README: SM90 with CX7, "EP 8 x 2" and "EP 8 x 4", logical rates "(RDMA)", local traffic included,
+#: 8K tokens. That they count hosts is what its tests/elastic/test_ep.py does (which adds ids and weights, about 1 %).
+BETWEEN_TOKENS = 8192
+BETWEEN = (
+    BetweenHosts(2, "dispatch", "fp8", 90e9),
+    BetweenHosts(2, "combine", "bf16", 81e9),
+    BetweenHosts(4, "dispatch", "fp8", 61e9),
+    BetweenHosts(4, "combine", "bf16", 61e9),
+)
+
 # 33.5 MB a rank over two ranks, of which half stays: 2337 rows of bfloat16.
 _KRAKEN_ROWS = round(33.5e6 / _ROW_BYTES["bf16"])
 _FP8_ASSUMED = "fp8 out, bf16 back"

@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("triton", reason="recording launches needs Triton")
 
 from benchmarks import model
-from benchmarks.published import DECODE, PREFILL
+from benchmarks.published import BETWEEN, DECODE, PREFILL
 from benchmarks.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
 from tests.helpers.rounds import make_lanes
 from thinwire.errors import ArgumentError
+from thinwire.tools.planning.traffic import reach
 
 ROOT = Path(model.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -75,6 +76,19 @@ def test_no_format_gains_more_than_its_bytes_and_slower_links_gain_more() -> Non
 
 def test_nothing_that_was_published_is_faster_than_the_ceiling() -> None:
     assert all(row.measured > least_published(row) for row in (*PREFILL, *DECODE))
+    assert all(0.8 < row.link_bytes / 50e9 / row.measured < 1 for row in BETWEEN)
+
+
+def test_between_hosts_the_slower_link_counts() -> None:
+    lines = {(line["machine"][:5], line["wires"]): line for line in model.between_hosts()}
+    int8 = lines["2 x 8", "int8 both legs"]
+    # A record with ids, weights and number crosses once; float32 sums of 14 other ranks' tokens stay in the host.
+    link = 1e6 * 8192 * reach(256, 8, 2)[0] * 7376 / 50e9
+    within = 1e6 * 8192 * reach(256, 8, 16)[0] * 14 * 4 * 7168 / 450e9
+    assert int8["dispatch, two levels"] == pytest.approx(2.5 + link, rel=0.01)
+    assert int8["combine, two levels"] == pytest.approx(2.5 + within, rel=0.02)
+    assert all(line["dispatch, two levels"] < line["dispatch, one level"] / 2 for line in lines.values())
+    assert lines["4 x 8", "fp8 out, bf16 back"]["combine, published"] == pytest.approx(6958, abs=1)
 
 
 def test_rows_of_half_as_many_bytes_are_half_the_memory_of_what_writes_them() -> None:

@@ -87,6 +87,14 @@ def test_a_sweep_has_a_line_for_each_number_of_ranks(capsys: pytest.CaptureFixtu
         (["--beta", "-1"], "beta is -1.0, expected a number"),
         (["--beta", "nan"], "beta is nan"),
         (["--hosts", "3"], "hosts is 3, expected a divisor of 8"),
+        (["--hosts", "2x8"], "ranks is 8 with hosts 2x8, expected their product"),
+        (["--hosts", "2x"], "hosts is '2x', expected a number, or those of hosts and of each one's ranks, as 2x8"),
+        (["--hosts", "two"], "hosts is 'two'"),
+        (["--hosts", "0x8"], "ranks is 8 with hosts 0x8"),
+        (["--routing", "matrix:x.csv"], "routing is 'matrix:x.csv', expected demo, uniform, zipf:S, hot:SHARE or max"),
+        (["--routing", "zipf:-1"], "zipf:S with S of at least 0"),
+        (["--routing", "uniform", "--invariant"], "invariant is True"),
+        (["--expert-map", "/nowhere/map.json"], "/nowhere/map.json: cannot be read"),
         (["--hosts", "2", "--link", "nvlink4"], "no inter_link was given for 2 hosts"),
         (["--hosts", "2", "--transport", "direct"], "transport is 'direct' over 2 hosts"),
         (["--lanes", "0"], "lanes is 0"),
@@ -120,6 +128,8 @@ def test_a_model_has_its_sizes_but_for_those_that_are_given(
 
 
 def test_without_a_model_all_sizes_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --model mixtral-8x7b --max-tokens 8 --hosts 2".split()) == 2
+    assert "ranks is None with hosts 2, expected their product, or --hosts as 2x8" in capsys.readouterr().err
     assert main("plan --ranks 2 --max-tokens 8 --experts 4 --hidden 8".split()) == 2
     assert "--top-k is missing; give it, or --model with one of deepseek-v3, " in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ MODELS = {
 }
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Options with the names of ExpertParallel's arguments."""
+def add_sizes(parser: argparse.ArgumentParser, need_ranks: bool = True) -> None:
+    """Options with the names of ExpertParallel's arguments; --ranks may be left to the command."""
     sizes = parser.add_argument_group("sizes, as ExpertParallel's arguments")
     sizes.add_argument(
         "--model",
@@ -24,7 +24,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         help=f"Take experts, top-k and hidden from this model, but for those that are given: {', '.join(MODELS)}.",
     )
     for name, text, required in (
-        ("--ranks", "There are so many ranks in the group.", True),
+        ("--ranks", "There are so many ranks in the group.", need_ranks),
         ("--experts", "There are so many experts on all ranks together.", False),
         ("--top-k", "Each token has so many experts.", False),
         ("--hidden", "Each token has so many elements.", False),

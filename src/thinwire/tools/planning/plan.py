@@ -60,14 +60,15 @@ class Request:
 
     def legs(self, transport: str, wire: str | WireFormat | None = None) -> tuple[Leg, Leg]:
         """Dispatch and combine; or ordinary ones with `wire` on both instead of their own."""
-        settings = self._settings(transport, wire)
+        settings = self.settings(transport, wire)
         return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
 
     def round_memory(self) -> RoundMemory:
         """Of a rank, over the staged transport."""
-        return staged_memory(self._settings("staged"), self.ranks, self.dtype)
+        return staged_memory(self.settings("staged"), self.ranks, self.dtype)
 
-    def _settings(self, transport: str, wire: str | WireFormat | None = None) -> ParallelSettings:
+    def settings(self, transport: str, wire: str | WireFormat | None = None) -> ParallelSettings:
+        """Of a round over that transport; with `wire`, an ordinary one with it on both legs."""
         return ParallelSettings.of(
             self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
             combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from thinwire.tools.bench.results import Results
 from thinwire.tools.bench.units import significant
+from thinwire.tools.planning.crossing import DENSE, Crossings
 from thinwire.tools.planning.fit import Fit
 from thinwire.tools.planning.model import GPUS, Link, Model
-from thinwire.tools.planning.plan import Planned
+from thinwire.tools.planning.plan import Planned, Request
 
 
 def describe(planned: Planned, gpu: str | None = None) -> str:
@@ -57,6 +58,24 @@ def describe(planned: Planned, gpu: str | None = None) -> str:
             f"{leg.wire_bytes / 1e6:>13,.2f}{plain.wire_bytes / 1e6:>13,.2f}{saved:>7.2f}x"
         )
     return "\n".join(lines)
+
+
+def describe_hosts(found: Crossings, request: Request) -> str:
+    """What crosses between hosts, leg by leg, and how evenly."""
+    lines = [
+        f"{request.hosts} x {request.ranks // request.hosts} ranks, {found.routing} routing, {found.tokens:,} tokens "
+        f"counted: a token goes to {found.ranks:.3f} ranks, {found.hosts:.3f} hosts",
+        f"  rows of a rank's experts at most: {found.imbalance:.2f} x the mean (contiguous: {found.contiguous:.2f} x)",
+        "  leg      wire     level        bytes each  bytes a token  MB a rank  most sent  received  imbalance  within",
+    ]
+    for leg in found.legs:
+        mean, *most = (f"{size / 1e6:.2f}" for size in (leg.token_bytes * request.max_tokens, leg.sent, leg.received))
+        lines.append(
+            f"  {leg.name:9}{leg.wire:9}{leg.level:11}{leg.message_bytes:>12,}{leg.token_bytes:>15,.0f}{mean:>11}"
+            f"{most[0]:>11}{most[1]:>10}{leg.imbalance:>11.2f}{leg.within / 1e6:>8,.0f}"
+        )
+    dense = f"{found.host_share:.4f} of tokens go to a host; dense, all tokens to all hosts, from {DENSE} on"
+    return "\n".join(lines + [f"  two levels would send {found.form} messages: {dense}"] * (request.hosts > 1))
 
 
 def describe_times(planned: Planned, model: Model) -> str:
