@@ -16,7 +16,6 @@ host in a step, headers included, as the kernel counted it.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -101,9 +100,6 @@ def _bytes_sent() -> int:
 
 def measure(comm: Communicator, *, width: int, blocks: int, reduced: str, repeats: int) -> dict[str, Any]:
     """One rank's part: of every step of each model the larger figures of both ranks, and the errors of gradients."""
-    # These hosts share a memory, which ranks would find, and use in place of the link.
-    for name in ("all_gather", "reduce_scatter"):
-        setattr(fsdp, name, functools.partial(getattr(fsdp, name), transport="staged"))
     dtype = getattr(torch, reduced)
     models = {name: _Model(comm, wire, width, blocks, dtype) for name, wire in WIRES.items()}
     for model in models.values():

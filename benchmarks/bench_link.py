@@ -170,22 +170,22 @@ def _columns(line: dict[str, Any]) -> dict[str, Any]:
         "wire MB": line["wire_bytes"] / 1e6,
         "ms": line["seconds"] * 1e3,
         "Gbit/s": line["wire_bits_per_second"] / 1e9,
-        "x all_to_all": _with_spread(line["ratio_to_all_to_all"], line["ratios_to_all_to_all"]),
-        "x best bf16": _with_spread(line["ratio_to_best_bf16"], line["ratios_to_best_bf16"]),
+        "x all_to_all": with_spread(line["ratio_to_all_to_all"], line["ratios_to_all_to_all"]),
+        "x best bf16": with_spread(line["ratio_to_best_bf16"], line["ratios_to_best_bf16"]),
         "error": line["error"],
     }
 
 
-def _with_spread(ratio: float, of_runs: Sequence[float]) -> str:
+def with_spread(ratio: float, of_runs: Sequence[float]) -> str:
     """A ratio, and the least and the greatest of several runs.
 
-    >>> _with_spread(1.5, [1.42, 1.5, 1.557])
+    >>> with_spread(1.5, [1.42, 1.5, 1.557])
     '1.50 (1.42-1.56)'
     """
     return f"{ratio:.2f}" + (f" ({min(of_runs):.2f}-{max(of_runs):.2f})" if len(of_runs) > 1 else "")
 
 
-def _checked_rate(rate: str) -> str:
+def checked_rate(rate: str) -> str:
     try:
         link.bits_per_second(rate)
     except ValueError as error:
@@ -196,7 +196,7 @@ def _checked_rate(rate: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument(
-        "--rate", type=_checked_rate, nargs="+", default=["1gbit", "2.5gbit", "10gbit"], help="bits a second each way"
+        "--rate", type=checked_rate, nargs="+", default=["1gbit", "2.5gbit", "10gbit"], help="bits a second each way"
     )
     parser.add_argument("--runs", type=int, default=5, help="links and pairs of ranks, of --repeats samples each")
     parser.add_argument("--rows", type=int, default=4096, help="rows that each rank sends to the other")

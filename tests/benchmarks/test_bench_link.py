@@ -41,13 +41,19 @@ def linked() -> list[list[list[str]]]:
         pytest.skip(f"there can be no limited link here: {reason}")
 
 
+def place(comm: Communicator) -> list[object]:
+    """Who a rank is, by its variables and by its communicator, and its network namespace."""
+    variables = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    return [comm.rank, *variables, comm.hosts, os.readlink("/proc/self/ns/net")]
+
+
 def stay(comm: Communicator, *, folder: str, fail: bool) -> None:
-    """Leaves word that this rank is there, and does not come back; rank 0 may fail instead."""
+    """Leaves word that this rank is there, and does not come back; rank 1 may fail instead."""
     comm.barrier()
     Path(folder, f"{comm.rank}.partial").write_text(str(os.getpid()))
     Path(folder, f"{comm.rank}.partial").rename(Path(folder, f"{comm.rank}.pid"))
     comm.barrier()
-    if fail and comm.rank == 0:
+    if fail and comm.rank == 1:
         raise ValueError("as asked")
     time.sleep(600)
 
@@ -107,11 +113,31 @@ def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[lis
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("linked")
-def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
-    with pytest.raises(ThinwireError, match="rank 0 ended with exit code 1"):
+def test_ranks_of_a_host_share_its_network_and_know_their_places() -> None:
+    found = link.run_on_two_hosts(f"{__name__}:place", {}, rate="1gbit", timeout=120, ranks_per_host=2)
+    assert [rank[:5] for rank in found] == [[rank, rank, 4, rank % 2, [[0, 1], [2, 3]]] for rank in range(4)]
+    namespaces = [rank[5] for rank in found]
+    assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]
+    assert os.readlink("/proc/self/ns/net") not in namespaces
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("linked")
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ThinwireError, match="rank 1 ended with exit code 1"):
         settings = {"folder": str(tmp_path), "fail": True}
-        link.run_on_two_hosts(f"{__name__}:stay", settings, rate="1gbit", timeout=120)
-    assert len(_pids(tmp_path)) == 2
+        link.run_on_two_hosts(f"{__name__}:stay", settings, rate="1gbit", timeout=120, ranks_per_host=2)
+    assert len(_pids(tmp_path)) == 4
+    _await_end(_pids(tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("linked")
+def test_ranks_that_are_late_end(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="ranks .* had not finished in time and were killed"):
+        settings = {"folder": str(tmp_path), "fail": False}
+        link.run_on_two_hosts(f"{__name__}:stay", settings, rate="1gbit", timeout=30, ranks_per_host=2)
+    assert len(_pids(tmp_path)) == 4
     _await_end(_pids(tmp_path))
 
 
@@ -120,14 +146,15 @@ def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_ranks_end_with_the_benchmark(tmp_path: Path, end: signal.Signals) -> None:
     settings = {"folder": str(tmp_path), "fail": False}
-    code = f"from thinwire.tools import link; link.run_on_two_hosts({__name__ + ':stay'!r}, {settings!r}, rate='1gbit')"
+    job = f"{__name__ + ':stay'!r}, {settings!r}, rate='1gbit', ranks_per_host=2"
+    code = f"from thinwire.tools import link; link.run_on_two_hosts({job})"
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     benchmark = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL
     )
     try:
         deadline = time.monotonic() + 120
-        while len(_pids(tmp_path)) < 2:
+        while len(_pids(tmp_path)) < 4:
             assert benchmark.poll() is None and time.monotonic() < deadline, "the ranks did not start"
             time.sleep(0.05)
         benchmark.send_signal(end)
@@ -160,6 +187,11 @@ def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         bench_link.main([f"--rate={rate}"])
     assert f"rate {rate!r} is none; accepted: a number and mbit or gbit" in capsys.readouterr().err
+
+
+def test_no_rank_on_a_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="ranks_per_host is 0, expected an int of at least 1"):
+        link.run_on_two_hosts(f"{__name__}:place", {}, rate="1gbit", ranks_per_host=0)
 
 
 @pytest.mark.usefixtures("linked")

@@ -1,10 +1,11 @@
-"""Cuts links between three ranks for about a timeout, and judges who goes on.
+"""Cuts links between three ranks for about a timeout, and judges who goes on; or kills and cuts off ranks of two hosts.
 
     python -m verification.cuts --repeats 10 --json benchmarks/results/cpu/cuts.json
+    python -m verification.cuts --two-hosts --repeats 10
 
-Needs root on Linux, as each rank has a network namespace. `judge` in `worlds.py` has the rules. Prints a line of JSON
-for each rank, and at the end the outcome of each cell. `--only TEXT --first REPEAT --repeats 1` draws the same moment
-again.
+Needs root on Linux, as each rank or host has a network namespace. `judge` in `worlds.py` and in `two_hosts.py` has the
+rules. Prints a line of JSON for each rank, and at the end the outcome of each cell. `--only TEXT --first REPEAT
+--repeats 1` draws the same moment again.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.runs import Runs
 from thinwire import testing
+from verification.cuts import two_hosts, worlds
 from verification.cuts.network import left_behind, remove
-from verification.cuts.worlds import LIMIT, RIGHT, TIMEOUT, TRIES, Cell, Result, cells, run
+from verification.cuts.worlds import LIMIT, RIGHT, TIMEOUT, TRIES, Result
 
 
 def main() -> int:
@@ -38,22 +40,24 @@ def main() -> int:
     parser.add_argument("--only", default="", help="the cells with this in their names")
     parser.add_argument("--parallel", type=int, default=6, help="worlds at a time, which mostly wait")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of them there, after every repeat")
+    parser.add_argument("--two-hosts", action="store_true", help="the cells of `two_hosts.py`")
     arguments = parser.parse_args()
-    chosen = [cell for cell in cells() if arguments.only in str(cell)]
+    kind = two_hosts if arguments.two_hosts else worlds
+    chosen = [cell for cell in kind.cells() if arguments.only in str(cell)]
     if not chosen:
-        raise SystemExit(f"no cell has {arguments.only!r} in its name, such as {str(cells()[0])!r}")
+        raise SystemExit(f"no cell has {arguments.only!r} in its name, such as {str(kind.cells()[0])!r}")
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         raise SystemExit("network namespaces need root on Linux")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, ends with everything removed
     remove(left_behind())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn that these addresses have no names
-    testing.preload("tests.helpers.warm", "verification.cuts.worlds")
+    testing.preload("tests.helpers.warm", "verification.cuts.two_hosts")
     testing._prepare_server(testing._preloaded, dict(os.environ))
     runs = Runs("verification.cuts", arguments.json, adds=False, timeout=TIMEOUT, limit=LIMIT, tries=TRIES)
-    results: dict[Cell, list[Result]] = {cell: [] for cell in chosen}
+    results: dict[Any, list[Result]] = {cell: [] for cell in chosen}
     end, numbers = time.monotonic() + arguments.seconds, itertools.count()
     for repeat in range(arguments.first, arguments.first + arguments.repeats):
-        for result in _run_all(chosen, repeat, numbers, arguments.parallel, end):
+        for result in _run_all(kind.run, chosen, repeat, numbers, arguments.parallel, end):
             results[result.cell].append(result)
             print("\n".join(map(json.dumps, _lines(result))), flush=True)
         records = [_record(cell, found) for cell, found in results.items()]
@@ -65,11 +69,13 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _run_all(chosen: list[Cell], repeat: int, numbers: Iterator[int], at_a_time: int, end: float) -> Iterator[Result]:
+def _run_all(
+    run: Callable[..., Result], chosen: list[Any], repeat: int, numbers: Iterator[int], at_a_time: int, end: float
+) -> Iterator[Result]:
     """Runs each cell once, and gives results as they come; begins none after `end`."""
     stopping = threading.Event()
 
-    def one(cell: Cell, number: int) -> Result | None:
+    def one(cell: Any, number: int) -> Result | None:
         return run(cell, repeat, number, stopping) if time.monotonic() < end else None
 
     with ThreadPoolExecutor(at_a_time) as pool:
@@ -88,7 +94,7 @@ def _lines(result: Result) -> list[dict[str, Any]]:
     return [{**run, "rank": rank, **report._asdict()} for rank, report in enumerate(result.reports)]
 
 
-def _record(cell: Cell, results: list[Result]) -> dict[str, Any]:
+def _record(cell: Any, results: list[Result]) -> dict[str, Any]:
     """What came of a cell."""
     wrong = [result for result in results if result.verdict not in RIGHT]
     return {

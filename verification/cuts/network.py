@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from thinwire.tools.link import burst_bytes
+
 INTERFACE = "eth0"  # of each rank
 _NAMES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
@@ -57,6 +59,12 @@ class Network:
     def __exit__(self, *exception: object) -> None:
         """Removes them, and devices with them, as far as they were made."""
         remove(name for name in [self._switch, *self.namespaces] if (_NAMES / name).exists())
+
+    def limit(self, rate: str) -> None:
+        """Lets each rank send no more than so many bits a second, such as "50mbit"."""
+        limit = f"qdisc add dev {INTERFACE} root tbf rate {rate} burst {burst_bytes(rate)} latency 50ms"
+        for namespace in self.namespaces:
+            _run("tc", [limit], namespace)
 
     def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Loses every packet from the first to the second rank of each pair until `heal`."""

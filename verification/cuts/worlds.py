@@ -9,7 +9,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,8 @@ TRIES = 4  # calls of `shrink`
 VICTIMS = {"rank 0": (0,), "rank 1": (1,), "rank 2": (2,), "pair 0-1": (0, 1), "pair 1-2": (1, 2)}
 DIRECTIONS = ("both", "out", "in")
 LENGTHS = (0.95, 1.02, 1.1, 1.2, 1.5, 2.0, 4.0)  # timeouts that a cut lasts
-RIGHT = ("nobody noticed", "two go on", "three go on")
+AS_EXPECTED = "as expected"  # in worlds of two hosts
+RIGHT = ("nobody noticed", "two go on", "three go on", AS_EXPECTED)
 _NEVER_RIGHT = ("not started", "wrong result", "another error", "hang")
 _START_SECONDS = 30.0  # that ranks get to meet, and for their first steps
 _FIRST_STEPS = 20  # after which all is imported and connected
@@ -91,11 +92,11 @@ class Report(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A run of a cell: a report of each rank, and what `judge` says of them."""
+    """A run of a cell, here or of `two_hosts`: a report of each rank, and what `judge` says of them."""
 
-    cell: Cell
+    cell: Any
     repeat: int
-    reports: list[Report]
+    reports: list[Any]
     verdict: str
 
     @property
@@ -150,12 +151,21 @@ def judge(cell: Cell, reports: Sequence[Report]) -> str:
 # In a rank
 
 
-def _run_rank(namespace: str, rank: int, folder: Path, environ: dict[str, str]) -> None:
+def _run_rank(
+    namespace: str,
+    rank: int,
+    size: int,
+    folder: Path,
+    environ: dict[str, str],
+    timeout: float,
+    play: Callable[..., None],
+    arguments: tuple[object, ...],
+) -> None:
     enter(namespace)
     printed = os.open(folder / f"printed.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    mortal._run(rank, SIZE, folder, environ, TIMEOUT, _play, ())
+    mortal._run(rank, size, folder, environ, timeout, play, arguments)
 
 
 def _play(comm: Communicator) -> None:
@@ -241,33 +251,40 @@ def run(cell: Cell, repeat: int, number: int, stopping: threading.Event) -> Resu
     with ExitStack() as ended:
         folder = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="cuts-")))
         network = ended.enter_context(Network(SIZE, number))
-        ended.enter_context(_ranks(folder, network))
-        ready = _told(folder, "ready", time.monotonic() + _START_SECONDS, stopping)
+        ended.enter_context(ranks(folder, [(namespace, {}) for namespace in network.namespaces], _play))
+        ready = told(folder, SIZE, "ready", time.monotonic() + _START_SECONDS, stopping)
         if len(ready) < SIZE or any(ready.values()):
             reports = [Report("not started", text=str(ready.get(rank) or "")) for rank in range(SIZE)]
             return Result(cell, repeat, reports, judge(cell, reports))
-        _pause(random.Random(f"{cell} {repeat}").uniform(0, 1), stopping)
+        pause(random.Random(f"{cell} {repeat}").uniform(0, 1), stopping)
         network.cut(cell.pairs())
         begin = time.monotonic()
-        _pause(cell.length * TIMEOUT, stopping)
+        pause(cell.length * TIMEOUT, stopping)
         network.heal()
-        _pause(TIMEOUT, stopping)  # by then every rank that is to miss another does
+        pause(TIMEOUT, stopping)  # by then every rank that is to miss another does
         (folder / "enough").touch()
-        told = _told(folder, "report", begin + LIMIT * TIMEOUT, stopping)
-        reports = [_report(told.get(rank), folder / f"printed.{rank}", begin) for rank in range(SIZE)]
+        told_by = told(folder, SIZE, "report", begin + LIMIT * TIMEOUT, stopping)
+        reports = [_report(told_by.get(rank), folder / f"printed.{rank}", begin) for rank in range(SIZE)]
     return Result(cell, repeat, reports, judge(cell, reports))
 
 
 @contextmanager
-def _ranks(folder: Path, network: Network) -> Iterator[None]:
-    """Starts a rank in each namespace, and kills them in the end."""
+def ranks(
+    folder: Path,
+    places: Sequence[tuple[str, dict[str, str]]],
+    play: Callable[..., None],
+    *arguments: object,
+    timeout: float = TIMEOUT,
+) -> Iterator[None]:
+    """Starts `play(comm, *arguments)` on a rank for each namespace and variables, and kills them in the end."""
     environ = {"MASTER_ADDR": address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
     modules = [*testing._PRELOAD, *testing._preloaded]
     processes = []
     try:
         with testing._without_main():
-            for rank, namespace in enumerate(network.namespaces):
-                process = ServedProcess(modules, os.environ, target=_run_rank, args=(namespace, rank, folder, environ))
+            for rank, (namespace, own) in enumerate(places):
+                told = (namespace, rank, len(places), folder, environ | own, timeout, play, arguments)
+                process = ServedProcess(modules, os.environ, target=_run_rank, args=told)
                 process.start()
                 processes.append(process)
         yield
@@ -278,15 +295,14 @@ def _ranks(folder: Path, network: Network) -> Iterator[None]:
             process.close()
 
 
-def _told(folder: Path, key: str, deadline: float, stopping: threading.Event) -> dict[int, Any]:
-    """What ranks have told under a key by the deadline, or the text of what they raised."""
+def told(folder: Path, number: int, key: str, deadline: float, stopping: threading.Event) -> dict[int, Any]:
+    """What so many ranks have told under a key by the deadline, or the text of what they raised."""
     found: dict[int, Any] = {}
-    while len(found) < SIZE and time.monotonic() < deadline:
-        for rank, name in itertools.product(range(SIZE), ("raised", key)):
-            if rank not in found and (folder / f"{name}.{rank}").exists():
-                found[rank] = pickle.loads((folder / f"{name}.{rank}").read_bytes())
-        _pause(0.02, stopping)
-    return found
+    while len(found) < number and time.monotonic() < deadline:
+        for file in itertools.chain(folder.glob("raised.?"), folder.glob(f"{key}.?")):
+            found.setdefault(int(file.suffix[1:]), file)
+        pause(0.02, stopping)
+    return {rank: pickle.loads(file.read_bytes()) for rank, file in found.items()}
 
 
 def _report(told: Report | str | None, printed: Path, begin: float) -> Report:
@@ -297,6 +313,7 @@ def _report(told: Report | str | None, printed: Path, begin: float) -> Report:
     return told._replace(seconds=round(told.seconds - begin, 2))
 
 
-def _pause(seconds: float, stopping: threading.Event) -> None:
+def pause(seconds: float, stopping: threading.Event) -> None:
+    """Sleeps, but no longer than until the harness ends."""
     if stopping.wait(seconds):
         raise Stopped

@@ -1,6 +1,6 @@
-"""Two hosts on one machine: a rank in each of two network namespaces, joined by a link of limited rate.
+"""Two hosts on one machine: ranks in each of two network namespaces, joined by a link of limited rate.
 
-The namespaces have no names: each belongs to its rank's process and ends with it, and with it ends the link. A rank
+The namespaces have no names: each belongs to its ranks' processes and ends with them, and with it ends the link. A rank
 ends when its standard input does, so nothing stays behind, whichever way the caller ends: by an error, by Ctrl-C, or
 killed.
 
@@ -54,37 +54,46 @@ class LinkUnavailable(ThinwireError, RuntimeError):
     """There can be no such link here; the message says why."""
 
 
-def run_on_two_hosts(function: str, settings: dict[str, Any], *, rate: str, timeout: float = 300.0) -> list[Any]:
-    """Runs `function(comm, **settings)` on two ranks whose only connection is a link of `rate` each way.
+def run_on_two_hosts(
+    function: str, settings: dict[str, Any], *, rate: str, timeout: float = 300.0, ranks_per_host: int = 1
+) -> list[Any]:
+    """Runs `function(comm, **settings)` on two hosts whose only connection is a link of `rate` each way.
 
     Args:
         function: "module:name"; ranks import it by that. What it returns must fit into JSON.
         settings: keyword arguments, which must fit into JSON too.
         rate: bits a second, such as "500mbit" or "10gbit".
         timeout: seconds for everything.
+        ranks_per_host: ranks of each host, of which the first host has the first ones.
 
     Returns:
         Each rank's result.
 
     Raises:
-        ValueError: a rate that is none.
+        ValueError: a rate that is none, or no rank on a host.
         LinkUnavailable: this is not root, a tool is missing, or the kernel refuses; nothing was run.
         ThinwireError: a rank failed; what it said is on standard error.
         TimeoutError: the ranks had not finished in time, and were killed.
     """
     burst = burst_bytes(rate)
+    if ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host is {ranks_per_host!r}, expected an int of at least 1")
     _require_tools()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="thinwire-link-") as folder, contextlib.ExitStack() as ended:
-        results = [Path(folder) / f"rank{rank}.json" for rank in range(2)]
-        hosts = [ended.enter_context(_host(rank)) for rank in range(2)]
+        results = [Path(folder) / f"rank{rank}.json" for rank in range(2 * ranks_per_host)]
+        hosts = [ended.enter_context(_rank(host * ranks_per_host, ranks_per_host)) for host in range(2)]
         _join(hosts, rate, burst)
-        for host, result in zip(hosts, results, strict=True):
-            assert host.stdin is not None
+        ranks: list[subprocess.Popen[str]] = []
+        for rank in range(len(results)):
+            host, is_first = hosts[rank // ranks_per_host], rank % ranks_per_host == 0
+            ranks.append(host if is_first else ended.enter_context(_rank(rank, ranks_per_host, host)))
+        for process, result in zip(ranks, results, strict=True):
+            assert process.stdin is not None
             job = {"function": function, "settings": settings, "result": str(result), "timeout": timeout}
-            host.stdin.write(json.dumps(job) + "\n")
-            host.stdin.flush()
-        _wait(hosts, deadline)
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        _wait(ranks, deadline)
         return [json.loads(result.read_text()) for result in results]
 
 
@@ -157,12 +166,15 @@ def _find_tools() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
-    """A rank's process in a namespace of its own; it waits for its job on standard input."""
+def _rank(rank: int, ranks_per_host: int, host: subprocess.Popen[str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A rank's process in a namespace of its own, or in that of `host`; it waits for its job on standard input."""
+    tools = _find_tools()
+    into = (tools["unshare"],) if host is None else (tools["nsenter"], "--target", str(host.pid))
     environment = os.environ | {
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(2 * ranks_per_host),
+        "LOCAL_RANK": str(rank % ranks_per_host),
+        "THINWIRE_HOST": f"host {rank // ranks_per_host}",
         "MASTER_ADDR": ADDRESSES[0],
         "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -170,7 +182,7 @@ def _host(rank: int) -> Iterator[subprocess.Popen[str]]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     process = subprocess.Popen(
-        [_find_tools()["unshare"], "--net", sys.executable, "-m", "thinwire.tools.link"],
+        [*into, "--net", sys.executable, "-m", "thinwire.tools.link"],
         stdin=subprocess.PIPE,
         env=environment,
         text=True,
@@ -221,13 +233,13 @@ def _command(*words: str) -> None:
         raise LinkUnavailable(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
 
 
-def _wait(hosts: Sequence[subprocess.Popen[str]], deadline: float) -> None:
-    running = dict(enumerate(hosts))
+def _wait(ranks: Sequence[subprocess.Popen[str]], deadline: float) -> None:
+    running = dict(enumerate(ranks))
     while running:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {', '.join(map(str, running))} had not finished in time and were killed")
-        for rank, host in list(running.items()):
-            code = host.poll()
+        for rank, process in list(running.items()):
+            code = process.poll()
             if code is None:
                 continue
             if code:
