@@ -36,9 +36,9 @@ def _scatter(
     rows = shape[0]
 
     def back(dy: torch.Tensor) -> torch.Tensor:
-        group = communicator_or_default(comm)
+        group, through = communicator_or_default(comm), "auto" if transport == "two_level" else transport
         sends, receives = [rows] * group.size if counts is None else counts, [rows] * group.size
-        arrived: Any = all_to_all_v(dy, sends, receives, wire=grad_wire, comm=group, transport=transport)
+        arrived: Any = all_to_all_v(dy, sends, receives, wire=grad_wire, comm=group, transport=through)
         total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
         for part in arrived.split(rows) if rows else ():
             total += part
@@ -69,9 +69,12 @@ def all_gather(
         out: [size * rows, ...], filled in place; x may be this rank's place in it.
         wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
-        transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged; see
-            `comm.explain()`. Both give the same bits. On CUDA, direct never waits for the device and can be captured in
-            a CUDA graph; what goes wrong there is raised by a later call.
+        transport: "direct", "staged", "two_level", or "auto": direct where every rank can map every peer's memory; two
+            levels on CPU ranks of several hosts with equally many ranks, more than one; else staged; see
+            `comm.explain()`. All gather the same bits, and direct and staged sum to the same. Of two levels rows cross
+            once a host, sums are made within hosts first, in float32, and only what crosses is quantised. On CUDA,
+            direct never waits for the device and can be captured in a CUDA graph; what goes wrong there is raised by a
+            later call.
         async_op: return a Work whose `wait()` gives the tensor. x and out must not be touched before.
 
         grad_wire: the format of what travels in backward; "none" sends gradients as they are. See
@@ -87,7 +90,7 @@ def all_gather(
             quantised wire.
         WireFormatError: a dtype that the wire cannot carry, or gradients wanted with `out` or `async_op`.
         PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had, and why.
+        TransportUnavailable: the transport that was asked for cannot be had, and why.
 
     Source: the semantics of MPI_Allgather, MPI standard 4.1, section 6.7.
 
@@ -190,9 +193,9 @@ class PreparedAllGather(PreparedCollective):
     def run(
         self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """See `PreparedCall.run`. Exact rows take the way of all_to_all_v."""
-        wire = self.wires[-1]
-        if wire.quantized:
+        """See `PreparedCall.run`. Exact rows take the way of all_to_all_v, on one level."""
+        wire, several = self.wires[-1], len(comm.hosts) > 1 and self.transport in ("auto", "two_level")
+        if wire.quantized or several and (self._carrier or self._choose(comm)).name == "two_level":
             return super().run(comm, x, out, async_op)
         if out is not None:
             check_out(self.what, x, out, self.out_shape, self.place)

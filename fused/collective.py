@@ -81,17 +81,22 @@ def open_collectives(
             return StagedCollectives(KEY, str(error))
 
         def make(memory: SymmetricMemory, _: bool) -> DirectCollectives:
-            kernels: ModuleType
-            if uses_triton(comm):
-                from thinwire.triton_kernels import collective as kernels
-            else:
-                from thinwire.triton_kernels.cpu import collective as kernels
-            return DirectCollectives(memory, layout, comm.rank, comm.timeout, kernels, comm.voters, comm.recorder)
+            return collectives_over(comm, memory, layout, comm.rank)
 
         settings = {"slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, KEY, layout.NUM_BYTES, settings, make, StagedCollectives)
 
     return comm.attached(KEY, new)
+
+
+def collectives_over(comm: Communicator, memory: SymmetricMemory, layout: LegLayout, rank: int) -> DirectCollectives:
+    """Those of a memory in which this rank is `rank`."""
+    kernels: ModuleType
+    if uses_triton(comm):
+        from thinwire.triton_kernels import collective as kernels
+    else:
+        from thinwire.triton_kernels.cpu import collective as kernels
+    return DirectCollectives(memory, layout, rank, comm.timeout, kernels, comm.voters, comm.recorder)
 
 
 def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
@@ -157,7 +162,7 @@ class DirectCollectives(LegTransport):
             TransportUnavailable: no backend can quantise for these wires.
             ThinwireError: the first call like it is being captured in a CUDA graph.
         """
-        key = (op, *parts.counts, row, wire, gather_wire, dtype)
+        key = (op, *parts.counts, *parts.displs, row, wire, gather_wire, dtype)
         job = self._jobs.get(key)
         if job is None:
             if self.capturing:
@@ -288,10 +293,10 @@ class DirectCollectives(LegTransport):
         headers = self.headers()
         calls = [describe_signature(signature) for _, _, *signature in headers]
         lines = [f"in leg {self.report[REPORT_EPOCH]} the ranks do different things:"]
-        lines += [f"  rank {self.rank}: {calls[self.rank]}"]
-        for peer in range(self.world):
+        lines += [f"  rank {self.members[self.rank]}: {calls[self.rank]}"]
+        for peer, rank in enumerate(self.members):
             if self.report[REPORT_PEERS + peer]:
                 lines.append(
-                    f"  rank {peer}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
+                    f"  rank {rank}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
                 )
         return ConfigMismatch("\n".join(lines))

@@ -80,6 +80,7 @@ class DirectTransport(Attachment):
         calls: how far this rank has come on each lane, where peers are threads that share the device: two steps a call,
             see `load_kernels`.
         peers_calls: all ranks' `calls`, in that case.
+        members, size: what the communicator calls the memory's ranks, and how many it has.
     """
 
     name, reason, no_memory = "direct", "", False  # as a `Transport`
@@ -92,7 +93,8 @@ class DirectTransport(Attachment):
         self, operation: str, memory: SymmetricMemory, rank: int, timeout: float, voters: Exchange | None = None
     ) -> None:
         self.operation, self.memory, self.rank, self.timeout = operation, memory, rank, timeout
-        self.world = memory.buffer_ptrs.numel()
+        self.world = self.size = memory.buffer_ptrs.numel()
+        self.members: Sequence[int] = range(self.world)
         self.grace = grace_of(timeout) if voters is None else min(timeout, _GRACE_BEFORE_VOTE)
         self._voters = voters
         self._agreed: tuple[tuple[int, ...], str] | None = None
@@ -258,13 +260,14 @@ class DirectTransport(Attachment):
             advice: what else there is to say.
         """
         epoch, phase = int(report[REPORT_EPOCH]), self.phases[report[REPORT_PHASE]]
-        to_blame, missing, said = report[REPORT_PEERS:].reshape(3, self.world).tolist()
-        ranks = range(self.world)
+        ranks, own = self.members, self.members[self.rank]
+        words = report[REPORT_PEERS:].reshape(3, self.world).tolist()
+        to_blame, missing, said = (dict(zip(ranks, told, strict=True)) for told in words)
         blamed = [rank for rank in ranks if to_blame[rank] and rank not in stuck]
         left = [rank for rank in ranks if said[rank] == SAID_LEFT]
         silent = [rank for rank in blamed if rank not in left]
         on_us = [rank for rank in ranks if said[rank] == SAID_STUCK_ON_YOU]
-        gave_up = {*stuck, *(rank for rank in ranks if said[rank] == SAID_STUCK)} - {self.rank, *on_us, *left}
+        gave_up = {*stuck, *(rank for rank in ranks if said[rank] == SAID_STUCK)} - {own, *on_us, *left}
         waited_for = [rank for rank in ranks if missing[rank]]
         late = [rank for rank in waited_for if rank not in {*blamed, *on_us, *gave_up}]
         found = []
@@ -280,7 +283,7 @@ class DirectTransport(Attachment):
         if gave_up:
             found.append(f"{name_ranks(sorted(gave_up))} gave up too")
         where = f"{self.counted} {epoch}" + ("" if lane is None else f" on lane {lane}")
-        text = f"rank {self.rank} of {self.world}, waiting for {name_ranks(waited_for)} in {where}, {phase}"
+        text = f"rank {own} of {self.size}, waiting for {name_ranks(waited_for)} in {where}, {phase}"
         lost, text = self.agree(blamed, f"{text}: {'; '.join(found)}{advice}")
         return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
 

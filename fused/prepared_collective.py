@@ -18,6 +18,7 @@ from thinwire.fused.partition import traffic_of
 from thinwire.fused.prepared import PreparedCall, check_out
 from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
+from thinwire.fused.two_level import TwoLevelCollectives, open_two_levels
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, Job
 from thinwire.wire import WireFormat
 
@@ -40,7 +41,7 @@ class PreparedCollective(PreparedCall):
     place: int  # bytes from where x begins to where an output may begin that shares its memory
     details: tuple[object, ...] = ()  # for the flight recorder
     job: Job | None = None  # of the direct transport
-    _carrier: DirectCollectives | StagedCollectives | None = None
+    _carrier: DirectCollectives | StagedCollectives | TwoLevelCollectives | None = None
 
     def __init__(
         self,
@@ -102,12 +103,12 @@ class PreparedCollective(PreparedCall):
 
             return comm.deliver(call, end, target.device, async_op)
 
-    def _choose(self, comm: Communicator) -> DirectCollectives | StagedCollectives:
+    def _choose(self, comm: Communicator) -> DirectCollectives | StagedCollectives | TwoLevelCollectives:
         if self.exactly:
             self._carrier = StagedCollectives(self.what, "torch.distributed reduces")
         else:
+            open_ = open_two_levels if len(comm.hosts) > 1 else open_collectives
             self._carrier = choose(
-                self.what, self.transport, comm, self.wires, lambda: open_collectives(comm, wires=self.wires),
-                StagedCollectives,
-            )  # fmt: skip
+                self.what, self.transport, comm, self.wires, lambda: open_(comm, wires=self.wires), StagedCollectives
+            )
         return self._carrier

@@ -11,7 +11,7 @@ rank it came from.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,7 @@ class StagedExchange:
         label: str,
         cut_like: int = 0,
         sizes: Sizes | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> StagedExchange:
         """Packs and posts everything; waits for nothing but what `pack` waits for.
 
@@ -91,6 +92,7 @@ class StagedExchange:
             label, sizes: what the records are, and how much they hold; see `Communicator.post`. Records are padded, so
                 those of different sizes may have as many bytes.
             cut_like: bytes of larger records, whose pieces these shall be.
+            ranks: who gets what is packed once; None: everyone.
         """
         phase, slots = comm.recorder.phase, dense_segments(recv_counts)
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
@@ -104,8 +106,9 @@ class StagedExchange:
             incoming = slots.within(start, stop).cut(received)
             phase("pack")
             if send_counts is None:
-                outgoing = [incoming[comm.rank]] * comm.size
-                pack(start, stop, incoming[comm.rank])
+                own = incoming[comm.rank]
+                outgoing = [own if ranks is None or peer in ranks else own[:0] for peer in range(comm.size)]
+                pack(start, stop, own)
             else:
                 shares = dense_segments(send_counts).within(start, stop).counts
                 sent, packed = packed.split([sum(shares), len(packed) - sum(shares)])

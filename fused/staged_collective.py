@@ -34,6 +34,9 @@ class CollectiveCall(Protocol):
     exactly: bool
     job: Job | None
 
+    @property
+    def described(self) -> str: ...
+
     def staged(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]: ...
 
     def reduced(self, comm: Communicator, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]: ...
@@ -122,13 +125,22 @@ class ScatterLeg(_Rows):
 
     Args:
         call: all that the ranks must agree on, in words.
+        ranks: who takes part, this one among them; the parts of others are empty. None: everyone.
     """
 
     def __init__(
-        self, comm: Communicator, x: torch.Tensor, parts: Segments, row: int, wire: WireFormat, call: str
+        self,
+        comm: Communicator,
+        x: torch.Tensor,
+        parts: Segments,
+        row: int,
+        wire: WireFormat,
+        call: str,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(comm.device, comm.cpu_share.threads, row, wire, x.dtype)
-        self.world, counts = comm.size, self.counts(parts)
+        ranks, counts = range(comm.size) if ranks is None else ranks, self.counts(parts)
+        self.world = len(ranks)
         self.own_rows = counts[comm.rank]
 
         def pack(start: int, stop: int, records: torch.Tensor) -> None:
@@ -136,7 +148,7 @@ class ScatterLeg(_Rows):
             for part, share in zip(parts.cut(x), shares, strict=True):
                 self.pack(part, start, stop, share)
 
-        receives = [self.own_rows] * comm.size
+        receives = [self.own_rows if peer in ranks else 0 for peer in range(comm.size)]
         self.exchange = StagedExchange.post(comm, counts, receives, self.record_bytes, pack, f"scatter: {call}")
 
     def sum_rows(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -144,10 +156,11 @@ class ScatterLeg(_Rows):
         if not self.wire.quantized and out.dtype != self.dtype:
             # The backend's sums of exact rows are of their own dtype.
             records = self.exchange.received.view(self.world, self.own_rows, -1)[:, start:stop]
-            out.zero_()
+            total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
             for rows in records:
                 elements = rows[:, : self.row * self.dtype.itemsize].contiguous().view(self.dtype)
-                out += elements.float()
+                total += elements.float()
+            out.copy_(total)
             return
         ranks = torch.arange(self.world, device=out.device) * self.own_rows
         index = torch.arange(start, stop, device=out.device)[:, None] + ranks
@@ -166,7 +179,7 @@ class GatherLeg(_Rows):
 
     Args:
         own: this rank's part, 1-D; or the leg that brings its summands, which are summed as they arrive and sent on.
-        call: see `ScatterLeg`.
+        call, ranks: see `ScatterLeg`; only those parts come that these ranks have.
     """
 
     def __init__(
@@ -178,15 +191,21 @@ class GatherLeg(_Rows):
         dtype: torch.dtype,
         own: torch.Tensor | ScatterLeg,
         call: str,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(comm.device, comm.cpu_share.threads, row, wire, dtype)
         self.parts, counts, cut_like = parts, self.counts(parts), 0
+        if ranks is not None:
+            counts = [count if peer in ranks else 0 for peer, count in enumerate(counts)]
         if isinstance(own, ScatterLeg):
             pack, cut_like = self._packs_sums(own, max(counts)), own.record_bytes
         else:
             pack = functools.partial(self.pack, own)
         self.slots = dense_segments(counts)
-        self.exchange = StagedExchange.post(comm, None, counts, self.record_bytes, pack, f"gather: {call}", cut_like)
+        self.piece_record_bytes = max(self.record_bytes, cut_like)
+        self.exchange = StagedExchange.post(
+            comm, None, counts, self.record_bytes, pack, f"gather: {call}", cut_like, ranks=ranks
+        )
 
     def _packs_sums(self, leg: ScatterLeg, most_rows: int) -> Callable[[int, int, torch.Tensor], None]:
         # Sums of exact rows go on as they are; quantised ones from float32, rounded once.

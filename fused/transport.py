@@ -1,8 +1,8 @@
 """Which transport an operation takes, alike on all ranks.
 
 *Direct*: kernels store into the peers' memory, where every rank can map every peer's. *Staged*: through the process
-group. `choose` decides for every operation, and gives an object that carries it out: the direct one, or a `Staged`,
-which remembers why.
+group. *Two levels*: the one within each host, the other between hosts. `choose` decides for every operation, and gives
+an object that carries it out; a `Staged` remembers why it is one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Transport(Protocol):
     """What carries out an operation's calls; operations add to it what they ask of theirs.
 
     Attributes:
-        name: "direct" or "staged".
-        reason: why it is staged; the same on every rank.
+        name: "direct", "staged" or "two_level".
+        reason: why it is not direct; the same on every rank.
         no_memory: whether only memory for the direct one is not available.
     """
 
@@ -82,20 +82,22 @@ def choose(
 
     Args:
         wires: formats whose rows the staged transport needs a backend for.
-        open_: gives the direct one, or the staged one if that is not available; collective in its first call.
+        open_: gives the direct one or that of two levels, or the staged one if neither is available; collective in its
+            first call.
         staged: gives the staged one, of the operation's name and the reason.
         no_memory: what is raised where the direct one was asked for, and only its memory is not available; else
             TransportUnavailable, as where there is neither.
     """
     check_transport(transport)
     found = staged(name, "as asked for") if transport == "staged" else open_()
-    if found.name != "staged":
+    if found.name == "direct" and transport != "two_level":
         return found
-    if transport in ("direct", "two_level"):
+    if transport not in ("auto", found.name):
         kind = no_memory if found.no_memory else TransportUnavailable
-        raise kind(
-            f"{name} cannot take {'two levels' if transport == 'two_level' else 'the direct transport'}: {found.reason}"
-        )
+        why, what = found.reason, "the direct transport"
+        if transport == "two_level":
+            why, what = why_not_two_levels(comm) or why, "two levels"
+        raise kind(f"{name} cannot take {what}: {why}")
     if found.no_memory:
         warnings.warn(f"{name} takes the staged transport, which is slower: {found.reason}", RuntimeWarning, 2)
     for wire in wires:
@@ -107,6 +109,15 @@ def choose(
             raise
         raise TransportUnavailable(f"no transport is available: direct: {found.reason}; staged: {error}") from error
     return found
+
+
+def why_not_two_levels(comm: Communicator) -> str | None:
+    """Why no operation of a communicator can take two levels; None: those can that are built for them."""
+    if len(comm.hosts) == 1:
+        return "its ranks are on one host"
+    if len(comm.hosts) == comm.size:
+        return "every host has one rank"
+    return None if comm.device.type == "cpu" else f"two levels are for CPU ranks, and its tensors live on {comm.device}"
 
 
 def uses_triton(comm: Communicator) -> bool:

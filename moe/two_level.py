@@ -65,7 +65,7 @@ def why_not_two_level(config: ParallelConfig) -> str | None:
     """What keeps a group's rounds from two levels; None if nothing does."""
     hosts = config.comm.hosts
     if len(hosts) == 1:
-        return "all ranks are on one host"
+        return "its ranks are on one host"
     if config.transport == "auto" and max(map(len, hosts)) == 1:
         return "every host has one rank"
     if config.invariant:
@@ -126,7 +126,9 @@ class TwoLevelRounds(DirectRounds):
         hosts, size = config.comm.hosts, config.comm.size
         here = next(number for number, members in enumerate(hosts) if self.rank in members)
         self.takers = takers = [forwarder(hosts, peer, here) for peer in range(size)]
-        homes = torch.tensor([served_by(hosts, taker).index(peer) for peer, taker in enumerate(takers)])
+        homes = torch.tensor(
+            [served_by(hosts, taker).index(peer) for peer, taker in enumerate(takers)], device=self.device
+        )
         most = max(len(served_by(hosts, rank)) for rank in range(size))
         self._home_bytes = (layout.NUM_BYTES - layout.SUMS) // most
         self.lanes = [
@@ -135,8 +137,10 @@ class TwoLevelRounds(DirectRounds):
         self._controls = [{rank: lane.control.clone() for rank in self._served[1:]} for lane in self.lanes]
         # Of each rank, and of none: whom this one's tokens for it are sent to, and whether it is on this host.
         by_host = [next(number for number, members in enumerate(hosts) if peer in members) for peer in range(size)]
-        self._targets = torch.tensor([forwarder(hosts, self.rank, number) for number in by_host] + [size])
-        self._here = torch.tensor([number == here for number in by_host] + [False])
+        self._targets = torch.tensor(
+            [forwarder(hosts, self.rank, number) for number in by_host] + [size], device=self.device
+        )
+        self._here = torch.tensor([number == here for number in by_host] + [False], device=self.device)
         self._host = self._here.nonzero()[:, 0]
         self._elsewhere = (~self._here[:-1]).nonzero()[:, 0]
         self.passages: dict[int, _Passage] = {}
@@ -167,7 +171,7 @@ class TwoLevelRounds(DirectRounds):
         messages = comm.result_memory.new_empty(ids.view(torch.uint8), (len(x), message_bytes))
         records, tail = messages[:, :row_bytes], messages.view(torch.int32)[:, row_bytes // 4 :]
         tail[:, : config.top_k], tail[:, config.top_k : 2 * config.top_k] = ids, weights.view(torch.int32)
-        tail[:, 2 * config.top_k] = torch.arange(len(x))
+        tail[:, 2 * config.top_k] = torch.arange(len(x), device=x.device)
         tail[:, 2 * config.top_k + 1 :] = 0
 
         def encode(stop: int) -> None:
@@ -305,7 +309,7 @@ class TwoLevelRounds(DirectRounds):
                 homes[rank] = self._home_of(lane, rank, passage)
             rows, terms, grads = homes[rank]
             terms, tail = terms[start:stop], records.view(torch.float32)[:, row_bytes // 4 :]
-            ones = torch.ones(terms.shape)
+            ones = torch.ones(terms.shape, dtype=torch.float32, device=self.device)
             config.combine_backend.pack_weighted_sums(rows, terms, ones, wire, dtype, records[:, :row_bytes])
             if grads is not None:
                 tail[:, : config.top_k], tail[:, config.top_k :] = grads[start:stop], 0.0
@@ -386,11 +390,13 @@ class TwoLevelRounds(DirectRounds):
         told = self._lines(lane, layout.COMBINE_SIGNALS)[:, SIGNAL_END] == WITH_SUMS
         told = torch.nn.functional.pad(told, (0, 1))
         owner = owners(passage.ids[rank], config.num_experts, config.comm.size)
-        wanted = torch.zeros(len(tokens), config.comm.size + 1, dtype=torch.bool).scatter_(1, owner, True)
+        wanted = torch.zeros(len(tokens), config.comm.size + 1, dtype=torch.bool, device=self.device)
+        wanted.scatter_(1, owner, True)
         wanted[:, -1] = False
         places = torch.where(wanted, wanted.cumsum(1) - 1, layout.SLOTS)
         numbers = torch.where(wanted & told, tokens.unsqueeze(1) * layout.SLOTS + places, -1)
-        terms = torch.full((len(tokens), layout.SLOTS + 1), -1).scatter_(1, places, numbers)[:, :-1]
+        terms = torch.full((len(tokens), layout.SLOTS + 1), -1, dtype=torch.int64, device=self.device)
+        terms = terms.scatter_(1, places, numbers)[:, :-1]
         if not layout.WEIGHT_GRADS:
             return rows, terms, None
         first += layout.WEIGHT_GRADS - layout.SUMS

@@ -68,6 +68,12 @@ class SymmetricMemory:
         """
         return self._require_open(self._bases)
 
+    def among(self, ranks: Sequence[int]) -> SymmetricMemory:
+        """The same memory, of these ranks alone; in place of this one, which is closed by neither."""
+        return SymmetricMemory(
+            self.kind, self.generation, self.local, self.buffer_ptrs[list(ranks)].tolist(), self._mappings
+        )
+
     def held(self) -> object:
         """Keeps all of it mapped, even past `close`, for code that is still using it."""
         return self.local, self.buffer_ptrs, list(self._mappings)

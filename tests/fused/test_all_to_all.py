@@ -261,7 +261,11 @@ def _bad_input(comm: Communicator, warm: bool) -> None:
         (lambda: all_to_all_v(wants_gradient, ones, ones, out=x, comm=comm), WireFormatError, "no backward"),
         (lambda: all_to_all_v(x.tolist(), ones, ones, comm=comm), TransportUnavailable, "x is a list"),  # type: ignore[arg-type]
         (lambda: all_to_all_v(x, ones, ones, out=[x], comm=comm), TransportUnavailable, "out is a list"),  # type: ignore[arg-type]
-        (lambda: all_to_all_v(x, ones, comm=comm, transport="fast"), TransportUnavailable, "auto, direct, staged"),
+        (
+            lambda: all_to_all_v(x, ones, comm=comm, transport="fast"),
+            TransportUnavailable,
+            "auto, direct, two_level, staged",
+        ),
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()

@@ -41,16 +41,17 @@ def all_gathered(tensors: list[torch.Tensor], wire: WireFormat) -> torch.Tensor:
     return whole.view(-1, *tensors[0].shape[1:])
 
 
-def reduce_scattered(tensors: list[torch.Tensor], wire: WireFormat, rank: int) -> torch.Tensor:
-    x, world = tensors[0], len(tensors)
+def reduce_scattered(tensors: list[torch.Tensor], wire: WireFormat, rank: int, world: int = 0) -> torch.Tensor:
+    """`world` is how many ranks there are, if that is not how many tensors."""
+    x, world = tensors[0], world or len(tensors)
     segments, row = gathered_parts([x.numel() // world] * world)
     parts = [tensor.reshape(-1)[segments.displs[rank] :][: segments.counts[rank]] for tensor in tensors]
     total = summed(parts, row, wire)[: segments.counts[rank]]
     return round_reference(total, x.dtype, saturate=wire.quantized).view(-1, *x.shape[1:])
 
 
-def all_reduced(tensors: list[torch.Tensor], wire: WireFormat, gather_wire: WireFormat) -> torch.Tensor:
-    x, world = tensors[0], len(tensors)
+def all_reduced(tensors: list[torch.Tensor], wire: WireFormat, gather_wire: WireFormat, world: int = 0) -> torch.Tensor:
+    x, world = tensors[0], world or len(tensors)
     segments, row = split_parts(x.numel(), world)
     whole = []
     for count, displ in zip(segments.counts, segments.displs, strict=True):

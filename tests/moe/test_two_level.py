@@ -172,7 +172,7 @@ def _refusals(comm: Communicator) -> list[str]:
 
 def test_what_cannot_take_two_levels_says_why() -> None:
     for one_host, direct, invariant, explained in run_ranks(_refusals, 4):
-        assert one_host == "ExpertParallel cannot take two levels: all ranks are on one host"
+        assert one_host == "ExpertParallel cannot take two levels: its ranks are on one host"
         assert "its ranks are on several hosts: 2, of ranks 0-1 and 2-3" in direct
         assert "with invariant=True each expert's row goes home" in invariant
         assert "transport: two_level" in explained and "hosts: 2, of ranks 0-1 and 2-3" in explained

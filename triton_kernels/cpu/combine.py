@@ -250,7 +250,7 @@ def send_part(
         weight_grads: as `send_sums` takes them.
     """
     end, ranks = (rounds.WITH_SUMS, len(sources)) if expert_out is not None else (rounds.ABANDONED, 0)
-    rows = torch.empty(0, lane.layout.HIDDEN) if expert_out is None else expert_out
+    rows = torch.empty(0, lane.layout.HIDDEN, dtype=torch.float32, device="cpu") if expert_out is None else expert_out
     rows = readable_rows(rows, lane.layout.HIDDEN, "expert_out")
     grads = check_weight_grads(lane, weight_grads) if ranks else None
     send_part_kernel(
