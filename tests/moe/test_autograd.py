@@ -137,7 +137,7 @@ def _transforms(comm: Communicator, transport: str) -> None:
         assert comm.all_gather_data(comm.rank, int) == [0, 1], "the communicator is as it was"
 
 
-@each_transport
+@pytest.mark.parametrize("transport", ["direct", "staged"])
 def test_forward_mode_and_transforms_of_torch_func_are_refused_before_anything_is_sent(transport: str) -> None:
     run_ranks(_transforms, 2, transport, timeout=60)  # levels of forward mode are of a process, and not of a thread
 
@@ -180,7 +180,7 @@ def _outputs(comm: Communicator, transport: str) -> None:
                     assert name and leaf.any()
 
 
-@each_transport
+@pytest.mark.parametrize("transport", ["direct", "staged"])
 def test_autograd_sees_that_an_output_is_overwritten(transport: str) -> None:
     run_ranks(_outputs, 2, transport, mode="thread", timeout=60)
 

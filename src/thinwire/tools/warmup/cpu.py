@@ -70,10 +70,13 @@ def call_every_kernel() -> None:
         x = torch.randn(8, 64, generator=generator, dtype=torch.float32, device="cpu")
         in_int8 = Int8Experts(GroupedExperts(2, 64, 64))
         dequantize(quantize(x, "int8"))
-        for transport in ("direct", "staged"):
-            all_reduce(x, wire="int8", comm=comm, transport=transport)
-            all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
-            with ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
+        apart = comm.split(groups=[range(comm.size)])
+        apart.hosts = ((0,), (1,))  # as if each were on a host of its own
+        for transport, group in (("direct", comm), ("staged", comm), ("two_level", apart)):
+            if group is comm:
+                all_reduce(x, wire="int8", comm=comm, transport=transport)
+                all_to_all_v(x, [4, 4], [4, 4], wire="int8", comm=comm, transport=transport)
+            with ExpertParallel(group, 4, 2, 64, 8, wire="int8", transport=transport) as experts:
                 ids = torch.tensor([[0, 3]], device="cpu").expand(8, 2).contiguous()
                 for used in (True, False):
                     dispatched = experts.dispatch(x, ids, torch.ones(8, 2, dtype=torch.float32, device="cpu"))
