@@ -210,7 +210,7 @@ def moe_round(rng: random.Random, triton: bool) -> None:
         names = ("control", "report", "index", "expert_counts", "expert_offsets", "positions", "weights", "scratch")
         memory = shared[lane.rank]
         return replace(
-            lane, buffer=memory.local, buffer_ptrs=memory.buffer_ptrs,
+            lane, buffer=memory.local, buffer_ptrs=memory.buffer_ptrs, home_ptrs=memory.buffer_ptrs,
             **{name: guarded_copy(getattr(lane, name)) for name in names},
         )  # fmt: skip
 
