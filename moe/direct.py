@@ -208,6 +208,8 @@ def launch_each(
 
 
 class DirectRound(Dispatched):
+    """A round on a lane of the direct transport: what kernels routed there, in the lane's own tensors."""
+
     _rounds: DirectRounds
 
     def __init__(self, rounds: DirectRounds, lane: int, x: torch.Tensor) -> None:

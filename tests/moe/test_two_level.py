@@ -292,7 +292,7 @@ def _hung(comm: Communicator, where: str) -> tuple[int, ...]:
     if comm.rank == 0:
         if where == "forward":
             ep._assembly.rounds._forward = lambda *_: time.sleep(12)  # type: ignore[attr-defined]
-            with pytest.raises(Exception):  # noqa: B017 - of what was not forwarded
+            with pytest.raises(TypeError):  # as it gives nothing
                 ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
         else:
             ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
