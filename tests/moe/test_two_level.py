@@ -309,3 +309,25 @@ def _hung(comm: Communicator, where: str) -> tuple[int, ...]:
 def test_a_rank_that_hangs_is_named_and_its_host_is_not(where: str) -> None:
     # Who is stuck must say so within half a second of the others, which other tests on these cores may prevent.
     assert any(run_ranks(_hung, 6, where, timeout=90) == [(0,)] * 6 for _ in range(2))
+
+
+def _abandoned(comm: Communicator) -> None:
+    """A rank that abandons a round adds nothing to it, and neither do its sums of the round before."""
+    with (
+        ExpertParallel(comm, *SIZES, wire="none", transport="direct") as one_level,
+        ExpertParallel(on_hosts(comm, TWO_BY_TWO), *SIZES, wire="none", transport="two_level") as ep,
+    ):
+        batch = _batch(comm.rank, 0, torch.float32)
+        for number in range(3):
+            homes = []
+            for each in (one_level, ep):
+                d = each.dispatch(*batch)
+                if number == 1 and comm.rank == 1:
+                    d.abandon()
+                else:
+                    homes.append(each.combine(d.tokens * 3 + 1, d))
+            torch.testing.assert_close(*homes or (0, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_that_abandons_a_round_adds_nothing() -> None:
+    run_ranks(_abandoned, 4, mode="thread", timeout=60)
