@@ -11,6 +11,7 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
+from thinwire.fields import shown
 from thinwire.fused.transport import choose, open_direct
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
@@ -54,7 +55,8 @@ class Assembly:
             f"wire: {config.wire} out, {config.combine_wire} back{' (each expert by itself)' * config.invariant}, "
             f"{config.grad_wire} for gradients",
             f"kernels: {backend.name} ({backend.reason})",
-            f"experts: {config.num_experts} over {config.comm.size} ranks, here {config.local_experts}",
+            f"experts: {config.num_experts} over {config.comm.size} ranks, here {shown(config.local_experts)}"
+            f"{'' if config.expert_map is None else ', by expert_map'}",
         )
 
     @property

@@ -67,7 +67,7 @@ def load_checkpoint(
         _check_names_and_shapes(file, path, {name: place.shape for name, (_, place) in held.items()}, others)
         values = {}
         for name, (tensor, place) in held.items():
-            read = functools.partial(_part_of, file, name, place, tensor)
+            read = functools.partial(_part_of, file, name, place)
             values[name] = _converted(read, tensor, f"{path}: {name}")
         if state is not None:
             if settings is None:
@@ -78,7 +78,7 @@ def load_checkpoint(
                 if placed is not None:
                     parameter, place = placed
                     with _errors_named(f"{path}: {name}"):
-                        part = _part_of(file, name, place, parameter)
+                        part = _part_of(file, name, place)
                     stored[name] = _sharded_like(part, parameter) if part.dim() else part
             state.fill(settings, stored)
         with torch.no_grad():
@@ -87,12 +87,13 @@ def load_checkpoint(
         return metadata
 
 
-def _part_of(file: Any, name: str, place: Place, like: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a stored tensor, as `like` does."""
-    if place.first is None:
+def _part_of(file: Any, name: str, place: Place) -> torch.Tensor:
+    """What this rank holds of a stored tensor."""
+    rows = place.rows
+    if rows is None:
         found: torch.Tensor = file.get_tensor(name)
-    else:
-        found = file.get_slice(name)[place.first : place.first + len(like)]
+    else:  # a slice is read at once
+        found = file.get_slice(name)[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
     return found
 
 

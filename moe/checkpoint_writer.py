@@ -181,8 +181,10 @@ def _is_text(text: str) -> bool:
 def _write(descriptor: int, tensor: torch.Tensor, offset: int, place: Place) -> None:
     """All of a part to its place in a file, of which the whole begins at `offset`."""
     octets = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    row = len(octets) // max(1, len(tensor)) if place.first else 0
-    write_at(descriptor, octets.data, offset + row * (place.first or 0))
+    rows = range(1) if place.rows is None else place.rows  # of one, all is a row
+    size = len(octets) // max(1, len(rows))
+    for number, row in enumerate(rows):
+        write_at(descriptor, octets.data[number * size : (number + 1) * size], offset + row * size)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,12 @@ import torch
 from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.tensors import is_int, is_seconds
-from thinwire.errors import RoutingError
+from thinwire.errors import ArgumentError, RoutingError
+from thinwire.fields import shown
 from thinwire.fused.backend import Backend, reference_backend, select_backend
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.transport import check_transport
-from thinwire.moe.routing import expert_range
+from thinwire.moe.routing import expert_range, owners_in
 from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_END, RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
@@ -175,13 +178,37 @@ class ParallelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(ParallelSettings):
-    """The same with the group, and what follows from that."""
+    """The same with the group, and what follows from that.
+
+    `expert_map` is a tuple once it is checked, None for contiguous blocks. With it ids become *places* as a dispatch
+    begins: experts by owner, then by id, so that a rank's are contiguous. Kernels and messages know places only.
+    """
 
     comm: Communicator
+    expert_map: Sequence[int] | torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "comm", as_communicator(self.comm))  # last, as others may have to be met for it
+        if self.expert_map is not None:
+            object.__setattr__(self, "expert_map", self._checked_map())
+
+    def _checked_map(self) -> tuple[int, ...] | None:
+        ranks = range(self.comm.size)
+        owners = owners_in(self.expert_map, self.num_experts, self.comm.size)
+        owned = [len(expert_range(self.num_experts, self.comm.size, rank)) for rank in ranks]
+        if (given := [owners.count(rank) for rank in ranks]) != owned:
+            raise ArgumentError(
+                f"expert_map gives the ranks {shown(given)} experts, expected {shown(owned)}, as many as without a map"
+            )
+        if owners == sorted(owners):
+            return None
+        if self.invariant:
+            raise ArgumentError(
+                "expert_map is given with invariant=True, expected None or contiguous blocks: rows are then added in "
+                "ascending expert id, which kernels know in such blocks only"
+            )
+        return tuple(owners)
 
     @cached_property
     def dispatch_backend(self) -> Backend:
@@ -204,9 +231,26 @@ class ParallelConfig(ParallelSettings):
         return select_backend(self.comm.device, wire, self.comm.cpu_share.threads)
 
     @property
-    def local_experts(self) -> range:
-        """The experts that this rank owns."""
+    def local_places(self) -> range:
+        """The places of the experts that this rank owns."""
         return expert_range(self.num_experts, self.comm.size, self.comm.rank)
+
+    @property
+    def local_experts(self) -> range | tuple[int, ...]:
+        """Their ids, ascending."""
+        if self.expert_map is None:
+            return self.local_places
+        return tuple(expert for expert, owner in enumerate(self.expert_map) if owner == self.comm.rank)
+
+    def places_of_ids(self) -> torch.Tensor | None:
+        """int32 [num_experts + 3], the place of each id; None where both are the same.
+
+        Behind them is what ids from -2 on and `num_experts` become: the same, none or out of range as before.
+        """
+        if self.expert_map is None:
+            return None
+        places = torch.tensor(self.expert_map, device="cpu").argsort(stable=True).argsort().tolist()
+        return torch.tensor([*places, self.num_experts, -2, -1], dtype=torch.int32, device=self.comm.device)
 
     @property
     def peer_timeout(self) -> float:
@@ -216,7 +260,11 @@ class ParallelConfig(ParallelSettings):
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
         names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "invariant", "transport")
+        owners = self.expert_map  # of many experts more than can be sent
         return {name: getattr(self, name) for name in names} | {
+            "expert_map": None
+            if owners is None
+            else f"{shown(owners)}, SHA-256 {hashlib.sha256(repr(owners).encode()).hexdigest()[:16]}",
             "wire": str(self.wire),
             "wire_alignment": self.wire.alignment,
             "combine_wire": str(self.combine_wire),

@@ -139,7 +139,7 @@ class Dispatched(OnLane, ABC):
     def expert_ids(self) -> torch.Tensor:
         """The expert of each row of `tokens`: int64 [rows], counted from this rank's first, -1 where it is padding.
 
-        So they index what a rank has of its experts; `ep.local_experts.start` more is the global id. Waits and raises
+        So they index what a rank has of its experts, and `ep.local_experts`, which has the global ids. Waits and raises
         as `tokens`.
         """
         return self._routing().expert_ids

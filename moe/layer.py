@@ -105,14 +105,14 @@ class MoELayer(nn.Module):
                 made_alone(seed + number, partial(self.experts.draw, place))
         self.shared = experts(1, hidden_size, shared_ff_size) if shared_ff_size else None
 
-    def _owned(self, ep: ExpertParallel) -> range:
+    def _owned(self, ep: ExpertParallel) -> range | tuple[int, ...]:
         for name in ("num_experts", "top_k", "hidden_size"):
             mine, its = getattr(self, name), getattr(ep, name)
             if mine != its:
                 raise ValueError(f"this layer has {name} {mine}, its ep {its}: they must be the same")
         owned = ep.local_experts
-        if owned.step != 1 or not 0 <= owned.start <= owned.stop <= self.num_experts:
-            raise ValueError(f"ep.local_experts must be a contiguous range within 0..{self.num_experts}, got {owned}")
+        if not all(0 <= expert < self.num_experts for expert in owned):
+            raise ValueError(f"ep.local_experts must lie in 0..{self.num_experts - 1}, got {owned}")
         return owned
 
     def shard(self, ep: ExpertParallel) -> MoELayer:
@@ -128,7 +128,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"this layer is sharded already and holds only experts {self.local_experts}")
         owned = self._owned(ep)
         for name, weight in list(self.experts.named_parameters()):
-            kept = weight.detach()[owned.start : owned.stop].clone()
+            kept = weight.detach()[list(owned)]  # a copy
             setattr(self.experts, name, nn.Parameter(kept, requires_grad=weight.requires_grad))
         self.local_experts = owned
         self.ep, self._layer = ep, ep.next_layer()
@@ -165,7 +165,7 @@ class MoELayer(nn.Module):
             if self.ep is not None and self.ep.local_experts != self.local_experts:
                 raise RoutingError(
                     f"this layer holds experts {self.local_experts}, and its ep has {self.ep.local_experts} since it "
-                    "was rebuilt: rebuild with the ranks in their old order, or load the layer anew"
+                    "was rebuilt: rebuild with the same ranks in their order and the same map, or load it anew"
                 )
             x2d = x.reshape(-1, self.hidden_size)
             routing = self.route(x2d)

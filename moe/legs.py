@@ -57,6 +57,8 @@ class StartedDispatch(Started):
         if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
             x, topk_ids, topk_weights = x.resolve_neg(), topk_ids.resolve_neg(), topk_weights.resolve_neg()
         x = x if x.stride(1) == 1 else x.contiguous()
+        if (places := rounds.places_of_ids) is not None:  # from the end of which negative ids count
+            topk_ids = places[topk_ids.clamp(-2, rounds.config.num_experts)]
         wanted = any(self.wants)
         # Where nothing wants a gradient there is none to keep from being recorded.
         with torch.no_grad() if wanted else _AS_IT_IS:

@@ -55,7 +55,8 @@ class LocalExperts(nn.ModuleDict):
     def __init__(self, ep: ExpertParallel, factory: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.ep, seed = ep, seed_of_experts()
-        for number in ep.local_experts:
+        self.local_experts = ep.local_experts
+        for number in self.local_experts:
             self[str(number)] = made_alone(seed + number, partial(factory, number))
 
     def forward(self, rows: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
@@ -66,8 +67,13 @@ class LocalExperts(nn.ModuleDict):
             expert_counts: ``d.expert_counts``, int64 [local experts]. On CUDA this waits for them.
 
         Raises:
-            RoutingError: counts of other experts, or of more or fewer rows.
+            RoutingError: counts of other experts, or of more or fewer rows; or ``ep`` was rebuilt, and has other ones.
         """
+        if self.ep.local_experts != self.local_experts:
+            raise RoutingError(
+                f"these are experts {self.local_experts}, and ep has {self.ep.local_experts} since it was rebuilt: "
+                "make them anew, and load their weights"
+            )
         counts = expert_counts.tolist()
         if len(counts) != len(self) or sum(counts) != len(rows):
             raise RoutingError(

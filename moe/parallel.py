@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -49,7 +49,7 @@ _called_by_all = functools.partial(opaque, find_recorder=_recorder_of)
 
 
 class ExpertParallel:
-    """Dispatch and combine over a group whose ranks own the experts in contiguous blocks.
+    """Dispatch and combine over a group whose ranks own the experts, in contiguous blocks or as a map says.
 
     The constructor is collective. One object serves all layers of a model that have these sizes: see `shared`.
 
@@ -77,6 +77,9 @@ class ExpertParallel:
             means four a multiprocessor. Of no effect on the CPU.
         timeout: seconds that a round of the direct transport may wait for a peer; None means the communicator's. The
             staged transport waits as long as the communicator does.
+        expert_map: the rank that owns each expert, a sequence or an integer tensor [num_experts], the same on all
+            ranks; each rank owns as many as without. None: contiguous blocks. `local_experts` has a rank's own in
+            ascending id, the order of `Dispatched.tokens` and `expert_counts`. There is no map with `invariant`.
         dtype: the only dtype that tokens will have; None means any of float32, float16 and bfloat16. It spares memory
             with the direct transport and wire format `none`. float64, router weights included, is for comparisons:
             staged, in plain torch, with the format `none` alone.
@@ -84,6 +87,7 @@ class ExpertParallel:
     Raises:
         ConfigMismatch: on every rank, when ranks passed different settings.
         RoutingError: sizes that make no sense.
+        ArgumentError: `expert_map` has another length, a rank that is none, or other numbers of experts for the ranks.
         TransportUnavailable: a transport or backend that is not there, or a group that cannot move the tensors.
         CapacityError: direct or two levels were asked for, and the memory is not there; both figures are given.
 
@@ -116,11 +120,12 @@ class ExpertParallel:
         num_programs: int | None = None,
         timeout: float | None = None,
         dtype: torch.dtype | None = None,
+        expert_map: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
         config = ParallelConfig.of(
             num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
             transport=transport, lanes=lanes, align=align, invariant=invariant, num_programs=num_programs,
-            timeout=timeout, dtype=dtype, comm=comm,
+            timeout=timeout, dtype=dtype, expert_map=expert_map, comm=comm,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
         self.wire, self.combine_wire, self.grad_wire = config.wire, config.combine_wire, config.grad_wire
@@ -415,7 +420,9 @@ class ExpertParallel:
         with self.comm.call("ensure_capacity"):
             self._assembly.make_room(max_tokens)
 
-    def rebuild(self, group: Group | Iterable[int] | None = None) -> None:
+    def rebuild(
+        self, group: Group | Iterable[int] | None = None, *, expert_map: Sequence[int] | torch.Tensor | None = None
+    ) -> None:
         """Goes on with the ranks that are left after a PeerTimeout, or with another group. Collective over them.
 
         Waits for the device, ends every round, and allocates new memory: the old one may still be written to by a peer
@@ -425,10 +432,13 @@ class ExpertParallel:
         Args:
             group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
                 has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
-                communicator, or a process group that is given this one's device, timeout and integrity.
+                communicator, or a process group that is given this one's device, timeout and integrity. `comm`: the
+                same ranks, with another map.
+            expert_map: of the new group, as the constructor's; None: contiguous blocks, whatever was before.
 
         Raises:
-            ArgumentError: ranks that this one's communicator does not have.
+            ArgumentError: ranks that this one's communicator does not have; a map that is refused, before the old
+                memory is given back.
             ThinwireError: this rank is one of those that are lost, or the others go on without it.
             PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
             ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
@@ -444,6 +454,7 @@ class ExpertParallel:
             comm = Communicator(group_of(group)[0], **self.comm.settings._asdict())
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
+        config = replace(self._assembly.config, comm=comm, expert_map=expert_map)
         with comm.call("rebuild"):
             told = comm.all_gather_data((self._assembly.generation, self._assembly.config.max_tokens), (int, int))
             for rank, (generation, room) in enumerate(told):
@@ -456,8 +467,7 @@ class ExpertParallel:
             self.close()
             # Some ranks may have more room: those of another group, or those at which ensure_capacity came through.
             most = max(room for _, room in told)
-            config = replace(self._assembly.config, comm=comm, max_tokens=most)
-            self._assemble(config, max(generation for generation, _ in told) + 1)
+            self._assemble(replace(config, max_tokens=most), max(generation for generation, _ in told) + 1)
         self._closed = False
 
     def explain(self) -> str:

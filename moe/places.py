@@ -24,12 +24,12 @@ class Place:
 
     Attributes:
         shape: of the whole.
-        first: the row of the whole that is the part's first; None: the part is all of it.
+        rows: the rows of the whole that are the part's; None: the part is all of it.
         mine: whether it is of experts that are spread over ranks, so that this rank writes it, whatever others have.
     """
 
     shape: tuple[int, ...]
-    first: int | None = None
+    rows: range | tuple[int, ...] | None = None
     mine: bool = False
 
 
@@ -40,7 +40,7 @@ def _expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
             continue
         if isinstance(module, MoELayer):
             for part in module.experts.parameters():
-                yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts.start, True)
+                yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts, True)
         else:
             for tensor in module.state_dict(keep_vars=True).values():
                 yield tensor, Place(tuple(tensor.shape), None, True)

@@ -198,7 +198,7 @@ def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[to
     for slot in piece.slots:
         value = values[slot.parameter]
         if piece.expert is not None:
-            value = value[piece.expert - layer.local_experts.start]
+            value = value[layer.local_experts.index(piece.expert)]
         pairs.append((value, slot.view(stored)))
     return pairs
 

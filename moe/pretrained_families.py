@@ -9,7 +9,7 @@ up in alternate columns, and has biases. Names, shapes, configuration and its de
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -201,7 +201,7 @@ class LayerPlan(NamedTuple):
     def expert_bias(self) -> bool:
         return any(slot.parameter == "b_in" for _, _, slots in self.layout.matrices for slot in slots)
 
-    def pieces(self, experts: range) -> Iterator[Piece]:
+    def pieces(self, experts: Iterable[int]) -> Iterator[Piece]:
         """All tensors of no expert, then those of these experts, each expert's as far as they are its own."""
         block = f"{self.prefix}{self.layout.block}."
         router = f"{block}{self.family.router_name}."

@@ -37,6 +37,7 @@ class Rounds:
         self.closed = False
         self.open_rounds: list[OnLane | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
+        self.places_of_ids = config.places_of_ids()  # made here, as it is not while a graph is captured
         self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched
         self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 
 from thinwire.comm.tensors import is_int, require_dense
-from thinwire.errors import RoutingError
+from thinwire.errors import ArgumentError, RoutingError
+from thinwire.fields import shown
 
 
 def expert_range(num_experts: int, world_size: int, rank: int) -> range:
@@ -30,6 +32,24 @@ def expert_range(num_experts: int, world_size: int, rank: int) -> range:
     block, larger = divmod(num_experts, world_size)
     start = rank * block + min(rank, larger)
     return range(start, start + block + (rank < larger))
+
+
+def owners_in(expert_map: object, num_experts: int, world_size: int) -> list[int]:
+    """The rank that owns each expert, as a map says it: a sequence or an integer tensor [num_experts].
+
+    Raises:
+        ArgumentError: it is no such map.
+    """
+    if isinstance(expert_map, torch.Tensor):
+        require_dense("expert_map", expert_map)
+        expert_map = expert_map.tolist()
+    owners = list(expert_map) if isinstance(expert_map, Sequence) else []
+    if len(owners) != num_experts or not all(is_int(rank, 0, world_size - 1) for rank in owners):
+        raise ArgumentError(
+            f"expert_map is {shown(expert_map)}, expected {num_experts} ranks from 0 to {world_size - 1} in a list or "
+            "tensor, the owner of each expert"
+        )
+    return owners
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class StagedRounds(Rounds):
             phase("routing")
             words = arrived.view(torch.int32)
             arrived_weights = _floats(words[:, weight_words], config.weight_dtype)
-            arrival = ArrivalPlan.of(words[:, id_words], arrived_weights, config.local_experts, config.align)
+            arrival = ArrivalPlan.of(words[:, id_words], arrived_weights, config.local_places, config.align)
             numbers = words[:, number_word]
             rows = arrived[:, :row_bytes]
             d = self._open[lane] = StagedRound(self, lane, x, sends, recv_counts, rows, arrival, numbers)

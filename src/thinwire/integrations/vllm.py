@@ -142,7 +142,7 @@ class PrepareAndFinalize:
         each, place = -(-len(a1) // self._copies), self._group.comm.rank % self._copies
         self._part = part = slice(place * each, (place + 1) * each)
         self._round = d = self._ep.dispatch(a1[part], topk_ids[part], topk_weights[part], layer=self._layer)
-        local = self._ep.local_experts
+        local = cast(range, self._ep.local_experts)  # as it has no map
         if self._by_expert:
             rows, weights = d.tokens, topk_weights.new_ones(len(d.tokens), 1)
             places = torch.arange(len(local), device=rows.device)  # of experts among the rank's weights

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError
-from thinwire.fields import parse_json, read_bytes, shown
+from thinwire.fields import parse_json, read_bytes
+from thinwire.moe.routing import owners_in
 from thinwire.moe.tiny import TINY_MOE_PATH, load_tiny_moe, text_windows
 from thinwire.tools.bench.options import Routing
 from thinwire.tools.bench.traffic import Integers, expert_ids, expert_load, first_experts, skew_of, violation_of
@@ -100,10 +100,8 @@ def owners_of(expert_map: Sequence[int] | Path | None, experts: int, ranks: int)
     """
     if expert_map is None:
         return np.repeat(np.arange(ranks), np.diff(first_experts(experts, ranks)))
-    given = parse_json(*read_bytes(expert_map)) if isinstance(expert_map, Path) else list(expert_map)
-    if not isinstance(given, list) or len(given) != experts or not all(is_int(rank, 0, ranks - 1) for rank in given):
-        raise ArgumentError(f"expert_map is {shown(given)}, expected {experts} ranks from 0 to {ranks - 1} in a list")
-    return np.array(given, dtype=np.int64)
+    given = parse_json(*read_bytes(expert_map)) if isinstance(expert_map, Path) else expert_map
+    return np.array(owners_in(given, experts, ranks), dtype=np.int64)
 
 
 def count_crossings(
