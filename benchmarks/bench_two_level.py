@@ -1,12 +1,11 @@
 """Measures what two levels gain where hosts of several ranks are joined by a link of 1 and of 10 Gbit/s.
 
     sudo .venv/bin/python -m benchmarks.bench_two_level --json benchmarks/results/cpu/two_level.json
-    sudo .venv/bin/python -m benchmarks.bench_two_level --ranks-per-host 4 --tokens 2048 --json two_level_2x4.json
 
 The hosts are two network namespaces of this machine (see `thinwire/tools/link.py`), with --ranks-per-host ranks each.
-A round is a dispatch of --tokens bfloat16 tokens a rank to --top-k of --experts experts, drawn evenly, which give back
-what they get, and the combine. `fp8, none` sends the tokens in fp8 and the sums back in bfloat16. The collectives are
-of --mebibytes MiB of bfloat16 a rank.
+A round is a dispatch of --host-tokens bfloat16 tokens a host to --top-k of --experts experts, drawn evenly, which give
+back what they get, and the combine. `fp8, none` sends the tokens in fp8 and the sums back in bfloat16. The collectives
+are of --mebibytes MiB of bfloat16 a rank.
 
 Ways to do the same take turns in the same ranks, a sample of each in every round. Times are medians over all samples,
 each of the slowest rank, from call to return: quantising, packing and what is handed to experts are part of them.
@@ -20,19 +19,21 @@ The other columns are from calls of their own, between barriers:
 
     link MB     what a host sent in a call: the bytes that its interface counted, less 66 bytes of headers for each
                 packet counted (of Ethernet, IP, and TCP with a time stamp), so what TCP carried
-    routed MB   what a host must send, from the routing: a message for each token and place with its experts, and a
-                record back; a place is another host for two levels, and a rank of another host for one
+    predicted   MB that a host must send. Of a round, from the routing: a message for each token and place with its
+                experts, and a record back; a place is another host for two levels, and a rank of another host for one.
+                Of a collective, a record for each row and rank that it goes to
     off         how much more than that was sent, in per cent
     link share  of what the link can carry without headers, which take 4.4 % of it
     cores       processor time of all ranks by time and cores; what the kernel does for packets is partly not in there
     machine     the same of all that ran on this machine meanwhile, the kernel included
 
 Both hosts share this machine's processors: where `machine` is near 1 these limit, and not the link. All ways of rounds
-are there at once: with 4096 tokens 2 ranks a host take about 8 GB of memory, 4 ranks 33 GB.
+are there at once: with 8192 tokens a host 2 ranks a host take about 8 GB of memory, 4 ranks 12 GB.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -47,6 +48,7 @@ import thinwire as tw
 from benchmarks import timing
 from benchmarks.bench_link import HEADERS, checked_rate, with_spread
 from thinwire.comm import Communicator
+from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.moe.routing import expert_range
 from thinwire.tools import link
 from thinwire.wire import WireFormat
@@ -66,7 +68,7 @@ LEGS = ": legs"  # dispatch and combine alone
 GOALS = {2: (1.7, 3.0), 4: (1.8, 3.5)}
 COLUMNS = {
     "link": "s", "ranks": "s", "operation": "s", "way": "s", "ms": ".0f", "dispatch": "s", "tokens": "s",
-    "combine": "s", "link MB": ".1f", "routed MB": "s", "off": "s", "link share": ".2f", "cores": ".2f",
+    "combine": "s", "link MB": ".1f", "predicted": "s", "off": "s", "link share": ".2f", "cores": ".2f",
     "machine": ".2f", "x int8": "s", "x bf16": "s", "error": ".4f",
 }  # fmt: skip
 HEADER_BYTES = 66
@@ -82,7 +84,7 @@ def measure(
 
     Returns:
         For each operation `samples`, the seconds of every call on the slowest rank; `meters`, what a call took of link
-        and processors; `error`, the relative L2 error here; and `routed`, what each host must send in a round.
+        and processors; `error`, the relative L2 error here; and `predicted`, what each host must send.
     """
     measured = {}
     for operation in operations:
@@ -109,7 +111,7 @@ def _measure_rounds(
     all_ids = [_routing(rank, tokens, experts, top_k)[0] for rank in range(comm.size)]
     ids, weights = _routing(comm.rank, tokens, experts, top_k)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
-    laps, rounds, error, routed = timing.Laps(comm.device), {}, {}, {}
+    laps, rounds, error, predicted = timing.Laps(comm.device), {}, {}, {}
     parallel = {
         way: tw.ExpertParallel(
             comm, experts, top_k, hidden, tokens, wire=WIRES[way][0], combine_wire=WIRES[way][1],
@@ -140,7 +142,9 @@ def _measure_rounds(
         messages = crossings(all_ids, comm.hosts, experts, by_host=way.startswith("two"))
         # A host sends its tokens' messages, and records back to those of the other; kernels need a multiple of 16.
         message_bytes = -(-(there + 8 * top_k + 4) // 16) * 16
-        routed[way] = [own * message_bytes + other * back for own, other in zip(messages, messages[::-1], strict=True)]
+        predicted[way] = [
+            own * message_bytes + other * back for own, other in zip(messages, messages[::-1], strict=True)
+        ]
     samples = timing.interleaved_over_ranks(comm, rounds, repeats, sample_seconds=0, laps=laps)
     for way in ways:
         there_and_back = zip(samples[f"{way}: dispatch"], samples[f"{way}: combine"], strict=True)
@@ -148,7 +152,7 @@ def _measure_rounds(
     meters = {way: _metered(comm, run, -(-repeats // 3)) for way, run in rounds.items()}
     for ep in parallel.values():
         ep.close()
-    return {"samples": samples, "meters": meters, "error": error, "routed": routed}
+    return {"samples": samples, "meters": meters, "error": error, "predicted": predicted}
 
 
 def _routing(rank: int, tokens: int, experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,13 +216,38 @@ def _measure_collective(
             del y
     samples = timing.interleaved_over_ranks(comm, functions, repeats, sample_seconds=0)
     meters = {way: _metered(comm, function, -(-repeats // 3)) for way, function in functions.items()}
-    return {"samples": samples, "meters": meters, "error": error, "routed": {}}
+    elements, predicted = len(x), {}
+    for way in ways:
+        if way != GLOO:
+            by_host = way.startswith("two")
+            predicted[way] = collective_bytes(operation, elements, comm.hosts, by_host=by_host)
+    return {"samples": samples, "meters": meters, "error": error, "predicted": predicted}
+
+
+def collective_bytes(operation: str, elements: int, hosts: Sequence[Sequence[int]], *, by_host: bool) -> list[int]:
+    """What each host sends in int8 to the ranks of others, or to those at the same place there.
+
+    >>> [collective_bytes(ALL_REDUCE, 4 * 4096, ((0, 1), (2, 3)), by_host=by_host) for by_host in (True, False)]
+    [[16640, 16640], [33280, 33280]]
+    """
+    world = sum(map(len, hosts))
+    parts, row = split_parts(elements, world) if operation == ALL_REDUCE else gathered_parts([elements] * world)
+    rows, sent = [-(-count // row) for count in parts.counts], []
+    for members in hosts:
+        records = 0
+        for place, rank in enumerate(members):
+            others = (other[place : place + 1] if by_host else other for other in hosts if other != members)
+            for peer in itertools.chain.from_iterable(others):
+                records += rows[rank] + (rows[peer] if operation == ALL_REDUCE else 0)
+        sent.append(records * WireFormat.parse("int8").row_bytes(row, torch.bfloat16))
+    return sent
 
 
 def _metered(comm: Communicator, function: Callable[[], object], calls: int) -> dict[str, float]:
     """What a call takes, the mean over some. Collective."""
     comm.barrier()
     before = _meters()
+    comm.barrier()  # nobody sends before all have looked
     for _ in range(calls):
         function()
     comm.barrier()
@@ -258,7 +287,7 @@ def figures(
                 **spread,
                 "interface_bytes": statistics.median(ranks[0]["bytes"] for ranks in meters),
                 "payload_bytes": payload,
-                "routed_bytes": statistics.fmean(of_first["routed"][way]) if of_first["routed"] else None,
+                "predicted_bytes": statistics.fmean(of_first["predicted"][way]) if way != GLOO else None,
                 "link_share": payload * 8 * HEADERS / spread["seconds"] / link.bits_per_second(rate),
                 "cores": statistics.median(taken / most for taken, most in zip(in_ranks, available, strict=True)),
                 "machine": statistics.median(
@@ -278,7 +307,7 @@ def figures(
 
 
 def _columns(line: dict[str, Any]) -> dict[str, Any]:
-    routed = line["routed_bytes"]
+    predicted = line["predicted_bytes"]
     columns = {
         "link": line["rate"],
         "ranks": f"2x{line['ranks_per_host']}",
@@ -286,8 +315,8 @@ def _columns(line: dict[str, Any]) -> dict[str, Any]:
         "way": line["way"],
         "ms": line["seconds"] * 1e3,
         "link MB": line["payload_bytes"] / 1e6,
-        "routed MB": f"{routed / 1e6:.1f}" if routed else "",
-        "off": f"{(line['payload_bytes'] / routed - 1) * 100:+.2f}" if routed else "",
+        "predicted": f"{predicted / 1e6:.1f}" if predicted else "",
+        "off": f"{(line['payload_bytes'] / predicted - 1) * 100:+.2f}" if predicted else "",
         "link share": line["link_share"],
         "cores": line["cores"],
         "machine": line["machine"],
@@ -305,9 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rate", type=checked_rate, nargs="+", default=["1gbit", "10gbit"], help="bits a second each way"
     )
-    parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[2])
+    parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--runs", type=int, default=3, help="links and sets of ranks, of --repeats samples each")
-    for name, size in {"tokens": 4096, "hidden": 4096, "experts": 64, "top-k": 8, "mebibytes": 32}.items():
+    for name, size in {"host-tokens": 8192, "hidden": 4096, "experts": 64, "top-k": 8, "mebibytes": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     every = sorted({way for ways in WAYS.values() for way in ways})
@@ -316,15 +345,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described = timing.machine(timing.check_device("cpu"))
     cores = len(os.sched_getaffinity(0))
     described |= {"congestion_control": link.congestion_control(), "cores": cores}
-    names = ("tokens", "hidden", "experts", "top_k", "mebibytes", "operations", "ways", "repeats")
+    names = ("host_tokens", "hidden", "experts", "top_k", "mebibytes", "operations", "ways", "repeats")
     settings = {name: getattr(options, name) for name in names}
     lines: list[dict[str, Any]] = []
     for ranks_per_host in options.ranks_per_host:
+        sizes = settings | {"tokens": options.host_tokens // ranks_per_host}
         for rate in options.rate:
             try:
                 runs = [
                     link.run_on_two_hosts(
-                        "benchmarks.bench_two_level:measure", settings, rate=rate, timeout=1800,
+                        "benchmarks.bench_two_level:measure", sizes, rate=rate, timeout=1800,
                         ranks_per_host=ranks_per_host,
                     )
                     for _ in range(options.runs)

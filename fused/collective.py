@@ -153,16 +153,27 @@ class DirectCollectives(LegTransport):
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
 
     def job(
-        self, op: int, parts: Segments, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype
+        self,
+        op: int,
+        parts: Segments,
+        row: int,
+        wire: WireFormat,
+        gather_wire: WireFormat,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+        signature: tuple[int, int, int, int] | None = None,
     ) -> Job:
         """What the kernels know of a call, see `Job`. On CUDA the first like it copies a few words to the device.
+
+        Args:
+            signature: of the call that this is a part of, if it is one; that is what ranks then compare.
 
         Raises:
             CapacityError: a row's record is longer than a slot.
             TransportUnavailable: no backend can quantise for these wires.
             ThinwireError: the first call like it is being captured in a CUDA graph.
         """
-        key = (op, *parts.counts, *parts.displs, row, wire, gather_wire, dtype)
+        key = (op, *parts.counts, *parts.displs, row, wire, gather_wire, dtype, out_dtype, signature)
         job = self._jobs.get(key)
         if job is None:
             if self.capturing:
@@ -185,7 +196,7 @@ class DirectCollectives(LegTransport):
                 device_parts = torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self.device)
             job = self._jobs[key] = Job(
                 op=op,
-                signature=signature_of(op, parts, row, name, wire, gather_wire),
+                signature=signature or signature_of(op, parts, row, name, wire, gather_wire),
                 parts=device_parts,
                 most_rows=-(-max(parts.counts) // row),
                 row=row,
@@ -193,6 +204,7 @@ class DirectCollectives(LegTransport):
                 gather_wire=gather_wire,
                 dtype=dtype,
                 rows_per_chunk=self.layout.rows_per_slot(record),
+                out_dtype=out_dtype,
             )
         return job
 
@@ -263,7 +275,7 @@ class DirectCollectives(LegTransport):
             # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
             self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0)
 
-        self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype), launch)
+        self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype, job.out_dtype), launch)
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one leg, and may go on."""

@@ -20,7 +20,7 @@ from thinwire.wire import WireFormat
 SHORT_ROW, LONG_ROW = 1024, 4096
 
 _OPS = ("all_reduce", "reduce_scatter", "all_gather")
-_DTYPES = ("float32", "float16", "bfloat16")
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def row_elements(part: int) -> int:
@@ -76,8 +76,8 @@ def signature_of(
     op: int, parts: Segments, row: int, dtype: str, wire: WireFormat, gather_wire: WireFormat
 ) -> tuple[int, int, int, int]:
     """What ranks tell each other of a call: four int64, equal on ranks that do the same."""
-    spread = zlib.crc32(repr((parts.counts, row)).encode())
-    return op | _DTYPES.index(dtype) << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
+    spread, number = zlib.crc32(repr((parts.counts, row, dtype)).encode()), [*_DTYPES, dtype].index(dtype)
+    return op | number << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
 
 
 def describe_signature(signature: Sequence[int]) -> str:

@@ -93,7 +93,10 @@ class PreparedCollective(PreparedCall):
             target = comm.result_memory.new_empty(x, self.out_shape) if out is None else out
             finish = carrier.begin(comm, self, x, target)
             if comm.recorder.track is not None and not self.exactly:
-                comm.sent(traffic_of, self.op, self.parts, self.row, comm.rank, self.wires, self.dtype)
+                parts, rank = self.parts, comm.rank
+                if isinstance(carrier, TwoLevelCollectives):
+                    parts, rank = carrier.between_hosts(parts, rank)
+                comm.sent(traffic_of, self.op, parts, self.row, rank, self.wires, self.dtype)
 
             def end() -> torch.Tensor:
                 if finish is not None:

@@ -25,7 +25,7 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError
 from thinwire.fused.collective import KEY, DirectCollectives, collective_layout, collectives_over
 from thinwire.fused.counts import Segments, dense_segments
-from thinwire.fused.partition import row_elements
+from thinwire.fused.partition import row_elements, signature_of
 from thinwire.fused.prepared import flat
 from thinwire.fused.staged import cut_pieces
 from thinwire.fused.staged_collective import CollectiveCall, GatherLeg, ScatterLeg, StagedCollectives
@@ -52,13 +52,12 @@ def open_two_levels(
         why_not, here = why_not_two_levels(comm), next(members for members in comm.hosts if comm.rank in members)
         if why_not is None and len({*map(len, comm.hosts)}) > 1:
             why_not = f"its hosts have different numbers of ranks: {describe(comm.hosts)}"
-        if why_not is None:
-            try:
-                layout = collective_layout(len(here))
-            except CapacityError as error:
-                why_not = str(error)
         if why_not is not None:
             return StagedCollectives(KEY, why_not)
+        try:
+            layout = collective_layout(len(here))
+        except CapacityError as error:
+            return StagedCollectives(KEY, str(error))
 
         def make(memory: SymmetricMemory, _: bool) -> TwoLevelCollectives:
             within = collectives_over(comm, memory.among(here), layout, here.index(comm.rank))
@@ -91,6 +90,10 @@ class TwoLevelCollectives(Attachment):
             f"{KEY}: two levels, staged between hosts; in this one {self._within.describe().removeprefix(f'{KEY}: ')}"
         )
 
+    def between_hosts(self, parts: Segments, rank: int) -> tuple[Segments, int]:
+        """The parts that travel between hosts where this rank's does, and the place of this rank's among them."""
+        return _of(parts, self._rail), self._rail.index(rank)
+
     def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """The whole call; see `StagedCollectives.begin`. Waits here: later calls use the same memory in the host."""
         x, out = flat(x.detach()), out.detach().view(-1)
@@ -108,12 +111,12 @@ class TwoLevelCollectives(Attachment):
 
     def _scatter(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor) -> ScatterLeg:
         """This host's sums of the rail's parts, on their way to who has these parts; x may then be overwritten."""
-        x, parts = x.float(), call.parts
+        parts = call.parts
         own = dense_segments([count if rank in self._rail else 0 for rank, count in enumerate(parts.counts)])
-        sums = comm.result_memory.new_empty(x, (own.rows,))
+        sums = comm.result_memory.new_empty(x, (own.rows,), torch.float32)
         targets = own.cut(sums)
         for members, target in zip(self._hosts, self._rail, strict=True):
-            self._run(REDUCE_SCATTER, _of(parts, members), call.row, x, targets[target])
+            self._run(call, REDUCE_SCATTER, _of(parts, members), call.row, x, targets[target])
         return ScatterLeg(comm, sums, own, call.row, call.wires[0], call.described, self._rail)
 
     def _gather(
@@ -130,7 +133,7 @@ class TwoLevelCollectives(Attachment):
         slots, received = dense_segments(leg.counts(parts)), leg.exchange.received
         records = comm.result_memory.new_empty(received, (slots.rows, leg.record_bytes))
         # The own host's while the others' are on their way.
-        self._pass_on(self._here, slots, leg.slots.cut(received)[comm.rank], records)
+        self._pass_on(call, self._here, slots, leg.slots.cut(received)[comm.rank], records)
         arrivals = leg.exchange.arrivals()
         # A rail's last parts may be shorter than another's; pieces are alike, so that a host's ranks stay in step.
         for start, stop in cut_pieces(max(slots.counts), leg.piece_record_bytes, comm.backend):
@@ -139,20 +142,33 @@ class TwoLevelCollectives(Attachment):
             of_rail = leg.slots.within(start, stop).cut(received)
             for members, source_rank in zip(self._hosts, self._rail, strict=True):
                 if members != self._here:
-                    self._pass_on(members, arrived, of_rail[source_rank], records)
+                    self._pass_on(call, members, arrived, of_rail[source_rank], records)
             for rows, part in zip(arrived.cut(records), parts.cut(out), strict=True):
                 leg.unpack(rows, part, start)
 
-    def _pass_on(self, members: Sequence[int], slots: Segments, own: torch.Tensor, records: torch.Tensor) -> None:
+    def _pass_on(
+        self,
+        call: CollectiveCall,
+        members: Sequence[int],
+        slots: Segments,
+        own: torch.Tensor,
+        records: torch.Tensor,
+    ) -> None:
         """Records of a host's ranks to this host's: each stores those of its rail, `own`, into all ranks' `records`."""
         words = records.shape[1] // 4
         parts = _of(Segments(*([words * number for number in numbers] for numbers in slots)), members)
         if any(parts.counts):
-            self._run(ALL_GATHER, parts, words, *(each.view(-1).view(torch.float32) for each in (own, records)))
+            self._run(call, ALL_GATHER, parts, words, *(rows.view(-1).view(torch.float32) for rows in (own, records)))
 
-    def _run(self, op: int, parts: Segments, row: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """A call within the host, of exact float32 or of bytes that pass for it."""
-        self._within.run(self._within.job(op, parts, row, _EXACT, _EXACT, torch.float32), x, out)
+    def _run(
+        self, call: CollectiveCall, op: int, parts: Segments, row: int, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """A step within the host, of exact rows; sums are float32."""
+        # Ranks compare the whole call: a rail compares its own, and records of other formats may be as long.
+        name, wires = str(call.dtype).removeprefix("torch."), call.wires
+        signature = signature_of(call.op, call.parts, call.row, name, wires[0], wires[-1])
+        job = self._within.job(op, parts, row, _EXACT, _EXACT, x.dtype, torch.float32, signature)
+        self._within.run(job, x, out)
 
     def leave_to_parent(self) -> None:
         """See `Attachment`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire import ExpertParallel
 from thinwire.comm import Communicator
 from thinwire.moe.tiny import bits_per_byte, load_tiny_moe
 from thinwire.testing import run_ranks
@@ -87,6 +88,28 @@ def test_it_runs_over_a_link_and_exact_rounds_come_first(small_text: Path, tmp_p
     figures = json.loads((tmp_path / "figures").read_text())
     assert [score["wire"] for score in figures["scores"]] == ["none", "int8"] and figures["text_bytes"] == 3000
     assert figures["demo"] == "thinwire demo --link 1Gbit --wire none,int8"
+
+
+def score_share(comm: Communicator, *, text: str) -> list[float]:
+    """Bits per byte of a rank's share of the text, of the model on two levels: in the format `none`, and in int8."""
+    config, length = load_tiny_moe().config, len(text) // comm.size
+    share = text[comm.rank * length :][:length].encode("latin-1")
+    sizes, bits = (config.num_experts, config.top_k, config.hidden_size, 16 * config.context), []
+    for wire in ("none", "int8"):
+        with ExpertParallel(comm, *sizes, wire=wire, transport="two_level") as ep:
+            bits.append(bits_per_byte(load_tiny_moe(ep=ep), share))
+    return bits
+
+
+@pytest.mark.exhaustive
+def test_on_two_hosts_of_two_ranks_the_text_costs_what_it_does_in_one_process(can_link: None) -> None:
+    text, unsharded = _held_out(19_262), load_tiny_moe()
+    expected = [bits_per_byte(unsharded, text[start:][:4815]) for start in range(0, 4 * 4815, 4815)]
+    settings = {"text": text.decode("latin-1")}
+    found = link.run_on_two_hosts(f"{__name__}:score_share", settings, rate="1gbit", ranks_per_host=2, timeout=120)
+    none, int8 = (sum(bits) / 4 for bits in zip(*found, strict=True))
+    assert none == pytest.approx(sum(expected) / 4, rel=1e-6)
+    assert 0 < abs(int8 / none - 1) < 0.005
 
 
 @pytest.mark.exhaustive

@@ -276,9 +276,10 @@ def reduce(
     Args:
         end, chunk: see `scatter`, which sent the leg.
         job: of op REDUCE_SCATTER where `out` is a tensor, ALL_REDUCE where it is None.
-        out: [elements of the own part] of `job.dtype`, contiguous: sums rounded once, saturating at the largest finite
-            value unless `job.wire` is `none`; NaN in poisoned memory. None: each row of sums is encoded once
-            in `job.gather_wire` (`none` rounds it as above), stored at every rank, in the next leg.
+        out: [elements of the own part] of `job.out_dtype`, or else `job.dtype`, contiguous: sums rounded once,
+            saturating at the largest finite value unless `job.wire` is `none`; NaN in poisoned memory. None: each row
+            of sums is encoded once in `job.gather_wire` (`none` rounds it as above), stored at every rank, in the next
+            leg.
         timeout: seconds until the memory is given up.
         grace: seconds that peers then get to report that they are stuck too.
         num_programs: programs of the launch that follows the wait; None means enough to fill the GPU.

@@ -165,6 +165,7 @@ class Job:
         gather_wire: the format of the gathered rows.
         dtype: of the tensors.
         rows_per_chunk: rows of a part that one chunk has.
+        out_dtype: of a REDUCE_SCATTER's sums, if not dtype.
     """
 
     op: int
@@ -176,6 +177,7 @@ class Job:
     gather_wire: WireFormat
     dtype: torch.dtype
     rows_per_chunk: int
+    out_dtype: torch.dtype | None = None
 
     @property
     def num_chunks(self) -> int:

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import bench_two_level
-from benchmarks.bench_two_level import ALL_GATHER, ONE_LEVEL, ONE_LEVEL_BF16, ROUND, TWO_LEVELS
+from benchmarks.bench_two_level import GLOO, ONE_LEVEL, ONE_LEVEL_BF16, OPERATIONS, ROUND, TWO_LEVELS, WAYS
 
 
 @pytest.mark.exhaustive
-def test_it_runs_and_what_crosses_is_what_was_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_and_what_crosses_is_what_was_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba", reason="the CPU kernels need numba")
-    few = (
-        "--rate 1gbit --ranks-per-host 2 --runs 1 --repeats 2 --tokens 300 --hidden 1024 --experts 10 --top-k 2".split()
-    )
-    few += ["--mebibytes", "1", "--operations", ROUND, ALL_GATHER]
+    few = "--rate 1gbit --ranks-per-host 2 --runs 1 --repeats 2 --host-tokens 600 --hidden 1024 --experts 10".split()
+    few += "--top-k 2 --mebibytes 1".split()
     bench_two_level.main([*few, "--json", str(tmp_path / "two_level.json")])
     if (printed := capsys.readouterr().out).startswith("skipped: "):
         pytest.skip(printed)
-    lines = json.loads((tmp_path / "two_level.json").read_text())["figures"]
-    ways = [(operation, way) for operation in (ROUND, ALL_GATHER) for way in bench_two_level.WAYS[operation]]
+    found = json.loads((tmp_path / "two_level.json").read_text())
+    lines = found["figures"]
+    ways = [(operation, way) for operation in OPERATIONS for way in WAYS[operation]]
     assert [(line["operation"], line["way"]) for line in lines] == ways
     for line in lines:
         assert 0 < line["fastest"] <= line["seconds"] <= line["slowest"] and line["error"] < 0.04
         assert line["payload_bytes"] < line["interface_bytes"] < 1.1 * line["payload_bytes"]
-        if line["operation"] == ROUND:
+        if line["way"] != GLOO:
             # Counts, and the messages of barriers.
-            assert 1 <= line["payload_bytes"] / line["routed_bytes"] < 1.03
-            assert sum(line[part] for part in bench_two_level.PARTS) == pytest.approx(line["seconds"], rel=0.5)
+            assert 1 <= line["payload_bytes"] / line["predicted_bytes"] < 1.03
+        if line["operation"] == ROUND:
+            # Another rank may be the slowest in each part.
+            assert sum(line[part] for part in bench_two_level.PARTS) > 0.9 * line["seconds"]
     assert "2x2 at 1gbit, to one level int8: " in printed
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "write_slow_links.py"))
+    rows = [line.split(" | ")[1:3] for line in page["gains"](found).splitlines()[2:]]
+    assert rows == [["2 x 2", name] for name in ("round", "round (fp8, none)", "all_reduce", "all_gather")]
 
 
 def test_ratios_are_within_runs_and_headers_are_taken_off() -> None:
@@ -44,13 +49,13 @@ def test_ratios_are_within_runs_and_headers_are_taken_off() -> None:
         ways = (ONE_LEVEL, ONE_LEVEL_BF16, TWO_LEVELS)
         meter = {"bytes": 1000, "packets": packets, "rank": 1.0, "machine": 3.0, "seconds": 2.0}
         one = {"samples": samples, "meters": dict.fromkeys(ways, meter), "error": dict.fromkeys(ways, 0.1 * packets)}
-        return {ROUND: one | {"routed": dict.fromkeys(ways, [800, 820])}}
+        return {ROUND: one | {"predicted": dict.fromkeys(ways, [800, 820])}}
 
     runs = [[rank(seconds, packets) for packets in (1, 9, 3, 9)] for seconds in (2.0, 1.0, 4.0)]
     line = bench_two_level.figures("1gbit", 2, runs, cores=2)[-1]
     assert line["ratios_to_int8"] == [2.0, 4.0, 1.0] and line["ratios_to_bf16"] == [4.0, 8.0, 2.0]
     assert line["legs_ratios_to_int8"] == [0.5] * 3
-    assert line["payload_bytes"] == 1000 - 2 * 66 and line["routed_bytes"] == 810  # the mean of both hosts
+    assert line["payload_bytes"] == 1000 - 2 * 66 and line["predicted_bytes"] == 810  # the mean of both hosts
     assert line["cores"] == 1.0 and line["machine"] == 0.75 and line["dispatch"] == 2.0  # 4 ranks of 1 s in 2 s
     assert line["error"] == pytest.approx(0.9)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +17,16 @@ import pytest
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
 import torch
+import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.bench_accuracy import errors_of_collectives
 from tests.helpers.collectives import all_reduced, reduce_scattered
+from tests.helpers.hosts import on_hosts
 from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.hosts import VARIABLE
-from thinwire.errors import PeerTimeout, TransportUnavailable
+from thinwire.errors import ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused.all_gather import all_gather, all_gather_v
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.reduce_scatter import reduce_scatter
@@ -215,6 +222,26 @@ def test_a_rank_sends_its_part_to_other_hosts_once_each(hosts: str) -> None:
     run_ranks(_crossing, len(hosts), hosts)
 
 
+def _traced(comm: Communicator, path: str) -> list[int]:
+    comm = _on_hosts(comm, "abbaab")
+    all_reduce(torch.ones(3), comm=comm)  # which opens the memory
+    with tw.trace(path, comm=comm):
+        return [
+            _bytes_to_other_hosts(comm, call, torch.ones(comm.size, 3 * 4096), wire=wire)
+            for call in (all_gather, reduce_scatter, all_reduce)
+            for wire in ("int8", "none")
+        ]
+
+
+def test_a_trace_tells_what_crosses(tmp_path: Path) -> None:
+    crossed = run_ranks(_traced, 6, str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = sorted((event for event in events if "wire_bytes" in event.get("args", ())), key=lambda each: each["ts"])
+    for rank, expected in enumerate(crossed):
+        told = [event["args"]["wire_bytes"] for event in events if event["pid"] == rank]
+        assert told == expected and min(told) > 0
+
+
 def _refused(comm: Communicator, hosts: str, reason: str) -> None:
     comm = _on_hosts(comm, hosts)
     x = torch.ones(comm.size, 3)
@@ -272,3 +299,86 @@ def _silent(comm: Communicator) -> tuple[int, ...]:
 
 def test_a_silent_rank_is_named_on_all_hosts() -> None:
     assert run_ranks(_silent, 4) == [(3,), (3,), (3,), ()]
+
+
+#: What ranks disagree about: tensor and wire of most, and of the odd ones.
+DIFFERENCES = (
+    ((torch.ones(3000), "int8"), (torch.ones(4000), "int8")),
+    ((torch.ones(3000), "int8"), (torch.ones(3000, dtype=torch.bfloat16), "int8")),
+    ((torch.ones(3000), "int8"), (torch.ones(3000), "fp8")),  # whose records are as long
+)
+
+
+def _disagree(comm: Communicator, odd: tuple[int, ...], timeout: float, step: int) -> list[str]:
+    found = []
+    calls = itertools.product((all_reduce, reduce_scatter, all_gather), DIFFERENCES)
+    for call, given in itertools.islice(calls, 0, None, step):
+        two = on_hosts(Communicator(dist.new_group(timeout=timedelta(seconds=timeout)), timeout=timeout))
+        x, wire = given[comm.rank in odd]
+        all_gather(torch.ones(3), comm=two, transport="two_level")  # which opens the memory
+        with pytest.raises((ConfigMismatch, PeerTimeout)) as caught:
+            call(x, wire=wire, comm=two, transport="two_level")
+        found.append(type(caught.value).__name__)
+        comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("odd", "timeout", "step", "errors"),
+    [
+        ((2, 3), 1.0, 4, ["PeerTimeout"] * 4),
+        ((1, 3), 30.0, 1, ["ConfigMismatch"] * 4),
+        pytest.param((3,), 1.0, 4, ["PeerTimeout"] * 2 + ["ConfigMismatch"] * 2, marks=pytest.mark.exhaustive),
+    ],
+    ids=["hosts", "rails", "a rank and all others"],
+)
+def test_ranks_that_disagree_all_get_an_error(
+    odd: tuple[int, ...], timeout: float, step: int, errors: list[str]
+) -> None:
+    found = run_ranks(_disagree, 4, odd, timeout, step)
+    assert [{*of_rank} for of_rank in found] == [{error} for error in errors]
+
+
+def _closed(comm: Communicator, late: tuple[int, ...]) -> tuple[int, ...]:
+    two = on_hosts(Communicator(comm.group, timeout=1.5))
+    all_reduce(torch.ones(5000), comm=two)
+    comm.barrier()
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: two.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        for _ in range(2):
+            with pytest.raises(ThinwireError, match="communicator (is|was) closed"):
+                all_reduce(torch.ones(5000), comm=two)
+        return (0,)
+    time.sleep(0.6 if comm.rank in late else 0.0)
+    with pytest.raises(PeerTimeout) as caught:
+        all_reduce(torch.ones(5000), comm=two)
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("late", [(2, 3), (1,)], ids=["between hosts", "within a host"])
+def test_who_closes_it_in_a_wait_ends_that_and_its_peers_end_too(late: tuple[int, ...]) -> None:
+    # A rank that hears from the network that rank 0 left may end before the others have agreed on that.
+    assert {*run_ranks(_closed, 4, late)} <= {(0,), ()}
+
+
+def _shrunk(comm: Communicator, lost: tuple[int, ...]) -> tuple[str, str]:
+    two = _on_hosts(Communicator(comm.group, timeout=1.5), "aabb")
+    all_reduce(torch.ones(5000), comm=two)
+    if comm.rank in lost:
+        return "", ""
+    with pytest.raises(PeerTimeout) as caught:
+        all_reduce(torch.ones(5000), comm=two)
+    assert caught.value.ranks == lost
+    left = two.shrink()
+    x = torch.full((5000,), left.rank + 1.0)
+    assert torch.equal(all_reduce(x, wire="none", comm=left), torch.full_like(x, sum(range(left.size + 1))))
+    assert torch.equal(all_gather(x[:1], wire="none", comm=left), torch.arange(left.size) + 1.0)
+    return str(left.hosts), left.explain()
+
+
+def test_ranks_that_are_left_go_on() -> None:
+    for lost, hosts, transport in (((2, 3), "((0, 1),)", "direct"), ((3,), "((0, 1), (2,))", "staged")):
+        found = run_ranks(_shrunk, 4, lost)
+        for rank in {0, 1, 2, 3} - {*lost}:
+            assert found[rank][0] == hosts and f"collectives: {transport}" in found[rank][1], found

@@ -40,6 +40,7 @@ class Call:
     num_programs: int | None = None
     seed: int = 0
     zeros: int = 0
+    out_dtype: torch.dtype | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -59,6 +60,7 @@ class Call:
             gather_wire=WireFormat.parse(self.gather_wire),
             dtype=self.dtype,
             rows_per_chunk=self.rows_per_chunk,
+            out_dtype=self.out_dtype,
         )
 
     def inputs(self) -> list[torch.Tensor]:
@@ -104,7 +106,7 @@ class Call:
         """What becomes of `out`: of its elements outside of the parts nothing."""
         out = out.clone()
         if self.op == REDUCE_SCATTER:
-            sums = round_reference(self.sums(rank), self.dtype, saturate=self.wire != "none")
+            sums = round_reference(self.sums(rank), out.dtype, saturate=self.wire != "none")
             out[:] = sums.view(-1)[: self.counts[rank]]
             return out
         for part, (count, start) in enumerate(zip(self.counts, self.starts, strict=True)):
@@ -120,7 +122,7 @@ class Call:
             out = x if self.in_place else torch.full_like(x, 7)
             return x[own] if self.in_place else x[own].clone(), out
         if self.op == REDUCE_SCATTER:
-            return x, x[own] if self.in_place else torch.full_like(x[own], 7)
+            return x, x[own] if self.in_place else torch.full_like(x[own], 7, dtype=self.out_dtype)
         return x, x if self.in_place else torch.full_like(x, 7)
 
     def launch(self, end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, timeout: float, grace: float) -> None:

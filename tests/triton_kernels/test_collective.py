@@ -250,6 +250,16 @@ def test_sums_saturate_where_rows_are_quantised() -> None:
     run_ranks(_extremes, 2, env=INTERPRETED, timeout=120)
 
 
+def _wider(comm: Communicator) -> None:
+    ranks = Ranks(comm)
+    for dtype, wire in ((torch.bfloat16, "none"), (torch.float16, "none"), (torch.bfloat16, "int8")):
+        ranks.check(Call(REDUCE_SCATTER, (301, 70), wire, dtype=dtype, out_dtype=torch.float32))
+
+
+def test_sums_of_sixteen_bits_may_be_float32() -> None:
+    run_ranks(_wider, 2, env=INTERPRETED, timeout=120)
+
+
 def _mixed_formats(comm: Communicator) -> str:
     ranks = Ranks(comm)
     try:

@@ -63,7 +63,7 @@ numbers_at = reader_of(
     "buffer_ptrs", "control", "report", "parts",  # addresses of these tensors,
     "seen",  # of an int64 for each peer, see `peer_stores`,
     "ranks",  # and of the ranks 0 ... world - 1
-    "world", "rank", "slot_bytes", "stuck", "headers", "halves", "row", "dtype", "rows_per_chunk",
+    "world", "rank", "slot_bytes", "stuck", "headers", "halves", "row", "dtype", "out_dtype", "rows_per_chunk",
     "signature0", "signature1", "signature2", "signature3",
     # the layouts of a scattered record and of a gathered one, as the codec has them
     *codec.LAYOUT_FIELDS, *(f"gather_{name}" for name in codec.LAYOUT_FIELDS),
@@ -81,7 +81,8 @@ def _memory(end: Endpoint, job: Job) -> tuple[int, int]:
         numbers, address = in_memory(
             *addresses(end, "buffer_ptrs", "control", "report"), job.parts.data_ptr(), seen.ctypes.data,
             ranks.ctypes.data, layout.WORLD, end.rank, layout.SLOT_BYTES, layout.STUCK, layout.HEADERS,
-            layout.HALVES, row, codec.dtype_code(job.dtype), job.rows_per_chunk, *job.signature,
+            layout.HALVES, row, *map(codec.dtype_code, (job.dtype, job.out_dtype or job.dtype)), job.rows_per_chunk,
+            *job.signature,
             *codec.record_layout(job.wire, row, job.dtype), *codec.record_layout(job.gather_wire, row, job.dtype),
         )  # fmt: skip
         kept = end.kept[job] = address, num_bytes, (numbers, seen, ranks)
@@ -242,7 +243,8 @@ def reduce_kernel(numbers, scratch, out, sends_to_all, chunk):
         place = (row - first) * job.gather_row_bytes
         columns, target, dtype = job.row, own + place, job.dtype
         if sends_to_all == 0:
-            columns, target = min(count - row * job.row, job.row), out + row * job.row * size
+            columns, dtype = min(count - row * job.row, job.row), job.out_dtype
+            target = out + row * job.row * codec.element_bytes(dtype)
         elif job.gather_kind != NONE:
             # In place: a sum past the largest float32 would make its whole group not-a-number.
             target, dtype = total, FLOAT32
